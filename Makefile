@@ -1,0 +1,60 @@
+# The two commands a newcomer needs are `make demo` and `make test`; both prepare .venv when it is missing or out of date.
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format types layers bench bench-smoke demo-smoke check clean
+MAKEFLAGS += --no-print-directory --no-builtin-rules
+
+VENV := .venv
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+ARGS ?=
+
+# The first interpreter that starts and is new enough; `make PYTHON=...` chooses another.
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+
+help: ## show this list
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 22
+
+demo: $(READY) ## train a small language model over two processes (ARGS="--help" for its options)
+	@$(PY) -m composable demo $(ARGS)
+
+test: $(READY) ## run all tests (ARGS="-k name" for some of them)
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(READY) ## style and formatting
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+
+format: $(READY) ## apply the formatting
+	@$(PY) -m ruff check --fix .
+	@$(PY) -m ruff format .
+
+types: $(READY) ## static types of the package
+	@$(PY) -m mypy --strict composable
+
+layers: $(READY) ## imports go down only
+	@$(VENV)/bin/lint-imports --no-cache
+
+bench: $(READY) ## measure against FSDP2, FSDP1 and DDP; rewrites the tables in benchmarks/README.md
+	@$(PY) benchmarks/run_all.py $(ARGS)
+
+bench-smoke: $(READY) ## show that every benchmark runs; measures nothing
+	@$(PY) benchmarks/run_all.py --smoke
+
+demo-smoke: $(READY) ## a few steps of the demo, resumed once
+	@rm -rf runs/smoke
+	@$(PY) -m composable demo --steps 6 --baseline-steps 3 --out runs/smoke --quiet
+	@$(PY) -m composable demo --steps 8 --no-baseline --out runs/smoke --resume --quiet
+
+check: test lint types layers bench-smoke demo-smoke ## everything
+
+clean: ## remove caches and what the demo wrote; keeps .venv
+	@rm -rf runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	@find composable tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "composable needs Python 3.11 or newer on the PATH; make PYTHON=... names one" >&2; exit 1; }
+	@echo "composable: installing into $(VENV) with the pinned versions; the first time takes some minutes"
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[demo,test,dev]'
+	@touch $@

@@ -1,0 +1,58 @@
+"""Predicts a step's peak of memory from shapes; must not run what it predicts, save for the activations of one forward.
+
+Arithmetic that can be checked with a pencil: what lives all the time (parameters, gradients, AdamW's two states), what a
+forward leaves for backward (activations), and what is passing through (unsharded parameters and gradients of the units
+at hand).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+from models import Task
+from torch import Tensor
+
+
+def saved_bytes(task: Task) -> int:
+    """Bytes that autograd keeps after one un-annotated forward, parameters and inputs of the model not counted."""
+    owned = {tensor.untyped_storage().data_ptr() for tensor in [*task.model.parameters(), *task.model.buffers()]}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in owned:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = task.loss(task.model, 0)
+    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    del loss
+    return size
+
+
+PREDICTABLE: Final = ("un-annotated", "composable", "composable-keep", "composable-replicate")
+
+
+def predicted(contender: str, task: Task, *, ways: int, activations: int) -> float:
+    """Peak bytes per rank in a step of AdamW after the first one.
+
+    Args:
+        contender: one of `PREDICTABLE`.
+        ways: ranks that parameters are cut over.
+        activations: what `saved_bytes` found.
+    """
+    units = [module for module in task.model.modules() if isinstance(module, task.units)]
+    sizes = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units]
+    total = float(sum(p.numel() * p.element_size() for p in task.model.parameters()))
+    root, unit, one_unit = total - sum(sizes), max(sizes), activations / len(units)
+    # While a unit's backward runs, the gradients of its activations are about as large as they are.
+    activity = activations + one_unit
+    if contender in ("un-annotated", "composable-replicate"):
+        # Buckets are the gradients' own memory. Backward trades activations for gradients, linearly enough: one end decides.
+        return 3 * total + max(activity, total)
+    # On the host, memory for gradients and for what passes through is kept and used again, so it is there all the time:
+    # two units' gradients (one grows, one is being reduced), and what the other ranks send of each.
+    reducing = 2 * unit + 2 * unit * (ways - 1) / ways
+    gathered = root + 2 * unit if contender == "composable" else total
+    return 4 * total / ways + gathered + reducing + activity

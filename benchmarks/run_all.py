@@ -1,0 +1,144 @@
+"""Runs a selection of the benchmarks and puts their tables and charts into README.md; must not measure anything itself.
+
+Usage:
+
+    python benchmarks/run_all.py                   # under ten minutes on two cores
+    python benchmarks/run_all.py --only step,memory
+    python benchmarks/run_all.py --smoke           # shows that every benchmark runs; README.md stays as it is
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contenders import MEANING
+from harness import ROOT
+from options import RESULTS
+from publish import table
+
+README = Path(__file__).resolve().parent / "README.md"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One section of README.md: `name` is its marker, and the name under which the benchmark stores its results."""
+
+    name: str
+    script: str
+    arguments: tuple[str, ...] = ()
+    smoke: tuple[str, ...] | None = ()  # beside --smoke; None: another job shows already that this script runs
+
+
+SWEEP = ("--contenders", "un-annotated,composable,fsdp2,fsdp1")
+JOBS = (
+    Job("step", "step.py", ("--rounds", "5", "--steps", "2")),
+    Job("step-small", "step.py", ("--model", "small", "--rounds", "9"), None),
+    Job(
+        "step-conv",
+        "step.py",
+        ("--model", "conv", "--rounds", "3", "--steps", "2", "--contenders", "*composable*,fsdp2,fsdp1,ddp-views"),
+        None,
+    ),
+    Job("overhead", "overhead.py", ("--rounds", "7")),
+    Job("overhead-units", "overhead.py", ("--rounds", "3", "--units", "1,8,32,128", *SWEEP), None),
+    Job(
+        "overhead-params",
+        "overhead.py",
+        ("--rounds", "3", "--units", "16", "--params", "1,4,16", *SWEEP),
+        ("--units", "2", "--params", "1,2", "--contenders", "un-annotated,composable"),
+    ),
+    Job("memory", "memory.py", ("--rounds", "2"), ("--contenders", "un-annotated,composable*,fsdp2")),
+    Job("floor", "floor.py", ("--rounds", "4", "--steps", "2")),
+    Job("floor-keep", "floor.py", ("--keep", "--rounds", "4", "--steps", "2"), None),
+    Job("optimizer", "optimizer.py", ("--rounds", "7")),
+    Job("scale", "scale.py", ("--rounds", "7", "--worlds", "8,64,1024,4096")),
+    Job("collectives", "collectives.py", ("--rounds", "3", "--sizes", "1024,16384,262144,4194304,67108864")),
+)
+
+
+def run(job: Job, out: Path, *, smoke: bool, limit: float) -> bool:
+    """Run one benchmark in a process of its own; True if it stored its results."""
+    arguments = ["--smoke", *(job.smoke or ())] if smoke else list(job.arguments)
+    call = [sys.executable, str(Path(__file__).parent / job.script), "--out", str(out), *arguments]
+    print(f"{job.name}: {job.script} {' '.join(arguments)}", flush=True)
+    started = time.monotonic()
+    try:
+        done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        print(f"  did not end within {limit:.0f} s", flush=True)
+        return False
+    if done.returncode or not (out / f"{job.name}.json").exists():
+        print(
+            "  failed:\n" + "\n".join("  " + line for line in (done.stdout + done.stderr).splitlines()[-25:]),
+            flush=True,
+        )
+        return False
+    print(f"  {time.monotonic() - started:.0f} s", flush=True)
+    return True
+
+
+def conditions(line: dict[str, Any]) -> str:
+    """One sentence on where, when and how a result was obtained."""
+    machine = line["machine"]
+    place = f"{machine['processor']}, {machine['cores']} cores" + (f", {machine['device']}" if "device" in machine else "")
+    versions = ", ".join(f"{name} {version}" for name, version in line["versions"].items())
+    return f"`{line['command']}`  \n{line['when'][:10]}; {place}; load {machine.get('load', '?')} at the end; {versions}"
+
+
+def section(name: str, out: Path) -> str:
+    line = json.loads((out / f"{name}.json").read_text())
+    text = (out / f"{name}.md").read_text().strip()
+    chart = f"\n\n![{line['title']}](results/{name}.png)" if (out / f"{name}.png").exists() else ""
+    return f"**{line['title']}**\n\n{text}{chart}\n\n{conditions(line)}"
+
+
+def put(readme: str, name: str, text: str) -> str:
+    """`readme` with `text` between the markers of `name`.
+
+    Raises:
+        ValueError: the markers are not there, or not in order.
+    """
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    if not 0 <= readme.find(begin) < readme.find(end):
+        raise ValueError(f"README.md lacks the markers {begin} and {end}, in this order")
+    return f"{readme[: readme.index(begin) + len(begin)]}\n\n{text}\n\n{readme[readme.index(end) :]}"
+
+
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options.add_argument("--only", default=",".join(job.name for job in JOBS), help="sections, separated by commas")
+    options.add_argument("--out", type=Path, default=RESULTS)
+    options.add_argument("--limit", type=float, default=400.0, help="seconds that one benchmark may take")
+    options.add_argument("--smoke", action="store_true")
+    found = options.parse_args()
+    names = found.only.split(",")
+    unknown = [name for name in names if name not in {job.name for job in JOBS}]
+    if unknown:
+        options.error(f"--only: no section named {', '.join(unknown)}; there are {', '.join(job.name for job in JOBS)}")
+    out = Path(tempfile.mkdtemp(prefix="composable-bench-")) if found.smoke else found.out
+    readme = put(README.read_text(), "contenders", table(["name", "what it is"], [[k, v] for k, v in MEANING.items()]))
+    failed = []
+    for job in JOBS:
+        if job.name not in names or (found.smoke and job.smoke is None):
+            continue
+        if not run(job, out, smoke=found.smoke, limit=found.limit):
+            failed.append(job.name)
+            continue
+        readme = put(readme, job.name, section(job.name, out))
+        if not found.smoke and out.resolve() == RESULTS:
+            README.write_text(readme)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Scale PyTorch models over many ranks by annotating their modules in place. The front door: public names, nothing else."""
+
+from composable import errors, traversal
+from composable.api.checkpoint import checkpoint
+from composable.api.fully_shard import fully_shard
+from composable.api.replicate import replicate
+from composable.api.scopes import keep_unsharded, register_forward_method, reshard, unshard
+from composable.model.contract import contract, on_undo, registry, remove
+from composable.policies import CustomPolicy, ModuleWrapPolicy, NamePolicy, Policy, SizePolicy
+from composable.report.describe import describe
+
+__all__ = [
+    "CustomPolicy",
+    "ModuleWrapPolicy",
+    "NamePolicy",
+    "Policy",
+    "SizePolicy",
+    "checkpoint",
+    "contract",
+    "describe",
+    "errors",
+    "fully_shard",
+    "keep_unsharded",
+    "on_undo",
+    "register_forward_method",
+    "registry",
+    "remove",
+    "replicate",
+    "reshard",
+    "traversal",
+    "unshard",
+]

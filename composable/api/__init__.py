@@ -1,0 +1,1 @@
+"""The verbs: each validates, plans and attaches, and fits on a screen."""

@@ -1,0 +1,105 @@
+"""Whether all ranks hold the same parameters, and how they come to; knows names and values, no units.
+
+Note [Fingerprints]
+Agreement is checked with one small all-gather of numbers per annotation: a digest of all names, shapes and dtypes, and a
+digest of all values. Only when they differ do the ranks compare parameter by parameter, to name the first difference.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from composable.device.collectives import Wire
+from composable.errors import RanksDisagreeError
+from composable.model.traversal import ManagedParameter
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """A number that equal values share and different ones hardly ever do; the position of values counts."""
+    if tensor.device.type == "meta" or tensor.numel() == 0:
+        return 0
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = data[: data.numel() // 4 * 4].view(torch.int32) if data.numel() >= 4 else data
+    total = int(words.sum(dtype=torch.int64))
+    # A second sum over halves folded in opposite directions makes swapped values differ.
+    half = words.numel() // 2
+    crossed = int((words[:half].to(torch.int64) * 3 + words[words.numel() - half :].to(torch.int64) * 5).sum())
+    return (total * 1_000_003 + crossed) & 0x7FFF_FFFF_FFFF
+
+
+def _shape_digest(parameters: Sequence[ManagedParameter]) -> list[int]:
+    return [
+        zlib.crc32(f"{p.fqn} {tuple(p.parameter.shape)} {p.parameter.dtype} {p.parameter.requires_grad}".encode())
+        for p in parameters
+    ]
+
+
+def synchronise(verb: str, parameters: Sequence[ManagedParameter], wire: Wire, mode: str) -> None:
+    """Check that the ranks agree, or make them.
+
+    Args:
+        mode: "check", "broadcast" (rank 0's values) or "off".
+
+    Raises:
+        RanksDisagreeError: names, shapes, dtypes or, in "check", values differ; names the first difference.
+    """
+    if mode == "off" or wire.ways == 1:
+        return
+    shapes = _shape_digest(parameters)
+    values = [fingerprint(p.parameter) for p in parameters] if mode == "check" else []
+    summary = [len(parameters), zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(values).encode())]
+    label = f"check of {verb}() across ranks"
+    everybody = wire.exchange(summary, label=label)
+    if any(row[:2] != everybody[0][:2] for row in everybody):
+        _refuse_shapes(verb, parameters, shapes, [row[0] for row in everybody], wire, label)
+    if mode == "broadcast":
+        for managed in parameters:
+            if managed.parameter.device.type != "meta":
+                wire.broadcast(managed.parameter.data, label=f"broadcast of parameter '{managed.fqn}'")
+        return
+    if any(row[2] != everybody[0][2] for row in everybody):
+        _refuse_values(verb, parameters, values, wire, label)
+
+
+def _refuse_shapes(
+    verb: str, parameters: Sequence[ManagedParameter], shapes: list[int], counts: list[int], wire: Wire, label: str
+) -> None:
+    longest = max(counts)
+    rows = wire.exchange(shapes + [0] * (longest - len(shapes)), label=label)
+    other = next(r for r, row in enumerate(rows) if row != rows[0] or counts[r] != counts[0])
+    first = next((i for i in range(longest) if rows[0][i] != rows[other][i]), min(counts))
+    texts = _everybody_says(_describe(parameters, first), wire, label)
+    seen = f"rank 0 has {texts[0]}; rank {other} has {texts[other]}"
+    raise RanksDisagreeError(
+        f"{verb}: rank {other} annotates {counts[other]} parameters, rank 0 {counts[0]}; they differ from parameter "
+        f"{first} on: {seen}. Every rank must build the same module in the same order."
+    )
+
+
+def _everybody_says(text: str, wire: Wire, label: str, room: int = 160) -> list[str]:
+    """Every rank's `text`, cut to `room` bytes, on every rank."""
+    rows = wire.exchange(list(text.encode()[:room].ljust(room)), label=label)
+    return [bytes(row).decode(errors="replace").rstrip() for row in rows]
+
+
+def _describe(parameters: Sequence[ManagedParameter], index: int) -> str:
+    if index >= len(parameters):
+        return "none there"
+    parameter = parameters[index].parameter
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return f"'{parameters[index].fqn}' {tuple(parameter.shape)} {dtype}"
+
+
+def _refuse_values(verb: str, parameters: Sequence[ManagedParameter], values: list[int], wire: Wire, label: str) -> None:
+    rows = wire.exchange(values, label=label)
+    for index, managed in enumerate(parameters):
+        other = next((r for r, row in enumerate(rows) if row[index] != rows[0][index]), None)
+        if other is not None:
+            raise RanksDisagreeError(
+                f"{verb}: parameter '{managed.fqn}' differs across ranks (fingerprint rank0={rows[0][index]:x}, "
+                f"rank{other}={rows[other][index]:x}); pass sync_module_states='broadcast' or seed equally"
+            )

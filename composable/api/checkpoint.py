@@ -1,0 +1,93 @@
+"""The verb `checkpoint`: validate and attach. Recomputes nothing itself."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import nn
+
+from composable.api.selection import check_keywords
+from composable.errors import AnnotationError
+from composable.model.contract import contract, on_undo, require_callable
+from composable.model.hooks import attach
+from composable.policies import PolicyLike, select_modules
+from composable.runtime.recompute import Contexts, RecomputeBracket, RecomputeOptions
+
+OPTIONS: Final = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
+_CHECKS: Final = ("default", "none")
+_EQUIVALENTS: Final = {
+    "use_reentrant": "checkpointing is never reentrant here; leave it out, or use torch.utils.checkpoint.checkpoint",
+    "checkpoint_fn": "context_fn=",
+    "check_fn": "policy=",
+}
+
+
+class CheckpointState:
+    """What `checkpoint` leaves in the registry."""
+
+    def __init__(self) -> None:
+        self.brackets: list[RecomputeBracket] = []
+
+
+@contract(state_cls=CheckpointState, equivalents=_EQUIVALENTS, spread_by="policy")
+def checkpoint(
+    module: nn.Module | list[nn.Module],
+    *,
+    policy: PolicyLike | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: Contexts | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+) -> Any:
+    """Forget the activations of `module` after forward and compute them again in backward, in place.
+
+    With a policy only the modules that it picks are annotated, not `module`. Together with `fully_shard` on the same
+    module, in either order of the calls, parameters are gathered twice per step: for forward, and for recomputation and
+    backward together. Everything in the module runs twice, hooks of yours and BatchNorm's running statistics included.
+
+    Args:
+        module: a module, or a list of modules, each checkpointed by itself.
+        policy: which submodules to checkpoint; see `composable.policies`.
+        preserve_rng_state: recompute with the random numbers of the forward (dropout).
+        context_fn: returns two context managers, for the forward and for the recomputation; selective checkpointing is
+            `partial(create_selective_checkpoint_contexts, ops_to_save)` of torch.utils.checkpoint.
+        determinism_check: "default" compares shapes, dtypes and devices of what is recomputed; "none" does not.
+        debug: on a mismatch, show the traces of both runs.
+        early_stop: stop recomputing when everything needed is there.
+
+    Returns:
+        What it was given.
+
+    Raises:
+        AnnotationError: the module is checkpointed already or has no forward; a keyword is unknown.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        >>> checkpoint(model, policy={nn.Linear}) is model
+        True
+
+    After Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+    """
+    if determinism_check not in _CHECKS:
+        raise AnnotationError(f"determinism_check must be one of {', '.join(_CHECKS)}, got {determinism_check!r}")
+    if debug and context_fn is not None:
+        raise AnnotationError("checkpoint: debug=True records with contexts of its own and cannot be given with context_fn")
+    options = RecomputeOptions(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
+    modules = module if isinstance(module, list) else [module]
+    if policy is None:
+        for each in modules:
+            require_callable(each, so="there is no forward to run again")
+            bracket = RecomputeBracket(options)
+            state = checkpoint.state(each)
+            assert state is not None
+            state.brackets.append(bracket)
+            on_undo(attach(each, "checkpoint", bracket))
+        return module
+    for root in modules:
+        picked = select_modules(policy, root)
+        check_keywords("checkpoint", picked, OPTIONS)
+        call = {name: getattr(options, name) for name in OPTIONS}
+        for chosen, overrides in picked.items():
+            checkpoint(chosen, **{**call, **overrides})
+    return module

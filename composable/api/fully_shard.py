@@ -1,0 +1,254 @@
+"""The verb `fully_shard`: validate, plan, attach. Moves no bytes itself and keeps no state of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Final
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from composable.api.agreement import synchronise
+from composable.api.meshes import Mesh, device_of, ground_of
+from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
+from composable.config import SYNC_MODES, AfterForward, after_forward
+from composable.device.collectives import is_distributed
+from composable.device.parameters import Owner, label_of
+from composable.errors import AnnotationError, TiedParametersError
+from composable.model.contract import contract, find_fqn, on_undo, require_callable
+from composable.model.hooks import attach
+from composable.model.traversal import SHARD, ManagedParameter, get_states, walk
+from composable.policies import PolicyLike, select_modules
+from composable.runtime.handle import Ground, Recipe
+from composable.runtime.unit import ShardedUnit
+
+_EQUIVALENTS: Final = {
+    "auto_wrap_policy": "policy=",
+    "sharding_strategy": "write reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or call replicate()",
+    "use_orig_params": "parameters always keep their identity and names; leave it out",
+    "device_mesh": "mesh=",
+    "process_group": "mesh=",
+    "ignored_modules": "ignored_params=",
+    "ignored_states": "ignored_params=",
+    "device_id": "the mesh says which device; leave it out",
+    "limit_all_gathers": "gathers are always limited; leave it out",
+    "forward_prefetch": "the recorded order is always prefetched; leave it out",
+    "backward_prefetch": "the recorded order is always prefetched; leave it out",
+    "param_init_fn": "initialise the module before or after annotating it",
+    "sync_module_state": "sync_module_states=",
+}
+
+Placement = Callable[[nn.Parameter], Shard | None]
+
+
+@contract(
+    state_cls=ShardedUnit,
+    clashes={"replicate": "a module can be sharded or replicated, not both. Use a (replicate, shard) mesh for hybrid"},
+    equivalents=_EQUIVALENTS,
+)
+def fully_shard(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: Mesh = None,
+    policy: PolicyLike | None = None,
+    reshard_after_forward: bool | int = True,
+    shard_placement_fn: Placement | None = None,
+    ignored_params: Iterable[Any] = (),
+    sync_module_states: str = "check",
+) -> Any:
+    """Shard the parameters, gradients and optimizer state of `module` over the ranks of a mesh, in place.
+
+    Every rank keeps 1/n of each parameter, as a `DTensor` under its old name. Around the module's forward, and
+    again around its backward, the parameters are gathered; in backward the gradients are averaged and scattered. The next
+    module's parameters are gathered while this one computes. Annotate inner modules first, or name them in `policy`: each
+    is gathered and freed on its own, so that only two of them are whole at any time.
+
+    All ranks of the mesh call this together, with the same module.
+
+    Args:
+        module: a module, or a list of modules that form one unit.
+        mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine.
+        policy: which submodules become units of their own; see `composable.policies`. What is left over belongs to `module`.
+        reshard_after_forward: True frees the parameters after forward and gathers them again in backward (ZeRO-3); False
+            keeps them until backward is done (ZeRO-2); a number keeps a shard over that many neighbouring ranks.
+        shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0.
+        ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
+        sync_module_states: "check" compares names, shapes, dtypes and values across ranks and names the first difference;
+            "broadcast" copies rank 0's values; "off" trusts the caller.
+
+    Returns:
+        What it was given.
+
+    Raises:
+        AnnotationError: the module is annotated already, inside an annotated one, replicated, or has no forward; a keyword
+            is unknown; ignored_params matches nothing; a parameter would belong to two units.
+        MeshError: the mesh has several dimensions or does not hold this rank.
+        RanksDisagreeError: the ranks do not hold the same module.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> fully_shard(model, policy={nn.Linear}) is model
+        True
+
+    After Zhao et al., "PyTorch FSDP" (VLDB 2023), and Rajbhandari et al., "ZeRO" (SC 2020).
+    """
+    if sync_module_states not in SYNC_MODES:
+        raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
+    modules = module if isinstance(module, list) else [module]
+    after = _after_forward(reshard_after_forward)
+    assigned = _take_assignment(modules[0])
+    if assigned is not None:
+        _attach_unit(modules, assigned, _ground(modules, mesh, after), after, shard_placement_fn)
+        return module
+    _refuse_misplaced(modules)
+    ignored = ids_of_ignored(modules, ignored_params)
+    picked = _picked(modules, policy)
+    ground = _ground(modules, mesh, after)
+    shares = parameters_by_unit(modules, list(picked), ignored)
+    for parameters in shares:
+        _refuse_unfit(parameters)
+    synchronise("fully_shard", [p for share in shares for p in share], ground.wire, sync_module_states)
+    common = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
+    for child, share in zip(reversed(picked), reversed(shares[1:]), strict=True):
+        overrides = {**common, **picked[child]}
+        _ASSIGNED.append((child, share))
+        fully_shard(child, **overrides)
+    _attach_unit(modules, shares[0], ground, after, shard_placement_fn)
+    _name_units(modules)
+    return module
+
+
+_ASSIGNED: list[tuple[nn.Module, list[ManagedParameter]]] = []  # what a policy has decided for the call it is about to make
+
+
+def _take_assignment(module: nn.Module) -> list[ManagedParameter] | None:
+    if _ASSIGNED and _ASSIGNED[-1][0] is module:
+        return _ASSIGNED.pop()[1]
+    _ASSIGNED.clear()
+    return None
+
+
+def _after_forward(value: bool | int) -> AfterForward:
+    if not isinstance(value, int):
+        raise AnnotationError(f"reshard_after_forward must be True, False or a number of ranks, got {type(value).__name__}")
+    return after_forward(value)
+
+
+def _ground(modules: Sequence[nn.Module], mesh: Mesh, after: AfterForward) -> Ground:
+    return ground_of("fully_shard", mesh, device_of(modules[0]), after)
+
+
+def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.Module, dict[str, Any]]:
+    """The submodules that become units, in order, with their overrides."""
+    if policy is None:
+        return {}
+    if len(modules) > 1:
+        raise AnnotationError("fully_shard: a policy picks units below one module; it cannot be given with a list")
+    picked = select_modules(policy, modules[0])
+    check_keywords("fully_shard", picked, ("mesh", "reshard_after_forward", "shard_placement_fn"))
+    chosen = {}
+    skipped = [m for _, m in walk(modules[0], stop=("replicate", SHARD))]
+    for module, overrides in picked.items():
+        if module is modules[0] or not any(module is known for known in skipped) or is_read_by_parent(module):
+            continue
+        require_callable(module)
+        chosen[module] = overrides
+    return chosen
+
+
+def is_read_by_parent(module: nn.Module) -> bool:
+    """Whether a module's parameters are read by its parent, which never calls it: `nn.MultiheadAttention.out_proj`."""
+    return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+def _refuse_misplaced(modules: Sequence[nn.Module]) -> None:
+    for module in modules:
+        require_callable(module)
+        if is_read_by_parent(module):
+            raise AnnotationError(
+                "fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being called, so nothing would "
+                "gather its parameters; annotate the MultiheadAttention instead"
+            )
+
+
+def _refuse_unfit(parameters: Sequence[ManagedParameter]) -> None:
+    for managed in parameters:
+        home = label_of(managed.parameter)
+        if home is not None:
+            _refuse_taken(managed, *home)
+        if isinstance(managed.parameter, DTensor):
+            raise AnnotationError(
+                f"parameter '{managed.fqn}' is a DTensor already ({managed.parameter.placements}); only plain parameters "
+                "can be sharded. Leave it out with ignored_params"
+            )
+        if isinstance(managed.parameter, nn.parameter.UninitializedParameter):
+            raise AnnotationError(f"parameter '{managed.fqn}' is uninitialised; run a lazy module once before annotating it")
+
+
+def _refuse_taken(managed: ManagedParameter, unit: str, fqn: str) -> None:
+    """The parameter belongs to a unit already: a parent's, or one that a tied weight is in."""
+    if isinstance(managed.parameter, DTensor) or not is_distributed():
+        inner = fqn.removesuffix(managed.fqn).rstrip(".")
+        raise AnnotationError(f"'{inner}' is inside already-sharded '{unit}'; annotate children first, or use policy=")
+    outside = find_fqn(managed.places[0].module)
+    here = f"{outside}.{managed.places[0].name}" if outside else managed.fqn
+    raise TiedParametersError(
+        f"parameter '{here}' is tied to '{fqn}', which was sharded as part of another unit already. "
+        "Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied "
+        "parameters together"
+    )
+
+
+def _placement(managed: ManagedParameter, choose: Placement | None) -> int | None:
+    parameter = managed.parameter
+    if parameter.ndim == 0:
+        return None
+    placement = choose(parameter) if choose is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise AnnotationError(
+            f"shard_placement_fn must return Shard or None, got {type(placement).__name__} for '{managed.fqn}'"
+        )
+    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < parameter.ndim:
+        raise AnnotationError(
+            f"shard_placement_fn returned {placement} for '{managed.fqn}', which has {parameter.ndim} dimensions"
+        )
+    return dim
+
+
+def _attach_unit(
+    modules: Sequence[nn.Module],
+    parameters: Sequence[ManagedParameter],
+    ground: Ground,
+    after: AfterForward,
+    choose: Placement | None,
+) -> None:
+    """Shard `parameters` and hook `modules` as one unit. Everything that the user got wrong has been refused before."""
+    unit = fully_shard.state(modules[0])
+    assert unit is not None
+    recipe = Recipe(
+        owners=tuple(tuple(Owner(place.module, place.name) for place in p.places) for p in parameters),
+        names=tuple(p.fqn for p in parameters),
+        placements=tuple(_placement(p, choose) for p in parameters),
+        strides=tuple(p.parameter.stride() for p in parameters),
+        ground=ground,
+        after_forward=after,
+    )
+    on_undo(unit.dissolve)
+    unit.take_charge(modules, recipe)
+    for module in modules:
+        on_undo(attach(module, SHARD, unit))
+
+
+def _name_units(modules: Sequence[nn.Module]) -> None:
+    """Name the units below by their FQN for messages; the root of a forward names them again."""
+    for module in modules:
+        states = get_states(module)
+        for name, below in walk(module, stop=("replicate",)):
+            for state in states:
+                if state.modules and state.modules[0] is below:
+                    state.rename(name)
+                    if below is not module and state.enclosing is None:
+                        state.enclosed_by(fully_shard.state(module))

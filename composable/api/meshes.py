@@ -1,0 +1,119 @@
+"""What the user may pass as `mesh`, and what it becomes; shards nothing."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.config import AfterForward, Regroup
+from composable.device.collectives import LocalWire, backend_of, is_distributed, neighbours, wire_of, world_group
+from composable.errors import MeshError
+from composable.runtime.handle import Ground
+
+Mesh = DeviceMesh | dist.ProcessGroup | None
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device that a module's parameters are on, or will be once they leave the meta device."""
+    for parameter in module.parameters():
+        if parameter.device.type != "meta":
+            return parameter.device
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return accelerator or torch.device("cpu")
+
+
+_MESHES: dict[tuple[dist.ProcessGroup, str], DeviceMesh] = {}
+
+
+def _mesh_over(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
+    """One mesh per group and device type, so that all parameters share it."""
+    if (group, device_type) not in _MESHES:
+        _MESHES[group, device_type] = DeviceMesh.from_group(group, device_type)
+    return _MESHES[group, device_type]
+
+
+def _type_for(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The type of device that parameters on `device` are spread over: an accelerator's, where the group serves no other."""
+    if backend_of(group, device) != "undefined" or not torch.accelerator.is_available():
+        return device.type
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator.type if accelerator is not None else device.type
+
+
+def group_of(verb: str, mesh: Mesh, device: torch.device) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
+    """The 1-D mesh and its group; (None, None) in a single process without a process group.
+
+    Raises:
+        MeshError: the mesh has several dimensions, is no mesh, does not hold this rank, or there is no process group.
+    """
+    if mesh is None:
+        if not is_distributed():
+            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+                raise MeshError(
+                    f"{verb}: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group. "
+                    "Call torch.distributed.init_process_group first."
+                )
+            return None, None
+        return _mesh_over(world_group(), _type_for(world_group(), device)), world_group()
+    if isinstance(mesh, DeviceMesh):
+        return mesh, _one_dimension(verb, mesh)
+    if isinstance(mesh, dist.ProcessGroup):
+        return _mesh_over(mesh, _type_for(mesh, device)), mesh
+    raise MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(mesh).__name__}.")
+
+
+def _one_dimension(verb: str, mesh: DeviceMesh) -> dist.ProcessGroup:
+    if mesh.ndim == 1:
+        if mesh.get_coordinate() is None:
+            raise MeshError(f"{verb}: this rank is not part of the mesh {mesh.mesh.tolist()}.")
+        return mesh.get_group()
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError(
+            f"{verb} takes a mesh of one dimension; this one has {mesh.ndim} without names. Name them and pick one: "
+            f'mesh = init_device_mesh("{mesh.device_type}", {tuple(mesh.shape)}, '
+            f'mesh_dim_names={_example_names(mesh.ndim)}); {verb}(module, mesh=mesh["shard"])'
+        )
+    pick = next((name for name in names if "shard" in name), names[-1])
+    raise MeshError(
+        f"{verb} takes a mesh of one dimension; this one has {mesh.ndim}: {names}. "
+        f'Pick the dimension by name: {verb}(module, mesh=mesh["{pick}"])'
+    )
+
+
+def _example_names(ndim: int) -> tuple[str, ...]:
+    return ("replicate", "shard") if ndim == 2 else (*(f"dim{i}" for i in range(ndim - 1)), "shard")
+
+
+def ground_of(verb: str, mesh: Mesh, device: torch.device, after: AfterForward) -> Ground:
+    """Where a unit's parameters are spread.
+
+    Raises:
+        MeshError: as `group_of`, or `reshard_after_forward` is a number of ranks that the mesh cannot be cut into.
+    """
+    resolved, group = group_of(verb, mesh, device)
+    if resolved is None or group is None:
+        return Ground(None, LocalWire())
+    at = wire_device(resolved, device)
+    wire = wire_of(group, at)
+    near = None
+    if isinstance(after, Regroup):
+        if after.ranks < 1 or wire.ways % after.ranks:
+            raise MeshError(
+                f"reshard_after_forward={after.ranks}: the mesh has {wire.ways} ranks, which {after.ranks} does not divide."
+            )
+        near = wire_of(neighbours(group, after.ranks, at), at)
+    return Ground(resolved, wire, near, at)
+
+
+def wire_device(mesh: DeviceMesh, device: torch.device) -> torch.device:
+    """The device that a mesh's parameters live on and its collectives move tensors on."""
+    if device.type == mesh.device_type:
+        return device
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())

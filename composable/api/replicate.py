@@ -1,0 +1,145 @@
+"""The verb `replicate`: validate, plan, attach. Moves no bytes itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from torch import nn
+
+from composable.api.agreement import synchronise
+from composable.api.meshes import Mesh, device_of, group_of, wire_device
+from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
+from composable.config import SYNC_MODES
+from composable.device.collectives import LocalWire, communicator_like, wire_of
+from composable.device.parameters import Owner
+from composable.errors import AnnotationError
+from composable.model.contract import contract, on_undo, require_callable
+from composable.model.hooks import attach
+from composable.model.traversal import REPLICATE, SHARD, ManagedParameter, walk
+from composable.policies import PolicyLike, select_modules
+from composable.runtime.handle import Ground
+from composable.runtime.replica import ReplicatedUnit
+
+_EQUIVALENTS: Final = {
+    "device_ids": "the module's own device is used; leave it out",
+    "output_device": "the module's own device is used; leave it out",
+    "process_group": "mesh=",
+    "device_mesh": "mesh=",
+    "find_unused_parameters": "unused parameters need no flag; leave it out",
+    "static_graph": "nothing depends on it; leave it out",
+    "gradient_as_bucket_view": "large gradients are always reduced where they are; leave it out",
+    "broadcast_buffers": "buffers always follow rank 0; leave it out",
+    "ignored_modules": "ignored_params=",
+    "init_sync": "sync_module_states=",
+}
+
+
+@contract(
+    state_cls=ReplicatedUnit,
+    clashes={"fully_shard": "a module can be sharded or replicated, not both. Use a (replicate, shard) mesh for hybrid"},
+    equivalents=_EQUIVALENTS,
+)
+def replicate(
+    module: nn.Module | list[nn.Module],
+    *,
+    mesh: Mesh = None,
+    policy: PolicyLike | None = None,
+    bucket_cap_mb: float = 25.0,
+    ignored_params: Iterable[Any] = (),
+    sync_module_states: str = "broadcast",
+) -> Any:
+    """Keep a copy of `module` on every rank and average the gradients while backward runs, in place.
+
+    Parameters stay plain tensors. Modules below that `fully_shard` annotated are left alone. Parameters that some or
+    all ranks do not use need no flag: one that nobody used keeps `grad=None`.
+
+    Args:
+        module: a module, or a list of modules that form one unit.
+        mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine.
+        policy: which submodules get buckets of their own; what is left over belongs to `module`.
+        bucket_cap_mb: MiB of small gradients that travel together; large ones travel alone and are never copied.
+        ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
+        sync_module_states: "broadcast" copies rank 0's parameters, "check" compares them, "off" trusts the caller.
+            Buffers follow rank 0 before every forward.
+
+    Returns:
+        What it was given.
+
+    Raises:
+        AnnotationError: the module is annotated already, sharded, or has no forward; a keyword is unknown.
+        MeshError: the mesh has several dimensions or does not hold this rank.
+        RanksDisagreeError: the ranks do not hold the same module.
+
+    Example:
+        >>> model = nn.Linear(4, 4)
+        >>> replicate(model) is model
+        True
+
+    After Li et al., "PyTorch Distributed" (VLDB 2020).
+    """
+    if sync_module_states not in SYNC_MODES:
+        raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
+    if type(bucket_cap_mb) not in (int, float) or bucket_cap_mb <= 0:
+        raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb!r}")
+    modules = module if isinstance(module, list) else [module]
+    for each in modules:
+        require_callable(each)
+    for child, overrides in _picked(modules, policy).items():
+        common = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "ignored_params": _inside(child, ignored_params)}
+        replicate(child, sync_module_states=sync_module_states, **{**common, **overrides})
+    device = device_of(modules[0])
+    resolved, group = group_of("replicate", mesh, device)
+    ignored = ids_of_ignored(modules, ignored_params)
+    (parameters,) = parameters_by_unit(modules, [], ignored)
+    if group is None or resolved is None:
+        ground = Ground(None, LocalWire())
+    else:
+        at = wire_device(resolved, device)
+        synchronise("replicate", parameters, wire_of(group, at), sync_module_states)
+        # A communicator of its own: buckets of several annotations may become ready in different orders on different ranks.
+        ground = Ground(resolved, wire_of(communicator_like(group, at), at), device=at)
+    _attach(modules, parameters, ground, max(1, int(bucket_cap_mb * (1 << 20))))
+    return module
+
+
+def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.Module, dict[str, Any]]:
+    """The submodules that get buckets of their own, innermost first, with their overrides."""
+    if policy is None:
+        return {}
+    if len(modules) > 1:
+        raise AnnotationError("replicate: a policy picks units below one module; it cannot be given with a list")
+    picked = select_modules(policy, modules[0])
+    check_keywords("replicate", picked, ("mesh", "bucket_cap_mb"))
+    reachable = [m for _, m in walk(modules[0], stop=(SHARD, REPLICATE))]
+    chosen = [(m, o) for m, o in picked.items() if m is not modules[0] and any(m is other for other in reachable)]
+    return dict(reversed(chosen))
+
+
+def _inside(module: nn.Module, ignored: Iterable[Any]) -> list[Any]:
+    """The ignored parameters that are below `module`, as parameters."""
+    items = [ignored] if isinstance(ignored, (str, nn.Module, nn.Parameter)) else list(ignored)
+    ids = [id(p) for item in items for p in (item.parameters() if isinstance(item, nn.Module) else [item])]
+    return [p for p in module.parameters() if id(p) in ids]
+
+
+def _attach(modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter], ground: Ground, cap_bytes: int) -> None:
+    unit = replicate.state(modules[0])
+    assert unit is not None
+    buffers: dict[int, Owner] = {}
+    for root in modules:
+        for _, below in walk(root, stop=(SHARD, REPLICATE)):
+            for name, buffer in below._buffers.items():
+                if buffer is not None:
+                    buffers.setdefault(id(buffer), Owner(below, name))
+    unit.take_charge(
+        modules,
+        [Owner(p.places[0].module, p.places[0].name) for p in parameters],
+        [p.fqn for p in parameters],
+        list(buffers.values()),
+        ground,
+        cap_bytes,
+    )
+    on_undo(unit.dissolve)
+    for each in modules:
+        on_undo(attach(each, REPLICATE, unit))

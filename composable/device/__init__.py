@@ -1,0 +1,1 @@
+"""Bytes and time: tensors, streams and collectives; knows no module tree and makes no policy."""

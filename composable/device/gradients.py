@@ -1,0 +1,159 @@
+"""Gradients on their way to the shards: the rows of a message, and the gradients that users see; knows no wire."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.device.memory import ElasticBuffer
+from composable.device.parameters import like_parameter
+from composable.device.private import chunk_cat, local_of, storage_users, tensor_users
+from composable.device.storage import FlatParameters, pair_rows, shape_like_rows
+from composable.plan.layout import ReduceLayout, Route
+
+
+class GradientRows:
+    """The message of one reduction: one row per rank with that rank's chunk of every column, then the flags."""
+
+    def __init__(self, flat: FlatParameters, plan: ReduceLayout, ways: int) -> None:
+        self.plan = plan
+        self._slots = flat.layout.slots
+        self._rank = flat.rank
+        self._ways = ways
+        self.buffer = ElasticBuffer(ways * plan.row_numel, flat.dtype, flat.device, flat.pool)
+        self._rows = self.buffer.tensor.view(ways, plan.row_numel)
+        with torch.inference_mode(False):
+            self.row = torch.empty(plan.row_numel, dtype=flat.dtype, device=flat.device)
+            self._all_used = torch.ones(ways, len(plan.flagged), dtype=flat.dtype, device=flat.device)
+        # One kernel cuts, pads and packs all tensors whose dimension 0 is cut.
+        self._cut_together = all(self._slots[column.slot].dim == 0 for column in plan.columns)
+        self._own_columns = [
+            self.row[column.start : column.start + self._slots[column.slot].local_numel(self._rank)] for column in plan.columns
+        ]
+        self.buffer.free()
+
+    def copy_in(self, gradients: Sequence[Tensor | None]) -> None:
+        """Fill the rows; a missing gradient counts as zeros with a zero flag. The buffer must be allocated."""
+        wanted = []
+        for column in self.plan.columns:
+            slot, gradient = self._slots[column.slot], gradients[column.slot]
+            if gradient is None:
+                gradient = self.row.new_zeros(slot.shape)
+            wanted.append(gradient.expand(self._ways, *slot.shape) if slot.route is Route.WHOLE else gradient)
+        flags = self._all_used
+        missing = [i for i, index in enumerate(self.plan.flagged) if gradients[index] is None]
+        if missing:
+            flags = flags.clone()
+            flags[:, missing] = 0
+        if self._cut_together:
+            chunk_cat([*wanted, flags], self._ways, self._rows)
+            return
+        targets, sources = [self._rows[:, self.plan.flags_start :]], [flags]
+        for column, tensor in zip(self.plan.columns, wanted, strict=True):
+            slot = self._slots[column.slot]
+            view = self._rows[:, column.start : column.start + column.numel]
+            if slot.route is Route.WHOLE:
+                targets.append(view)
+                sources.append(tensor.reshape(self._ways, -1))
+                continue
+            for source, target in pair_rows(slot, tensor.reshape(-1), view):
+                targets.append(target)
+                sources.append(source)
+        torch._foreach_copy_(targets, sources)
+
+    def copy_out(self, targets: list[Tensor]) -> None:
+        """Copy this rank's columns of the reduced row to `targets`, one 1-D tensor per column."""
+        if targets:
+            torch._foreach_copy_(targets, self._own_columns)
+
+    def used_anywhere(self) -> dict[int, bool]:
+        """For each slot, whether any rank had a gradient. Reads memory: on an accelerator the host waits."""
+        flags = self.row[self.plan.flags_start :].tolist()
+        return {slot: flag > 0 for slot, flag in zip(self.plan.flagged, flags, strict=True)}
+
+
+class GradientShards:
+    """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them."""
+
+    def __init__(self, flat: FlatParameters, parameters: Sequence[nn.Parameter], plan: ReduceLayout) -> None:
+        self._flat = flat
+        self._sharded = parameters
+        self._plan = plan
+        self._buffer: Tensor | None = None
+        self.columns: list[Tensor] = []  # where the columns of a reduced row belong
+        self.direct: list[Tensor] = []  # where direct gradients belong, in the plan's order
+        self._dtensors: list[Tensor] = []
+        self._baseline = 0
+        self._released = False
+
+    def _make(self) -> None:
+        flat = self._flat
+        self._released = False
+        with torch.inference_mode(False), torch.no_grad():
+            self._buffer = torch.empty(flat.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+            self._dtensors = [
+                like_parameter(shape_like_rows(self._buffer, slot, flat.rank), parameter)
+                for slot, parameter in zip(flat.layout.slots, self._sharded, strict=True)
+            ]
+            shards = [
+                self._buffer[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots
+            ]
+            self.columns = [shards[column.slot] for column in self._plan.columns]
+            self.direct = [shards[index] for index in self._plan.direct]
+            del shards
+        self._baseline = storage_users(self._buffer)
+
+    def _kept_by_somebody(self) -> bool:
+        """Whether a gradient handed out earlier may still be read: it must not change under its reader."""
+        if self._buffer is None or storage_users(self._buffer) != self._baseline:
+            return True
+        if any(p.grad is dtensor for p, dtensor in zip(self._sharded, self._dtensors, strict=True)):
+            return True
+        # Three of the references are our list's, the loop's and getrefcount's own.
+        return any(sys.getrefcount(dtensor) > 3 or tensor_users(dtensor) > 1 for dtensor in self._dtensors)
+
+    def refresh(self) -> None:
+        """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients."""
+        if self._released:
+            self.buffer.untyped_storage().resize_(self._nbytes)
+            self._released = False
+        elif self._kept_by_somebody():
+            self._make()
+
+    def release(self) -> None:
+        """Give the memory back if nobody holds a gradient in it: during forward, activations need it more."""
+        if not self._released and not self._kept_by_somebody():
+            self.buffer.untyped_storage().resize_(0)
+            self._released = True
+
+    @property
+    def buffer(self) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer
+
+    def deliver(self, indices: Sequence[int]) -> None:
+        """Put the buffer's contents on the parameters: as their gradient, or added to the one they have."""
+        for index in indices:
+            parameter = self._sharded[index]
+            gradient = parameter.grad
+            if gradient is None:
+                parameter.grad = self._dtensors[index]
+            else:
+                fresh = self._dtensors[index]
+                if isinstance(gradient, DTensor) and isinstance(fresh, DTensor):
+                    local_of(gradient).add_(local_of(fresh))
+                else:
+                    gradient.add_(fresh)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the gradients hold now."""
+        return self._buffer.untyped_storage().nbytes() if self._buffer is not None else 0
+
+    @property
+    def _nbytes(self) -> int:
+        return self._flat.layout.shard_numel * self._flat.dtype.itemsize

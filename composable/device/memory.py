@@ -1,0 +1,96 @@
+"""Memory that comes and goes: a pool of blocks, and 1-D tensors whose views outlive their memory; knows no layout.
+
+Note [Why the unsharded buffer's storage lives as long as its handle]
+Autograd may have saved any alias of an unsharded parameter. Memory comes and goes *inside* one storage object, so every
+alias survives: refilling the storage before backward revives saved views without our knowing that they exist.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from composable.device.private import swap_memory
+
+
+class MemoryPool:
+    """Lends blocks of host memory of exact sizes, so that CPU steps do not fault the same pages in again and again.
+
+    An accelerator's caching allocator is such a pool already; there, storages are resized in place.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[int, list[torch.UntypedStorage]] = {}
+
+    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Give `storage`, which is empty, `nbytes` of memory with undefined contents."""
+        if storage.device.type == "cpu":
+            blocks = self._blocks.get(nbytes)
+            if blocks and swap_memory(storage, blocks[-1]):
+                blocks.pop()
+                return
+        storage.resize_(nbytes)
+
+    def drain(self, storage: torch.UntypedStorage) -> None:
+        """Take `storage`'s memory back and leave it empty."""
+        nbytes = storage.nbytes()
+        if storage.device.type == "cpu" and nbytes:
+            block = torch.UntypedStorage(0)
+            if swap_memory(storage, block):
+                self._blocks.setdefault(nbytes, []).append(block)
+                return
+        storage.resize_(0)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A 1-D host tensor with undefined contents; give it back with `give`."""
+        nbytes = numel * dtype.itemsize
+        blocks = self._blocks.get(nbytes)
+        storage = blocks.pop() if blocks else torch.UntypedStorage(nbytes)
+        return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
+
+    def give(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._blocks.setdefault(storage.nbytes(), []).append(storage)
+
+    def clear(self) -> None:
+        """Return all idle blocks to the system."""
+        self._blocks.clear()
+
+    @property
+    def idle_bytes(self) -> int:
+        return sum(nbytes * len(blocks) for nbytes, blocks in self._blocks.items())
+
+
+HOST_MEMORY = MemoryPool()  # one for the process: units of many models take turns
+
+
+class ElasticBuffer:
+    """A 1-D tensor whose memory comes and goes while its views stay valid."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: MemoryPool) -> None:
+        self._nbytes = numel * dtype.itemsize
+        self._storage = torch.UntypedStorage(0, device=device)
+        pool.fill(self._storage, self._nbytes)
+        with torch.inference_mode(False):
+            self.tensor = torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,), (1,)).data
+        self._pool = pool
+        self._held = True
+
+    @property
+    def held(self) -> bool:
+        return self._held
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes while the memory is there."""
+        return self._nbytes
+
+    def allocate(self) -> None:
+        if not self._held:
+            self._pool.fill(self._storage, self._nbytes)
+            self._held = True
+
+    def free(self) -> None:
+        if self._held:
+            self._pool.drain(self._storage)
+            self._held = False

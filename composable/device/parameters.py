@@ -1,0 +1,158 @@
+"""The two forms of a parameter, sharded and unsharded, and which one a module sees; knows no buffer and no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from composable.device.private import local_of, set_local
+from composable.plan.layout import Route, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A place in the module tree where a parameter is registered."""
+
+    module: nn.Module
+    name: str
+
+
+class ParameterSlots:
+    """Where one parameter is registered, and its two forms."""
+
+    __slots__ = ("by_setattr", "owners", "registries", "sharded", "unsharded")
+
+    def __init__(self, owners: Sequence[Owner], sharded: nn.Parameter) -> None:
+        self.owners = tuple(owners)
+        self.sharded = sharded
+        self.unsharded: nn.Parameter = sharded
+        # Modules that keep books on their own parameters (RNNs: a flat list) must hear of the change.
+        self.by_setattr = tuple(o for o in owners if type(o.module).__setattr__ is not nn.Module.__setattr__)
+        self.registries = tuple((o.module._parameters, o.name) for o in owners if o not in self.by_setattr)
+
+    @property
+    def registered(self) -> Tensor | None:
+        """What the module holds now."""
+        owner = self.owners[0]
+        return owner.module._parameters.get(owner.name)
+
+    def replace(self, parameter: nn.Parameter) -> None:
+        """Put `parameter` where the current one stands, whatever it is."""
+        for registry, name in self.registries:
+            registry[name] = parameter
+        for owner in self.by_setattr:
+            setattr(owner.module, owner.name, parameter)
+
+
+class Stage:
+    """Which form of a unit's parameters its modules see. A tensor that somebody else registered stays where it is."""
+
+    def __init__(self, slots: Sequence[ParameterSlots]) -> None:
+        # Flat tuples: this runs for every parameter in every forward.
+        self._by_table = tuple(
+            (registry, name, slot.sharded, slot.unsharded) for slot in slots for registry, name in slot.registries
+        )
+        self._by_setattr = tuple(
+            (owner.module, owner.name, slot.sharded, slot.unsharded) for slot in slots for owner in slot.by_setattr
+        )
+
+    def show(self) -> None:
+        """Modules compute with the unsharded parameters."""
+        for registry, name, sharded, unsharded in self._by_table:
+            if registry[name] is sharded:
+                registry[name] = unsharded
+        for module, name, sharded, unsharded in self._by_setattr:
+            if module._parameters[name] is sharded:
+                setattr(module, name, unsharded)
+
+    def hide(self) -> None:
+        """Modules hold the sharded parameters, as they do at rest."""
+        for registry, name, sharded, unsharded in self._by_table:
+            if registry[name] is unsharded:
+                registry[name] = sharded
+        for module, name, sharded, unsharded in self._by_setattr:
+            if module._parameters[name] is unsharded:
+                setattr(module, name, sharded)
+
+    def intact(self) -> bool:
+        """Whether every module still holds the sharded parameter that we put there."""
+        return all(registry.get(name) is sharded for registry, name, sharded, _ in self._by_table) and all(
+            module._parameters.get(name) is sharded for module, name, sharded, _ in self._by_setattr
+        )
+
+
+def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
+    """Wrap `local` as `parameter` is wrapped: a DTensor of the same mesh and placements, or nothing."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return _wrap(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+
+
+def _wrap(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """A DTensor around `local`. It is made around a stand-in, because a DTensor takes over the storage offset of what it
+    is made around, and one with an offset cannot be deep-copied."""
+    stand_in = torch.empty_like(local) if local.storage_offset() else local
+    dtensor = DTensor.from_local(stand_in, mesh, placements, run_check=False, shape=shape, stride=stride)
+    set_local(dtensor, local)
+    return dtensor
+
+
+def make_sharded(local: Tensor, slot: Slot, mesh: DeviceMesh, *, requires_grad: bool) -> nn.Parameter:
+    """The DTensor parameter that lives on the module at rest."""
+    placement = Replicate() if slot.route is Route.WHOLE and not (slot.ways == 1 and slot.shape) else Shard(slot.dim)
+    shape = torch.Size(slot.shape)
+    stride = torch.empty(shape, device="meta").stride()
+    # Around a stand-in, for the reason that `_wrap` gives: a Parameter is a detached copy of what it is made of.
+    parameter = nn.Parameter(_wrap(torch.empty_like(local), mesh, (placement,), shape, stride), requires_grad=requires_grad)
+    assert isinstance(parameter, DTensor)
+    set_local(parameter, local)
+    return parameter
+
+
+_LABEL = "_composable_unit"
+
+
+def label(parameter: nn.Parameter, unit: str, fqn: str) -> None:
+    """Note on a parameter, sharded or as it was before, which unit it belongs to, and its FQN there."""
+    setattr(parameter, _LABEL, (unit, fqn))
+
+
+def unlabel(parameter: nn.Parameter) -> None:
+    """Forget what `label` noted."""
+    vars(parameter).pop(_LABEL, None)
+
+
+def label_of(parameter: nn.Parameter) -> tuple[str, str] | None:
+    """The unit and FQN that `label` noted, None for a parameter that nobody sharded."""
+    found: tuple[str, str] | None = getattr(parameter, _LABEL, None)
+    return found
+
+
+def make_unsharded(view: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """The plain parameter that the module computes with."""
+    with torch.inference_mode(False):
+        return nn.Parameter(view.data, requires_grad=requires_grad)
+
+
+def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
+    """The shard of a whole tensor that `rank` owns: a view."""
+    if slot.route is Route.WHOLE:
+        return whole
+    start, length = slot.extent(rank)
+    return whole.narrow(slot.dim, start, length)
+
+
+def adopt_local(parameter: nn.Parameter, view: Tensor) -> None:
+    """Move a DTensor parameter's data into `view` and let it live there from now on."""
+    assert isinstance(parameter, DTensor)
+    with torch.no_grad():
+        view.copy_(local_of(parameter).view(view.shape))
+    set_local(parameter, view)

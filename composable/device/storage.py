@@ -1,0 +1,125 @@
+"""The flat buffers of one unit and dtype, and their views; knows layouts and tensors, not modules, units or order.
+
+Note [Version counters]
+Autograd refuses to use a saved tensor that was written to since. Gathering the same values again is not such a write, so
+all our writes go through tensors made from `.data`, whose version counters are their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from composable.device.collectives import GatherPart, Wire
+from composable.device.memory import ElasticBuffer, MemoryPool
+from composable.plan.layout import Layout, Route, Slot
+
+
+def shape_like_rows(flat: Tensor, slot: Slot, rank: int) -> Tensor:
+    """The shard of `slot` inside its chunk of a shard buffer."""
+    return flat[slot.shard_start : slot.shard_start + slot.local_numel(rank)].view(slot.local_shape(rank))
+
+
+class FlatParameters:
+    """All parameters of one unit and dtype: shard buffer, unsharded buffer, and the copies that packed messages need."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        wire: Wire,
+        pool: MemoryPool,
+        shard: Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self.device = device
+        self.rank = wire.rank
+        self.pool = pool
+        with torch.inference_mode(False):
+            self.shard = shard if shard is not None else torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        self.full = ElasticBuffer(layout.full_numel if layout.gathered else 0, dtype, device, pool)
+        self._packed_copies = self._plan_copies()
+        self.gather_plan = wire.prepare(self._gather_parts()) if layout.gathered else None
+        # Views can only be made while the memory is there.
+        self.full_views = [self._full_view(index) for index in range(len(layout.slots))]
+        self.full.free()
+
+    def shard_view(self, index: int) -> Tensor:
+        """The shard of parameter `index`; it shares the buffer's version counter, so optimizer writes are noticed."""
+        return shape_like_rows(self.shard, self.layout.slots[index], self.rank)
+
+    def _full_view(self, index: int) -> Tensor:
+        slot = self.layout.slots[index]
+        if slot.route is Route.WHOLE:
+            return self.shard_view(index).data
+        start = slot.full_start
+        return self.full.tensor[start : start + slot.numel].view(slot.shape).data
+
+    def _gather_parts(self) -> list[GatherPart]:
+        layout, full, shard = self.layout, self.full.tensor.data, self.shard.data
+        parts = []
+        if layout.packed_numel:
+            total = layout.ways * layout.packed_numel
+            staging = full[layout.staging_start : layout.staging_start + total]
+            parts.append(GatherPart(shard[: layout.packed_numel], staging, total))
+        for slot in layout.of(Route.DIRECT):
+            parts.append(
+                GatherPart(
+                    shard[slot.shard_start : slot.shard_start + slot.chunk_numel],
+                    full[slot.full_start : slot.full_start + slot.full_numel],
+                    slot.numel,
+                )
+            )
+        return parts
+
+    def _plan_copies(self) -> tuple[list[Tensor], list[Tensor]]:
+        layout, full = self.layout, self.full.tensor.data
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        staging = full[layout.staging_start : layout.staging_start + layout.ways * layout.packed_numel]
+        rows = staging.view(layout.ways, layout.packed_numel) if layout.packed_numel else staging
+        for slot in layout.of(Route.PACKED):
+            if not slot.numel:
+                continue
+            columns = rows[:, slot.shard_start : slot.shard_start + slot.chunk_numel]
+            whole = full[slot.full_start : slot.full_start + slot.full_numel]
+            for target, source in pair_rows(slot, whole, columns):
+                targets.append(target)
+                sources.append(source)
+        return targets, sources
+
+    def copy_out(self) -> None:
+        """Copy the packed parameters from where their message landed to where modules read them."""
+        targets, sources = self._packed_copies
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+
+
+def pair_rows(slot: Slot, whole: Tensor, columns: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of equal-shaped views that match a parameter with its chunks, one chunk per row of `columns`.
+
+    Args:
+        whole: 1-D; the parameter, with room for `slot.full_numel` elements, or for `slot.numel` only.
+        columns: (ways, chunk_numel) view of a staging area.
+    """
+    if not slot.numel:
+        return []
+    if slot.dim == 0 and whole.numel() >= slot.ways * slot.chunk_numel:
+        return [(whole[: slot.ways * slot.chunk_numel].view(slot.ways, slot.chunk_numel), columns)]
+    size, chunk, outer, inner = slot.shape[slot.dim], slot.chunk, slot.outer, slot.inner
+    cube = whole[: slot.numel].view(outer, size, inner)
+    full_rows, rest = divmod(size, chunk)
+    pairs = []
+    if full_rows:
+        even = cube[:, : full_rows * chunk].view(outer, full_rows, chunk, inner) if outer == 1 else None
+        if even is None:
+            even = cube.narrow(1, 0, full_rows * chunk).unflatten(1, (full_rows, chunk))
+        pairs.append((even.permute(1, 0, 2, 3), columns[:full_rows].unflatten(1, (outer, chunk, inner))))
+    if rest:
+        tail = columns[full_rows, : outer * rest * inner].view(outer, rest, inner)
+        pairs.append((cube[:, full_rows * chunk :], tail))
+    return pairs

@@ -1,0 +1,101 @@
+"""What can go wrong, by name and by whose fault it is; knows no torch and decides nothing.
+
+Every error of the package is a `ComposableError`, and also the built-in exception that a caller would expect: a refused
+annotation is a `ValueError`, trouble while running is a `RuntimeError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class ComposableError(Exception):
+    """The root of all errors that this package raises on purpose."""
+
+
+# --- refused at annotation: the call, or the module it was made on ---------------------------------------------------
+
+
+class AnnotationError(ComposableError, ValueError):
+    """The caller's: an annotation was refused; the module is as it was before."""
+
+
+class AlreadyAnnotatedError(AnnotationError):
+    """The caller's: the same annotation was applied to the module, or to what it contains, before."""
+
+
+class ClashError(AnnotationError):
+    """The caller's: the module has an annotation that does not go together with this one."""
+
+
+class NotAnnotatedError(AnnotationError):
+    """The caller's: something needs an annotation that the module does not have."""
+
+
+class NamesChangedError(AnnotationError):
+    """The verb's author's: the verb changed the names of parameters, buffers or modules, or their order."""
+
+
+class PolicyError(AnnotationError):
+    """The policy's author's: a policy picks nothing, or is not one, or returns what is no answer."""
+
+
+class UnknownArgumentError(AnnotationError, TypeError):
+    """The caller's: an argument that the function does not have, or a positional one where a keyword is meant."""
+
+
+class TiedParametersError(AnnotationError):
+    """The caller's: one parameter is used in two units that would each manage it."""
+
+
+class MeshError(AnnotationError):
+    """The caller's: the mesh or the process group does not fit the annotation, or does not exist."""
+
+
+# --- found while running ---------------------------------------------------------------------------------------------
+
+
+class RanksDisagreeError(ComposableError, RuntimeError):
+    """The program's: ranks differ in what they annotated, in their weights, or in the order in which they run."""
+
+
+class CommunicationError(ComposableError, RuntimeError):
+    """The machine's or another rank's: a collective failed or timed out."""
+
+
+class PhaseError(ComposableError, RuntimeError):
+    """The caller's: something was asked of a unit at a time when it cannot be done."""
+
+
+class ShardedParameterError(ComposableError, RuntimeError):
+    """The caller's: a parameter was used for computation while only its shard exists."""
+
+
+class OutputError(ComposableError, RuntimeError):
+    """The model's: a forward returned nothing that backward could be followed through."""
+
+
+class HooksRemovedError(ComposableError, RuntimeError):
+    """The caller's: the hooks that an annotation lives by were removed from its module."""
+
+
+# --- words for messages ----------------------------------------------------------------------------------------------
+
+
+def describe_module(module: object, fqn: str | None = None) -> str:
+    """A module in a few words: `Block 'layers.3'`, or `Block` where its FQN is not known. Never its repr."""
+    kind = type(module).__name__
+    return f"{kind} '{fqn}'" if fqn else kind
+
+
+def few(names: Sequence[str], limit: int = 8) -> str:
+    """At most `limit` of `names` in one line, with a count of the rest: `a, b and 3 more`."""
+    if len(names) <= limit:
+        return ", ".join(names)
+    return f"{', '.join(names[:limit])} and {len(names) - limit} more"
+
+
+def closest(name: str, choices: Iterable[str], limit: int = 1) -> list[str]:
+    """The `choices` that `name` may be a slip of, best first; none when nothing is near."""
+    return difflib.get_close_matches(name, list(dict.fromkeys(choices)), n=limit, cutoff=0.6)

@@ -1,0 +1,284 @@
+"""When we are called back, and in which order annotations nest; knows modules and autograd nodes, never a tensor's contents.
+
+Note [One dispatcher, brackets inside]
+A module has one pair of forward hooks of ours, however many annotations it has. Each annotation is a bracket: what it does
+before and after forward. The order of nesting is declared once, in `OUTERMOST_FIRST`, and does not depend on the order in
+which the verbs were called.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass, replace
+from types import FrameType
+from typing import Any, Final, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "checkpoint")
+
+
+class Bracket(Protocol):
+    """What one annotation does around a module's forward."""
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before forward; returns the inputs that forward gets."""
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        """After forward; returns the output that the caller gets."""
+
+    def abandon(self, module: nn.Module) -> None:
+        """Forward, or something around it, raised."""
+
+    def forget(self) -> None:
+        """An interrupt ended the calls that are open: neither `leave` nor `abandon` will come for them."""
+
+
+class _Call:
+    """One call of a module: which brackets were entered, and which exception was being handled already."""
+
+    __slots__ = ("entered", "handled")
+
+    def __init__(self) -> None:
+        self.entered: list[Bracket] = []
+        self.handled = sys.exception()
+
+
+class Dispatcher:
+    """The one pair of hooks of a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.brackets: dict[str, Bracket] = {}
+        self._ordered: tuple[Bracket, ...] = ()
+        self._calls: list[_Call] = []
+        self._handles: list[RemovableHandle] = []
+        self._attach(module)
+
+    def _attach(self, module: nn.Module) -> None:
+        before = module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
+        after = module.register_forward_hook(self.after, always_call=True)
+        self._handles = [before, after]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
+        return self._like({name: copy.deepcopy(bracket, memo) for name, bracket in self.brackets.items()}, memo)
+
+    def _like(self, brackets: dict[str, Bracket], memo: dict[int, Any]) -> Dispatcher:
+        twin = Dispatcher.__new__(Dispatcher)
+        memo[id(self)] = twin
+        twin.brackets = brackets
+        twin._ordered = ()
+        twin._calls = []
+        twin._handles = copy.deepcopy(self._handles, memo)
+        twin._sort()
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"brackets": self.brackets, "_calls": [], "_handles": self._handles, "_ordered": self._ordered}
+
+    def _sort(self) -> None:
+        known = [name for name in OUTERMOST_FIRST if name in self.brackets]
+        others = [name for name in self.brackets if name not in OUTERMOST_FIRST]
+        self._ordered = tuple(self.brackets[name] for name in (*known, *others))
+
+    def add(self, name: str, bracket: Bracket) -> None:
+        self.brackets[name] = bracket
+        self._sort()
+
+    def drop(self, name: str) -> None:
+        del self.brackets[name]
+        self._sort()
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def attached_to(self, module: nn.Module) -> bool:
+        """Whether the hooks are still where they were put; users do clear hooks."""
+        return self._handles[0].id in module._forward_pre_hooks and self._handles[1].id in module._forward_hooks
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any, without: str = "") -> tuple[Any, Any]:
+        if self._calls and not is_running(module):
+            self._calls.clear()  # an interrupt ended the call before; torch tells hooks of ordinary exceptions only
+            for bracket in reversed(self._ordered):
+                bracket.forget()
+        call = _Call()
+        self._calls.append(call)
+        skipped = self.brackets.get(without)
+        for bracket in self._ordered:
+            if bracket is skipped:
+                continue
+            # Noted first: a bracket whose entry fails half-way is asked to clean up too.
+            call.entered.append(bracket)
+            args, kwargs = bracket.enter(module, args, kwargs)
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self._calls:
+            return output  # a hook that somebody put before ours raised
+        call = self._calls.pop()
+        if output is None and sys.exception() is not call.handled:
+            for bracket in reversed(call.entered):
+                bracket.abandon(module)
+            return None
+        while call.entered:
+            bracket = call.entered.pop()
+            try:
+                output = bracket.leave(module, output)
+            except BaseException:
+                for outer in reversed(call.entered):
+                    outer.abandon(module)
+                raise
+        return output
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether a call of `module` is under way further up the stack than the one whose hooks run now."""
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame:
+        if frame.f_code.co_name == "_call_impl":
+            calls += frame.f_locals.get("self") is module
+        elif frame.f_code.co_name == "call_bracketed":
+            calls += frame.f_locals.get("module") is module
+        frame = frame.f_back
+    return calls > 1
+
+
+def dispatcher_of(module: nn.Module) -> Dispatcher | None:
+    """The dispatcher attached to `module`, found through its hooks."""
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Dispatcher):
+            return owner
+    return None
+
+
+def attach(module: nn.Module, name: str, bracket: Bracket) -> Callable[[], None]:
+    """Add an annotation's bracket to `module`; returns the inverse."""
+    dispatcher = dispatcher_of(module) or Dispatcher(module)
+    dispatcher.add(name, bracket)
+
+    def undo() -> None:
+        dispatcher.drop(name)
+        if not dispatcher.brackets:
+            dispatcher.detach()
+
+    return undo
+
+
+class Guard:
+    """Stands before the forward of modules whose parameters are at rest, and refuses it with an explanation.
+
+    Modules that are used as they should be pay nothing: the guard steps aside while the parameters are unsharded.
+    """
+
+    __slots__ = ("_handle", "_hooks", "refuse")
+
+    def __init__(self, module: nn.Module, refuse: Callable[[nn.Module], None]) -> None:
+        self.refuse = refuse
+        self._handle = module.register_forward_pre_hook(self, prepend=True)
+        self._hooks = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.refuse(module)
+
+    def step_aside(self) -> None:
+        self._hooks.pop(self._handle.id, None)
+
+    def stand(self) -> None:
+        self._hooks[self._handle.id] = self
+        self._hooks.move_to_end(self._handle.id, last=False)  # before hooks of the user
+
+    def remove(self) -> None:
+        self._handle.remove()
+
+
+_LEAVES: Final = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+
+
+def tensors_in(value: Any, opaque: list[Any] | None = None) -> Iterator[Tensor]:
+    """Every tensor in `value`, in order: nested containers, mappings, dataclasses and plain objects.
+
+    Args:
+        value: what a forward returned.
+        opaque: gets the objects that could not be looked into.
+    """
+    if isinstance(value, Tensor):
+        yield value
+        return
+    yield from _search(value, opaque, {})
+
+
+def _search(value: Any, opaque: list[Any] | None, seen: dict[int, Any]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, _LEAVES) or id(value) in seen:
+        return
+    seen[id(value)] = value  # kept alive, so that no other object can get its id
+    for item in _inside(value, opaque):
+        yield from _search(item, opaque, seen)
+
+
+def _inside(value: Any, opaque: list[Any] | None) -> list[Any]:
+    """What `value` holds directly."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, (nn.Module, type)):
+        return []
+    slots = [name for cls in type(value).__mro__ for name in _slot_names(cls)]
+    attributes = getattr(value, "__dict__", None)
+    if attributes is None and not slots and not callable(value) and opaque is not None:
+        opaque.append(value)
+    return [*(attributes or {}).values(), *(getattr(value, name, None) for name in slots)]
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with every tensor in lists, tuples, dicts and dataclasses changed; what holds none is returned as it is."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return [map_tensors(item, change) for item in value]
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, map_tensors(item, change)) for key, item in value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: map_tensors(getattr(value, f.name), change) for f in fields(value) if f.init}
+        return replace(value, **changed)
+    return value
+
+
+def _slot_names(cls: type) -> list[str]:
+    """The attributes behind a class's own `__slots__`, as `getattr` knows them."""
+    names = cls.__dict__.get("__slots__", ())
+    names = (names,) if isinstance(names, str) else tuple(names)
+    private = f"_{cls.__name__.lstrip('_')}"
+    return [
+        private + name if name.startswith("__") and not name.endswith("__") else name
+        for name in names
+        if name not in ("__dict__", "__weakref__")
+    ]
+
+
+def before_gradient(tensor: Tensor, callback: Callable[..., None]) -> None:
+    """Call `callback` before backward goes through `tensor`, also when it is a view that is written to later.
+
+    An in-place write on a view gives the view a new node and leaves the old one out of the graph, but it cannot leave
+    out the node of the view's base. So views are watched at both.
+    """
+    node = tensor.grad_fn
+    if node is None:
+        tensor.register_hook(callback)
+        return
+    node.register_prehook(callback)
+    if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
+        tensor._base.grad_fn.register_prehook(callback)

@@ -1,0 +1,144 @@
+"""Who owns which parameter, and in which order annotated modules come; reads the tree and the registry, changes neither.
+
+Note [Order]
+Everything is in left-to-right depth-first order, the order of `.modules()`. It is the same on every rank, and the same
+whether modules were annotated one by one or by a policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from torch import nn
+
+from composable.model.contract import registry
+
+SHARD: Final = "fully_shard"
+REPLICATE: Final = "replicate"
+
+
+class UnitState(Protocol):
+    """What `fully_shard` and `replicate` leave in the registry."""
+
+    modules: tuple[nn.Module, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One registration of a parameter."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedParameter:
+    """A parameter that an annotation takes charge of, with every place where it is registered (tied weights: several)."""
+
+    parameter: nn.Parameter
+    places: tuple[Place, ...]
+
+    @property
+    def fqn(self) -> str:
+        return self.places[0].fqn
+
+
+def walk(
+    root: nn.Module, prefix: str = "", *, stop: Collection[str] = (), into: Collection[nn.Module] = ()
+) -> Iterator[tuple[str, nn.Module]]:
+    """FQN and module for `root` and everything below it, each module once, in the order of `.modules()`.
+
+    Args:
+        stop: annotations whose modules, other than `root`, are not entered.
+        into: modules that are not entered either.
+    """
+    seen: dict[int, None] = {}
+
+    def visit(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        if module is not root and (any(s in registry(module) for s in stop) or any(module is m for m in into)):
+            return
+        seen[id(module)] = None
+        yield name, module
+        for child_name, child in module._modules.items():
+            if child is not None:
+                yield from visit(child, f"{name}.{child_name}" if name else child_name)
+
+    yield from visit(root, prefix)
+
+
+def managed_parameters(
+    modules: Sequence[tuple[str, nn.Module]],
+    *,
+    ignored: Collection[int] = (),
+    units_below: Sequence[nn.Module] = (),
+) -> list[ManagedParameter]:
+    """The parameters of `modules` (prefix, module) that no annotation below them manages.
+
+    Args:
+        ignored: ids of parameters to leave alone.
+        units_below: modules that are about to become units of their own.
+    """
+    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
+    for prefix, root in modules:
+        for name, module in walk(root, prefix, stop=(SHARD, REPLICATE), into=units_below):
+            for parameter_name, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in ignored:
+                    continue
+                fqn = f"{name}.{parameter_name}" if name else parameter_name
+                found.setdefault(id(parameter), (parameter, []))[1].append(Place(module, parameter_name, fqn))
+    return [ManagedParameter(parameter, tuple(places)) for parameter, places in found.values()]
+
+
+def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
+    """The modules below and including `root` that own a handle, in order; of modules annotated as one unit, the first.
+
+    Subtrees under a `replicate`d module are left alone, whatever is inside them; the sole exception is `root` itself.
+    """
+    return [module for module, _ in _units(root)]
+
+
+def get_states(root: nn.Module) -> list[Any]:
+    """The states of `get_fully_sharded_modules(root)`, in the same order."""
+    return [state for _, state in _units(root)]
+
+
+def _units(root: nn.Module) -> list[tuple[nn.Module, Any]]:
+    units: dict[int, tuple[nn.Module, Any]] = {}
+    for _, module in walk(root, stop=(REPLICATE,)):
+        annotations = registry(module)
+        if SHARD in annotations:
+            state = annotations[SHARD].state
+            units.setdefault(id(state), (module, state))
+    return list(units.values())
+
+
+def get_handles(root: nn.Module) -> list[Any]:
+    """The handles of the units below and including `root`, in order; a unit without parameters has one too."""
+    return [state.handle for state in get_states(root)]
+
+
+def get_root_states(root: nn.Module) -> list[Any]:
+    """The states of the topmost fully sharded modules: `root`'s own, or those of the trees below a root without one."""
+    tops: dict[int, Any] = {}
+
+    def visit(module: nn.Module) -> None:
+        annotations = registry(module)
+        if SHARD in annotations:
+            state = annotations[SHARD].state
+            tops.setdefault(id(state), state)
+        elif REPLICATE not in annotations or module is root:
+            for child in module.children():
+                visit(child)
+
+    visit(root)
+    return list(tops.values())
+
+
+def names_below(root: nn.Module) -> Mapping[int, str]:
+    """FQN of every module below `root`, by the module's id."""
+    return {id(module): name for name, module in root.named_modules()}

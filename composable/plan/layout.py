@@ -1,0 +1,224 @@
+"""Where every element of a unit's parameters lives: slots, padding, shards, rows of messages; knows no tensor and no torch.
+
+Note [Three ways a parameter travels]
+A `DIRECT` parameter is cut along dimension 0 and its rows go straight from the shard of one rank to their final place in
+the unsharded buffer of the others: nothing is copied in or out. A message costs about 0.1 ms whatever its size, so
+small parameters are `PACKED`: they share one message that lands in a staging area and is copied out; so are parameters cut
+along another dimension, whose pieces are not contiguous in the whole. A `WHOLE` parameter is not cut at all (it has no
+dimension to cut, or there is only one rank): its unsharded form *is* the memory that the sharded one lives in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Route(Enum):
+    """How a parameter travels between its shards and its unsharded form."""
+
+    DIRECT = "its rows travel straight to their final place"
+    PACKED = "it shares a message with others and is copied out of it"
+    WHOLE = "it is not cut: every rank holds all of it"
+
+
+@dataclass(frozen=True, slots=True)
+class ParamSpec:
+    """What the planner needs to know of one parameter: its FQN, its shape and the dimension to cut (None: do not cut)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in the shard buffer and in the unsharded buffer, in elements.
+
+    Shards follow `torch.chunk`: each of the first ranks has `chunk` indices of dimension `dim`, the last ones fewer or none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    ways: int
+    route: Route
+    shard_start: int
+    full_start: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def chunk(self) -> int:
+        """Indices of dimension `dim` that a full shard holds."""
+        return self.shape[self.dim] if self.route is Route.WHOLE and self.shape else self._chunk()
+
+    def _chunk(self) -> int:
+        return -(-self.shape[self.dim] // self.ways) if self.shape else 1
+
+    @property
+    def outer(self) -> int:
+        return math.prod(self.shape[: self.dim])
+
+    @property
+    def inner(self) -> int:
+        return math.prod(self.shape[self.dim + 1 :])
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements that a full shard holds, and that every shard has room for."""
+        return self.numel if self.route is Route.WHOLE else self.outer * self.chunk * self.inner
+
+    @property
+    def full_numel(self) -> int:
+        """Elements reserved in the unsharded buffer: rows are padded so that each rank's rows land where they belong."""
+        if self.route is Route.WHOLE:
+            return 0
+        return self.ways * self.chunk_numel if self.dim == 0 else self.numel
+
+    @property
+    def even(self) -> bool:
+        """Whether every rank's shard is full, so that nothing is padded."""
+        return self.route is Route.WHOLE or self.shape[self.dim] == self.ways * self.chunk
+
+    def extent(self, rank: int) -> tuple[int, int]:
+        """First index and number of indices of dimension `dim` that `rank` owns."""
+        if self.route is Route.WHOLE:
+            return 0, self.shape[self.dim] if self.shape else 1
+        size = self.shape[self.dim]
+        start = min(rank * self.chunk, size)
+        return start, min(self.chunk, size - start)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        if self.route is Route.WHOLE:
+            return self.shape
+        return (*self.shape[: self.dim], self.extent(rank)[1], *self.shape[self.dim + 1 :])
+
+    def local_numel(self, rank: int) -> int:
+        return self.numel if self.route is Route.WHOLE else self.outer * self.extent(rank)[1] * self.inner
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The shard buffer and the unsharded buffer of one unit and dtype.
+
+    The shard buffer holds the packed slots first, so that one message can carry them, then the direct ones, then the whole
+    ones. The unsharded buffer holds the direct and the packed slots, then the staging area where packed messages land.
+    """
+
+    slots: tuple[Slot, ...]
+    ways: int
+    shard_numel: int
+    full_numel: int
+    packed_numel: int
+    staging_start: int
+
+    def of(self, route: Route) -> tuple[Slot, ...]:
+        return tuple(slot for slot in self.slots if slot.route is route)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether unsharding needs any message at all."""
+        return any(slot.route is not Route.WHOLE for slot in self.slots)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def choose_route(spec: ParamSpec, *, ways: int, direct_numel: int) -> Route:
+    """The route of one parameter; `direct_numel`: elements in a shard from which a message of its own pays."""
+    if ways == 1 or spec.dim is None or not spec.shape:
+        return Route.WHOLE
+    chunk_numel = -(-spec.shape[0] // ways) * math.prod(spec.shape[1:]) if spec.dim == 0 else 0
+    return Route.DIRECT if spec.dim == 0 and chunk_numel >= max(direct_numel, 1) else Route.PACKED
+
+
+def plan_layout(specs: Sequence[ParamSpec], *, ways: int, direct_numel: int = 0, align: int = 16) -> Layout:
+    """Lay `specs` out over `ways` ranks.
+
+    Args:
+        specs: the parameters of one unit and one dtype, in the order of their FQNs.
+        ways: number of ranks that the parameters are cut over.
+        direct_numel: elements in one shard from which a parameter travels in a message of its own.
+        align: every slot starts at a multiple of this many elements.
+
+    Example:
+        >>> plan_layout([ParamSpec("weight", (5, 4))], ways=2, align=4).slots[0].local_shape(1)
+        (2, 4)
+    """
+    if ways < 1 or align < 1:
+        raise ValueError(f"ways and align must be at least 1, got ways={ways}, align={align}")
+    routes = [choose_route(spec, ways=ways, direct_numel=direct_numel) for spec in specs]
+    shard_cursor = full_cursor = packed_numel = 0
+    placed: dict[int, Slot] = {}
+    for route in (Route.PACKED, Route.DIRECT, Route.WHOLE):
+        for index, spec in enumerate(specs):
+            if routes[index] is not route:
+                continue
+            slot = Slot(spec.name, spec.shape, spec.dim or 0, ways, route, shard_cursor, full_cursor)
+            placed[index] = slot
+            shard_cursor = _round_up(shard_cursor + slot.chunk_numel, align)
+            full_cursor = _round_up(full_cursor + slot.full_numel, align)
+        if route is Route.PACKED:
+            packed_numel = shard_cursor
+    return Layout(
+        slots=tuple(placed[index] for index in range(len(specs))),
+        ways=ways,
+        shard_numel=shard_cursor,
+        # A multiple of `ways` too, so that neighbours can keep equal cuts of the whole buffer after forward.
+        full_numel=_round_up(full_cursor + (ways * packed_numel), ways * align),
+        packed_numel=packed_numel,
+        staging_start=full_cursor,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A slot's place in every row of a reduction message, in elements; the row for rank r carries what r will own."""
+
+    slot: int
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLayout:
+    """How the gradients of one unit and dtype travel: direct ones as they are, the others as columns of one row per rank.
+
+    Each row ends with one flag per gradient. A rank that has no gradient for a parameter contributes zeros and a
+    zero flag, so the sum of the flags tells every rank whether *any* rank used the parameter, at the price of no message.
+    """
+
+    direct: tuple[int, ...]
+    columns: tuple[Column, ...]
+    flagged: tuple[int, ...]
+    flags_start: int
+    row_numel: int
+
+
+def plan_reduction(layout: Layout, *, trainable: Sequence[bool], even_only: bool) -> ReduceLayout:
+    """Lay out one reduction.
+
+    Args:
+        layout: where the parameters live.
+        trainable: for each slot, whether its gradient is wanted.
+        even_only: the backend can only cut tensors evenly, so an uneven direct parameter joins the packed ones.
+    """
+    direct: list[int] = []
+    columns: list[Column] = []
+    cursor = 0
+    for index, slot in enumerate(layout.slots):
+        if not trainable[index]:
+            continue
+        if slot.route is Route.DIRECT and (slot.even or not even_only):
+            direct.append(index)
+        elif slot.numel:
+            columns.append(Column(index, cursor, slot.chunk_numel))
+            cursor += slot.chunk_numel
+    flagged = tuple(index for index in range(len(layout.slots)) if trainable[index])
+    return ReduceLayout(tuple(direct), tuple(columns), flagged, flags_start=cursor, row_numel=cursor + len(flagged))

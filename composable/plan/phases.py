@@ -1,0 +1,110 @@
+"""Which change of state is legal now, as literal tables; knows no tensor and performs nothing."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final
+
+from composable.errors import PhaseError
+
+
+class _State(Enum):
+    """Members hash by identity: the tables are looked up several times per unit and step."""
+
+    __hash__ = object.__hash__
+
+
+class Phase(_State):
+    """What exists of a handle's parameters."""
+
+    SHARDED = "only this rank's shard exists"
+    REGROUPED = "a coarser shard, cut over a few neighbours, exists as well"
+    GATHERING = "an all-gather is writing the unsharded buffer"
+    UNSHARDED = "the unsharded parameters exist"
+
+
+class Event(_State):
+    """What can happen to a handle's parameters."""
+
+    UNSHARD = "launch the all-gather"
+    LAND = "wait for the all-gather at the first use"
+    RESHARD = "free the unsharded parameters"
+    REGROUP = "keep a coarser shard over neighbours and free the rest"
+
+
+NEXT: Final[dict[tuple[Phase, Event], Phase]] = {
+    (Phase.SHARDED, Event.UNSHARD): Phase.GATHERING,
+    (Phase.SHARDED, Event.RESHARD): Phase.SHARDED,  # nothing to free
+    (Phase.REGROUPED, Event.UNSHARD): Phase.GATHERING,  # among the neighbours
+    (Phase.REGROUPED, Event.RESHARD): Phase.SHARDED,
+    (Phase.GATHERING, Event.UNSHARD): Phase.GATHERING,  # already prefetched
+    (Phase.GATHERING, Event.LAND): Phase.UNSHARDED,
+    # (GATHERING, RESHARD) is absent on purpose: a collective owns the buffer until it has landed.
+    (Phase.UNSHARDED, Event.UNSHARD): Phase.UNSHARDED,  # kept since forward, or unsharded by the user
+    (Phase.UNSHARDED, Event.LAND): Phase.UNSHARDED,
+    (Phase.UNSHARDED, Event.RESHARD): Phase.SHARDED,
+    (Phase.UNSHARDED, Event.REGROUP): Phase.REGROUPED,
+}
+
+
+class GradPhase(_State):
+    """What exists of a handle's gradients within one backward."""
+
+    EMPTY = "no gradient has arrived"
+    ARRIVING = "some unsharded gradients have arrived and are not reduced yet"
+    REDUCING = "the reduction is in flight"
+
+
+class GradEvent(_State):
+    """What can happen to a handle's gradients."""
+
+    ARRIVE = "autograd finished one parameter's gradient"
+    REDUCE = "launch the reduction"
+    FINISH = "wait for the reduction and put the result on the sharded parameters"
+    DROP = "forget unreduced gradients after an error"
+
+
+GRAD_NEXT: Final[dict[tuple[GradPhase, GradEvent], GradPhase]] = {
+    (GradPhase.EMPTY, GradEvent.ARRIVE): GradPhase.ARRIVING,
+    (GradPhase.EMPTY, GradEvent.REDUCE): GradPhase.REDUCING,  # other ranks may have gradients where this one has none
+    (GradPhase.EMPTY, GradEvent.DROP): GradPhase.EMPTY,
+    (GradPhase.ARRIVING, GradEvent.ARRIVE): GradPhase.ARRIVING,
+    (GradPhase.ARRIVING, GradEvent.REDUCE): GradPhase.REDUCING,
+    (GradPhase.ARRIVING, GradEvent.DROP): GradPhase.EMPTY,
+    (GradPhase.REDUCING, GradEvent.FINISH): GradPhase.EMPTY,
+    # (REDUCING, ARRIVE) is absent on purpose: a second backward first finishes the reduction of the one before.
+}
+
+
+def advance(phase: Phase, event: Event, *, unit: str) -> Phase:
+    """The phase after `event`, or a `PhaseError` that names the unit and what would have been legal."""
+    after = NEXT.get((phase, event))
+    if after is None:
+        raise PhaseError(_refusal(unit, phase, event, [e for p, e in NEXT if p is phase]))
+    return after
+
+
+def advance_gradients(phase: GradPhase, event: GradEvent, *, unit: str) -> GradPhase:
+    """The gradients' phase after `event`, or a `PhaseError` that names the unit and what would have been legal."""
+    after = GRAD_NEXT.get((phase, event))
+    if after is None:
+        raise PhaseError(_refusal(unit, phase, event, [e for p, e in GRAD_NEXT if p is phase]))
+    return after
+
+
+def _refusal(unit: str, phase: Enum, event: Enum, legal: list[Event] | list[GradEvent]) -> str:
+    names = ", ".join(e.name for e in legal)
+    return (
+        f"unit '{unit}': {event.name} ({event.value}) is not possible while {phase.name} ({phase.value}). "
+        f"From here the legal events are {names}."
+    )
+
+
+def diagram() -> str:
+    """Both tables as a Mermaid state diagram, for the documentation."""
+    lines = ["stateDiagram-v2"]
+    for (phase, event), after in NEXT.items():
+        lines.append(f"    {phase.name} --> {after.name}: {event.name}")
+    for (grad_phase, grad_event), grad_after in GRAD_NEXT.items():
+        lines.append(f"    {grad_phase.name} --> {grad_after.name}: {grad_event.name}")
+    return "\n".join(lines)

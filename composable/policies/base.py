@@ -1,0 +1,97 @@
+"""What a policy is, and what all policies share: the walk over the tree and its checks; knows no particular policy."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from composable.errors import PolicyError, few
+
+Selection = dict[nn.Module, dict[str, Any]]
+
+
+class Policy(ABC):
+    """A rule for which modules to annotate. The same policy works for every verb.
+
+    A policy of one's own derives from this and defines `select`.
+    """
+
+    @abstractmethod
+    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
+        """The modules below and including `root` to annotate.
+
+        Args:
+            root: the module that the verb was called with. It is among the candidates itself.
+            ignored: modules that are not picked, nor anything below them.
+
+        Returns:
+            For every module that is picked, in the order of `.modules()`, the keyword arguments in which its annotation
+            differs from the verb's own call; an empty dict for no difference.
+
+        Raises:
+            PolicyError: nothing is picked, or the policy does not fit the tree.
+        """
+
+
+def walk(root: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """FQN and module for `root` and what is below it, each module once, in the order of `.modules()`.
+
+    Args:
+        ignored: modules that are not entered.
+    """
+    # A module that is reached past an ignored one too is not ignored: it is used elsewhere.
+    seen = {id(module) for module in ignored}
+
+    def visit(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        yield fqn, module
+        for name, child in module.named_children():
+            yield from visit(f"{fqn}.{name}" if fqn else name, child)
+
+    return visit("", root)
+
+
+def not_empty(picked: Selection, root: nn.Module, ignored: Collection[nn.Module]) -> Selection:
+    if picked:
+        return picked
+    counts: dict[type, int] = {}
+    for _, module in walk(root, ignored):
+        counts[type(module)] = counts.get(type(module), 0) + 1
+    present = few([f"{cls.__name__} x{count}" for cls, count in counts.items()], limit=12)
+    raise PolicyError(f"policy matched 0 modules; classes present: {present or 'none that is not ignored'}")
+
+
+def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
+    if isinstance(value, type):
+        value = (value,)
+    if not isinstance(value, Iterable) or isinstance(value, (str, nn.Module)):
+        raise PolicyError(f"{takes}, and got {kind_of(value)}")
+    found = list(value)
+    for item in found:
+        if not isinstance(item, type) or not issubclass(item, nn.Module):
+            hint = "; for names of modules, use NamePolicy" if isinstance(item, str) else ""
+            raise PolicyError(f"{takes}, and got {kind_of(item)}{hint}")
+    # A set has no order of its own; sorted, messages are the same on every rank.
+    return tuple(sorted(dict.fromkeys(found), key=lambda cls: (cls.__module__, cls.__qualname__)))
+
+
+def check_overrides(overrides: Mapping[Any, Any], who: str) -> None:
+    for key in overrides:
+        if not isinstance(key, str):
+            raise PolicyError(f"{who} gave an override whose name is {kind_of(key)}; names of keywords are strings")
+
+
+def kind_of(value: Any) -> str:
+    """What a value is, for a message; never its repr, unless that is short for certain."""
+    if value is None or isinstance(value, (bool, int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return f"the str '{value}'" if len(value) <= 40 else "a str"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    return f"a {type(value).__name__}"

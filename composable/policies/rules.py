@@ -1,0 +1,262 @@
+"""The policies that come with the package: by class, by function, by size, by name; none of them knows a verb."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+from torch import nn
+
+from composable.errors import PolicyError, closest, describe_module, few
+from composable.policies.base import Policy, Selection, as_classes, check_overrides, kind_of, not_empty, walk
+
+
+class ModuleWrapPolicy(Policy):
+    """Every module that is an instance of one of `classes`, or of their subclasses.
+
+    Args:
+        classes: a class, or several; subclasses of `nn.Module`.
+
+    Raises:
+        PolicyError: something in `classes` is not a class of modules.
+
+    Example::
+
+        fully_shard(model, policy=ModuleWrapPolicy({Block, Embedding}))
+
+    The name and the rule are those of `torch.distributed.fsdp.wrap.ModuleWrapPolicy`.
+    """
+
+    def __init__(self, classes: type[nn.Module] | Iterable[type[nn.Module]]) -> None:
+        self.classes = as_classes(classes, "ModuleWrapPolicy takes classes of modules")
+        if not self.classes:
+            raise PolicyError("ModuleWrapPolicy got no class at all; give it the classes to pick")
+
+    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
+        picked: Selection = {module: {} for _, module in walk(root, ignored) if isinstance(module, self.classes)}
+        return not_empty(picked, root, ignored)
+
+    def __repr__(self) -> str:
+        return f"ModuleWrapPolicy({', '.join(cls.__name__ for cls in self.classes)})"
+
+
+class CustomPolicy(Policy):
+    """Every module for which a function says so.
+
+    Args:
+        decide: takes a module; returns True to pick it, a dict to pick it with these keyword overrides (which may be
+            empty), and False to leave it. It is called once for every module, in the order of `.modules()`.
+
+    Raises:
+        PolicyError: `decide` cannot be called with one argument; in `select`, when it returns anything else.
+
+    Example::
+
+        def by_kind(module):
+            if module is model.head:
+                return {"reshard_after_forward": False}
+            return isinstance(module, Block)
+
+        fully_shard(model, policy=CustomPolicy(by_kind))
+
+    The name and the rule are those of `torch.distributed.fsdp.wrap.CustomPolicy`.
+    """
+
+    def __init__(self, decide: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
+        if not callable(decide):
+            raise PolicyError(f"CustomPolicy takes a function of a module, and got {type(decide).__name__}")
+        _check_takes_a_module(decide)
+        self.decide = decide
+
+    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
+        picked: Selection = {}
+        for fqn, module in walk(root, ignored):
+            answer: Any = self.decide(module)
+            if isinstance(answer, dict):
+                check_overrides(answer, f"the policy's function, for {describe_module(module, fqn)},")
+                picked[module] = dict(answer)
+            elif not isinstance(answer, bool):
+                raise PolicyError(
+                    f"the policy's function returned {kind_of(answer)} for {describe_module(module, fqn)}; "
+                    "it must return True, False or a dict of keyword overrides"
+                )
+            elif answer:
+                picked[module] = {}
+        return not_empty(picked, root, ignored)
+
+    def __repr__(self) -> str:
+        return f"CustomPolicy({getattr(self.decide, '__qualname__', type(self.decide).__name__)})"
+
+
+class SizePolicy(Policy):
+    """Modules that are large enough, from the bottom up.
+
+    A module is picked when the parameters at or below it that no module below it was picked for have at least
+    `min_num_params` elements. A parameter that is registered in several places counts once, at the first. Containers
+    without a forward (`ModuleList`, `ModuleDict`) are never picked; what they hold counts for the module above.
+
+    Args:
+        min_num_params: elements, not bytes.
+        force_leaf: classes that are picked as a whole or not at all; what is below them is not looked at.
+            `MultiheadAttention` is one, since it reads the parameters of its `out_proj` without calling it.
+        exclude: classes that are never picked themselves; what is below them is.
+
+    Raises:
+        PolicyError: an argument that is not as described; in `select`, when no module is large enough.
+
+    Example::
+
+        fully_shard(model, policy=SizePolicy(10_000_000))
+
+    The rule is that of FairScale's `auto_wrap` and of `torch.distributed.fsdp.wrap.size_based_auto_wrap_policy`.
+    """
+
+    FORCE_LEAF: Final = (nn.MultiheadAttention,)
+
+    def __init__(
+        self,
+        min_num_params: int,
+        *,
+        force_leaf: type[nn.Module] | Iterable[type[nn.Module]] = FORCE_LEAF,
+        exclude: type[nn.Module] | Iterable[type[nn.Module]] = (),
+    ) -> None:
+        given: Any = min_num_params
+        if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+            raise PolicyError(f"SizePolicy takes a number of elements of at least 1, and got {kind_of(given)}")
+        self.min_num_params = min_num_params
+        self.force_leaf = as_classes(force_leaf, "force_leaf= takes classes of modules")
+        self.exclude = as_classes(exclude, "exclude= takes classes of modules")
+
+    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
+        candidates = {id(module) for _, module in walk(root, ignored)}
+        large: dict[int, None] = {}
+        counted: dict[int, None] = {}
+        visited: dict[int, None] = {}
+
+        def left_over(module: nn.Module) -> int:
+            """The elements at or below `module` that it leaves to the module above."""
+            if id(module) in visited or id(module) not in candidates:
+                return 0
+            visited[id(module)] = None
+            leaf = isinstance(module, self.force_leaf)
+            own = module.parameters(recurse=leaf)
+            elements = 0
+            for parameter in own:
+                if id(parameter) not in counted:
+                    counted[id(parameter)] = None
+                    elements += parameter.numel()
+            if not leaf:
+                elements += sum(left_over(child) for child in module.children())
+            if elements < self.min_num_params or isinstance(module, self.exclude) or not _has_forward(module):
+                return elements
+            large[id(module)] = None
+            return 0
+
+        total = left_over(root)
+        picked: Selection = {module: {} for _, module in walk(root, ignored) if id(module) in large}
+        if not picked:
+            raise PolicyError(
+                f"policy matched 0 modules; SizePolicy({self.min_num_params}) found none that large, and "
+                f"{describe_module(root)} has {total} elements in all"
+            )
+        return picked
+
+    def __repr__(self) -> str:
+        return f"SizePolicy({self.min_num_params})"
+
+
+class NamePolicy(Policy):
+    """Modules whose FQN matches a glob.
+
+    A `*`, `?` or `[...]` matches within one part of the name, as in paths: `blocks.*` is every block, and not what is
+    inside. `**` stands for any number of parts: `**.mlp` is every `mlp` at any depth. The root's FQN is empty.
+    A module that is registered in several places has several FQNs, and any of them may match.
+
+    Args:
+        patterns: from globs to the keyword overrides for what they match; True, None and `{}` mean none. Where several
+            globs match a module their overrides are merged, and of two for one keyword the later glob's counts.
+
+    Raises:
+        PolicyError: an argument that is not as described; in `select`, when a glob matches nothing.
+
+    Example::
+
+        fully_shard(model, policy=NamePolicy({"blocks.*": True, "blocks.11": {"reshard_after_forward": False}}))
+    """
+
+    def __init__(self, patterns: Mapping[str, Mapping[str, Any] | bool | None] | Iterable[str]) -> None:
+        if isinstance(patterns, str):
+            patterns = (patterns,)
+        if not isinstance(patterns, Iterable):
+            raise PolicyError(f"NamePolicy takes a dict of globs, and got {kind_of(patterns)}")
+        given: Mapping[Any, Any] = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
+        if not given:
+            raise PolicyError("NamePolicy got no glob at all; give it the names to pick, as in {'blocks.*': {}}")
+        self.patterns: dict[str, dict[str, Any]] = {}
+        for pattern, overrides in given.items():
+            if not isinstance(pattern, str):
+                raise PolicyError(
+                    f"NamePolicy takes globs, and got {kind_of(pattern)} as a key; "
+                    "for overrides by class, use CustomPolicy with a function"
+                )
+            if overrides is None or overrides is True:
+                overrides = {}
+            if not isinstance(overrides, Mapping):
+                raise PolicyError(f"NamePolicy got {kind_of(overrides)} for '{pattern}'; it takes a dict of overrides, or True")
+            check_overrides(overrides, f"NamePolicy, for '{pattern}',")
+            self.patterns[pattern] = dict(overrides)
+
+    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
+        candidates = {id(module) for _, module in walk(root, ignored)}
+        named = [(n, m) for n, m in root.named_modules(remove_duplicate=False) if id(m) in candidates]
+        matches: dict[str, dict[int, None]] = {}
+        for pattern in self.patterns:
+            parts = _parts(pattern)
+            matches[pattern] = {id(module): None for fqn, module in named if _match(parts, _parts(fqn))}
+            if not matches[pattern]:
+                near = closest(pattern, [fqn for fqn, _ in named if fqn], limit=3)
+                hint = f"close to it: {', '.join(near)}" if near else f"there is: {few([n for n, _ in named if n])}"
+                raise PolicyError(f"pattern '{pattern}' matched no module; {hint}")
+        picked: Selection = {}
+        for _, module in walk(root, ignored):
+            for pattern, overrides in self.patterns.items():
+                if id(module) in matches[pattern]:
+                    picked.setdefault(module, {}).update(overrides)
+        return not_empty(picked, root, ignored)
+
+    def __repr__(self) -> str:
+        return f"NamePolicy({', '.join(self.patterns)})"
+
+
+def _check_takes_a_module(decide: Callable[..., Any]) -> None:
+    try:
+        signature = inspect.signature(decide)
+    except ValueError:
+        return  # a builtin that does not tell
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise PolicyError(
+            f"a policy's function takes one argument, the module; this one takes {signature}. For an auto-wrap policy "
+            "of FSDP1, use ModuleWrapPolicy or SizePolicy"
+        ) from None
+
+
+def _has_forward(module: nn.Module) -> bool:
+    forward: Callable[..., object] = type(module).forward
+    return forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _parts(name: str) -> list[str]:
+    return name.split(".") if name else []
+
+
+def _match(pattern: list[str], name: list[str]) -> bool:
+    if not pattern:
+        return not name
+    head, *rest = pattern
+    if head == "**":
+        return any(_match(rest, name[start:]) for start in range(len(name) + 1))
+    return bool(name) and fnmatchcase(name[0], head) and _match(rest, name[1:])

@@ -1,0 +1,85 @@
+"""From what a verb was given as `policy=` to the modules it means, checked; does not know how policies decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from torch import nn
+
+from composable.errors import PolicyError, describe_module
+from composable.policies.base import Policy, Selection, check_overrides, kind_of, not_empty, walk
+from composable.policies.rules import CustomPolicy, ModuleWrapPolicy, NamePolicy
+
+PolicyLike = (
+    Policy
+    | type[nn.Module]
+    | Collection[type[nn.Module]]
+    | Mapping[str, Mapping[str, Any] | bool | None]
+    | Callable[[nn.Module], bool | dict[str, Any]]
+)
+
+
+def as_policy(value: PolicyLike) -> Policy:
+    """A policy, from a policy or from one of its shorthands.
+
+    A class or a set, tuple or list of classes stands for `ModuleWrapPolicy`, a dict of globs for `NamePolicy` and a
+    function for `CustomPolicy`.
+
+    Raises:
+        PolicyError: `value` is none of these.
+
+    Example::
+
+        >>> as_policy({Block})
+        ModuleWrapPolicy(Block)
+    """
+    if isinstance(value, Policy):
+        return value
+    if isinstance(value, type) and issubclass(value, Policy):
+        raise PolicyError(f"policy= got the class {value.__name__}; make one: {value.__name__}(...)")
+    if isinstance(value, Mapping):
+        return NamePolicy(value)
+    if isinstance(value, (type, set, frozenset, tuple, list)):
+        return ModuleWrapPolicy(value)
+    if callable(value) and not isinstance(value, nn.Module):
+        return CustomPolicy(value)
+    raise PolicyError(
+        f"policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and got {kind_of(value)}"
+    )
+
+
+def select_modules(policy: PolicyLike, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
+    """What `policy` picks below and including `root`, checked: this is what verbs call.
+
+    Whatever order a policy of the user's own answers in, this is in the order of `.modules()`.
+
+    Raises:
+        PolicyError: `policy` is none, picks nothing, or answers with something else than modules of this tree and
+            keyword overrides.
+
+    Example::
+
+        for module, overrides in select_modules(policy, root).items():
+            verb(module, **{**kwargs, **overrides})
+    """
+    rule = as_policy(policy)
+    answer: Any = rule.select(root, ignored=ignored)
+    source = type(rule).__name__
+    if not isinstance(answer, Mapping):
+        raise PolicyError(f"{source}.select returned {kind_of(answer)}; it must return a dict of modules and overrides")
+    names = {id(module): fqn for fqn, module in walk(root, ignored)}
+    for module, overrides in answer.items():
+        if not isinstance(module, nn.Module):
+            raise PolicyError(f"{source}.select returned {kind_of(module)} where a module is expected")
+        if id(module) not in names:
+            raise PolicyError(
+                f"{source}.select returned a {type(module).__name__} that is not in the {type(root).__name__} "
+                "it was asked about, or that is ignored"
+            )
+        what = describe_module(module, names[id(module)])
+        if not isinstance(overrides, Mapping):
+            raise PolicyError(f"{source}.select returned {kind_of(overrides)} for {what}, not a dict of overrides")
+        check_overrides(overrides, f"{source}.select, for {what},")
+    picked = {module: dict(answer[module]) for _, module in walk(root, ignored) if module in answer}
+    return not_empty(picked, root, ignored)

@@ -1,0 +1,1 @@
+"""Readers: they look at annotated models and change nothing."""

@@ -1,0 +1,220 @@
+"""What became of a model, as a table; reads handles and the registry, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable.config import Free, Keep, Regroup
+from composable.model.contract import Annotation, registry
+from composable.model.traversal import REPLICATE, SHARD, managed_parameters
+from composable.runtime.replica import ReplicatedUnit
+from composable.runtime.unit import ShardedUnit
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRow:
+    """One line of the table. Bytes are of this rank (`bytes_per_rank`) and of the whole unit (`bytes`)."""
+
+    unit: str
+    module: str
+    annotation: str
+    parameters: int
+    numel: int
+    bytes: int
+    bytes_per_rank: int
+    ranks: int
+    dtypes: tuple[str, ...]
+    placements: tuple[str, ...]
+    after_forward: str
+    state: str
+    checkpointed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What `describe` returns: print it, or take `to_dict()`."""
+
+    rows: tuple[UnitRow, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, the same on every rank but for `bytes_per_rank` of uneven shards."""
+        return {"units": [asdict(row) for row in self.rows], "total": self._total()}
+
+    def _total(self) -> dict[str, int]:
+        return {
+            "parameters": sum(row.parameters for row in self.rows),
+            "numel": sum(row.numel for row in self.rows),
+            "bytes": sum(row.bytes for row in self.rows),
+            "bytes_per_rank": sum(row.bytes_per_rank for row in self.rows),
+        }
+
+    def __str__(self) -> str:
+        header = (
+            "unit",
+            "module",
+            "annotation",
+            "params",
+            "numel",
+            "bytes",
+            "per rank",
+            "dtype",
+            "placement",
+            "after fwd",
+            "state",
+        )
+        lines = [header]
+        for row in self.rows:
+            annotation = row.annotation + (" + checkpoint" if row.checkpointed else "")
+            lines.append(
+                (
+                    row.unit or "(root)",
+                    row.module,
+                    annotation,
+                    str(row.parameters),
+                    f"{row.numel:,}",
+                    readable_bytes(row.bytes),
+                    readable_bytes(row.bytes_per_rank),
+                    ", ".join(row.dtypes) or "-",
+                    ", ".join(row.placements) or "-",
+                    row.after_forward,
+                    row.state,
+                )
+            )
+        total = self._total()
+        lines.append(
+            (
+                "total",
+                "",
+                "",
+                str(total["parameters"]),
+                f"{total['numel']:,}",
+                readable_bytes(total["bytes"]),
+                readable_bytes(total["bytes_per_rank"]),
+                "",
+                "",
+                "",
+                "",
+            )
+        )
+        widths = [max(len(line[column]) for line in lines) for column in range(len(header))]
+        right = {3, 4, 5, 6}
+        text = [
+            "  ".join(
+                cell.rjust(width) if column in right else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in lines
+        ]
+        rule = "-" * max(len(line) for line in text)
+        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
+
+    __repr__ = __str__
+
+
+def readable_bytes(count: int) -> str:
+    """A number of bytes as people read it, e.g. "1.50 MiB"."""
+    if count < 1 << 10:
+        return f"{count} B"
+    for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.2f} {name}"
+    raise AssertionError("unreachable")
+
+
+def describe(module: nn.Module) -> Description:
+    """The units of an annotated model, in order, with what each holds and how it is spread.
+
+    Parameters that no annotation manages come last, as a unit named "(not annotated)".
+
+    Example:
+        >>> print(describe(fully_shard(model, policy={Block})))
+    """
+    rows: list[UnitRow] = []
+    seen: dict[int, None] = {}
+    for name, below in module.named_modules():
+        annotations = registry(below)
+        checkpointed = _is_checkpointed(annotations)
+        for verb in (SHARD, REPLICATE):
+            if verb in annotations and id(annotations[verb].state) not in seen:
+                state = annotations[verb].state
+                seen[id(state)] = None
+                rows.append(
+                    _sharded(name, below, state, checkpointed)
+                    if verb == SHARD
+                    else _replicated(name, below, state, checkpointed)
+                )
+    rest = _unmanaged(module)
+    return Description((*rows, rest) if rest is not None else tuple(rows))
+
+
+def _sharded(name: str, module: nn.Module, unit: ShardedUnit, checkpointed: bool) -> UnitRow:
+    handle = unit.handle
+    parameters = [slot.sharded for slot in handle.slots]
+    after = {Free: "reshard", Keep: "keep"}.get(type(handle.after_forward), "")
+    if isinstance(handle.after_forward, Regroup):
+        after = f"regroup {handle.after_forward.ranks}"
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
+    return UnitRow(
+        unit=name,
+        module=" + ".join(type(m).__name__ for m in unit.modules),
+        annotation=SHARD,
+        parameters=len(parameters),
+        numel=sum(p.numel() for p in parameters),
+        bytes=sum(p.numel() * p.element_size() for p in parameters),
+        bytes_per_rank=sum(p.numel() * p.element_size() for p in local),
+        ranks=handle.ground.wire.ways,
+        dtypes=_unique(str(p.dtype).removeprefix("torch.") for p in parameters),
+        placements=_unique(
+            ", ".join(str(placement) for placement in p.placements) if isinstance(p, DTensor) else "local" for p in parameters
+        ),
+        after_forward=after,
+        state=handle.phase.name,
+        checkpointed=checkpointed,
+    )
+
+
+def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, checkpointed: bool) -> UnitRow:
+    return _plain_row(name, type(module).__name__, REPLICATE, unit.parameters, unit.wire.ways, checkpointed)
+
+
+def _plain_row(
+    name: str, module: str, annotation: str, parameters: list[nn.Parameter], ranks: int, checkpointed: bool
+) -> UnitRow:
+    size = sum(p.numel() * p.element_size() for p in parameters)
+    return UnitRow(
+        unit=name,
+        module=module,
+        annotation=annotation,
+        parameters=len(parameters),
+        numel=sum(p.numel() for p in parameters),
+        bytes=size,
+        bytes_per_rank=size,
+        ranks=ranks,
+        dtypes=_unique(str(p.dtype).removeprefix("torch.") for p in parameters),
+        placements=("replicated",) if annotation == REPLICATE else ("local",),
+        after_forward="-",
+        state="-",
+        checkpointed=checkpointed,
+    )
+
+
+def _is_checkpointed(annotations: Mapping[str, Annotation]) -> bool:
+    """Whether the module itself is; with a policy only the picked ones below it are."""
+    return "checkpoint" in annotations and bool(annotations["checkpoint"].state.brackets)
+
+
+def _unmanaged(module: nn.Module) -> UnitRow | None:
+    annotations = registry(module)
+    if SHARD in annotations or REPLICATE in annotations:
+        return None
+    rest = [managed.parameter for managed in managed_parameters([("", module)])]
+    return _plain_row("(not annotated)", type(module).__name__, "-", rest, 1, _is_checkpointed(annotations)) if rest else None
+
+
+def _unique(values: Any) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(values))

@@ -1,0 +1,98 @@
+"""Activation checkpointing of one module as a bracket; knows nothing of parameters and shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.checkpoint import noop_context_fn
+
+from composable.device.private import checkpoint_generator
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeOptions:
+    """What `torch.utils.checkpoint.checkpoint` takes, by the same names."""
+
+    preserve_rng_state: bool
+    context_fn: Contexts | None
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+
+
+_open: list[Any] = []  # the generators of all forwards that are running, innermost last
+
+
+def close_interrupted() -> None:
+    """Leave every checkpointed forward that is still open: an interrupt ended them, and autograd still saves for them."""
+    while _open:
+        _open.pop().close()
+
+
+class RecomputeBracket:
+    """Saves nothing of a module's forward but its inputs, and runs forward again when backward asks for the rest.
+
+    The second run goes through the module's hooks again, all but this bracket: annotations outside it see it happen.
+    """
+
+    def __init__(self, options: RecomputeOptions) -> None:
+        self.options = options
+        self._generators: list[Any] = []
+        self._recomputing = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"options": self.options, "_generators": [], "_recomputing": 0}
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if self._recomputing:
+            return args, kwargs
+        options = self.options
+        generator = checkpoint_generator(
+            partial(self._again, module),
+            (
+                options.preserve_rng_state,
+                options.context_fn or noop_context_fn,
+                options.determinism_check,
+                options.debug,
+                options.early_stop,
+            ),
+            args,
+            kwargs,
+        )
+        self._generators.append(generator)
+        _open.append(generator)
+        next(generator)
+        return args, kwargs
+
+    def _again(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        self._recomputing += 1
+        try:
+            module(*args, **kwargs)
+        finally:
+            self._recomputing -= 1
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        if not self._recomputing:
+            next(self._pop(), None)
+        return output
+
+    def abandon(self, module: nn.Module) -> None:
+        if not self._recomputing and self._generators:
+            self._pop().close()
+
+    def forget(self) -> None:
+        self._recomputing = 0
+        while self._generators:
+            self._pop().close()
+
+    def _pop(self) -> Any:
+        generator = self._generators.pop()
+        _open[:] = [other for other in _open if other is not generator]
+        return generator

@@ -1,0 +1,105 @@
+"""How one unit's gradients of one dtype are reduced, from autograd's tensors to the shards; knows no order of units."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from composable.device.collectives import Arrival, Channel, ReducePart, Wire
+from composable.device.gradients import GradientRows, GradientShards
+from composable.device.parameters import like_parameter
+from composable.device.storage import FlatParameters
+from composable.plan.layout import plan_reduction
+from composable.plan.scaling import division_factors
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class Reduction:
+    """Reduces one `FlatParameters`' gradients. `launch` and `finish` alternate."""
+
+    def __init__(self, flat: FlatParameters, sharded: Sequence[nn.Parameter], wire: Wire, trainable: Sequence[bool]) -> None:
+        self.flat = flat
+        self._sharded = sharded
+        self._wire = wire
+        self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=wire.even_only)
+        self._rows = GradientRows(flat, self._plan, wire.ways) if wire.ways > 1 else None
+        self._shards = GradientShards(flat, sharded, self._plan)
+        self._before, self._after = division_factors(_dtype_name(flat.dtype), wire.ways)
+        self._arrival: Arrival | None = None
+        self._missing: list[int] = []
+        self._whole: list[tuple[int, Tensor]] = []
+
+    def launch(self, gradients: Sequence[Tensor | None], channel: Channel, label: str) -> None:
+        """Start to reduce.
+
+        Args:
+            gradients: one per slot, of the unsharded parameter's shape; None where autograd gave none.
+        """
+        wanted = self._plan.flagged
+        if self._rows is None:
+            self._whole = [(i, g) for i in wanted if (g := gradients[i]) is not None]
+            return
+        if self._before != 1.0:
+            gradients = [None if g is None else g / self._before for g in gradients]
+        self._missing = [i for i in wanted if gradients[i] is None]
+        self._shards.refresh()
+        parts = []
+        slots = self.flat.layout.slots
+        for index, out in zip(self._plan.direct, self._shards.direct, strict=True):
+            slot, gradient = slots[index], gradients[index]
+            if gradient is None:
+                gradient = torch.zeros(slot.shape, dtype=self.flat.dtype, device=self.flat.device)
+            parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out))
+        if self._plan.flagged:
+            self._rows.buffer.allocate()
+            self._rows.copy_in(gradients)
+            parts.append(ReducePart(self._rows.buffer.tensor, self._plan.row_numel, self._rows.row))
+        self._arrival = self._wire.reduce_scatter(parts, scratch=self.flat.pool, label=label, tag=channel.next_tag())
+
+    def finish(self) -> None:
+        """Wait for the sum, divide it and put it on the sharded parameters. Nothing happens without a `launch`."""
+        if self._whole:
+            for index, gradient in self._whole:
+                _add_gradient(self._sharded[index], gradient)
+            self._whole = []
+        if self._arrival is None or self._rows is None:
+            return
+        arrival, self._arrival = self._arrival, None
+        arrival.wait()
+        self._rows.copy_out(self._shards.columns)
+        if self._after != 1.0:
+            self._shards.buffer.mul_(1.0 / self._after)
+        delivered: Sequence[int] = self._plan.flagged
+        if self._missing:
+            used = self._rows.used_anywhere()
+            unused = [i for i in self._missing if not used[i]]
+            delivered = [i for i in delivered if i not in unused]
+        self._rows.buffer.free()
+        self._shards.deliver(delivered)
+
+    def release(self) -> None:
+        """Give the memory of gradients back that nobody holds any more."""
+        if self._arrival is None:
+            self._shards.release()
+
+    def drop(self) -> None:
+        """Wait for what is in flight and forget it."""
+        arrival, self._arrival = self._arrival, None
+        self._whole = []
+        if arrival is not None:
+            arrival.wait()
+        if self._rows is not None:
+            self._rows.buffer.free()
+
+
+def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Put a whole gradient on a parameter of which this rank holds everything."""
+    if parameter.grad is None:
+        parameter.grad = like_parameter(gradient, parameter)
+    else:
+        parameter.grad = parameter.grad + like_parameter(gradient, parameter)

@@ -1,0 +1,275 @@
+"""What `fully_shard` leaves in the registry: a unit, and the bracket around its modules' forward. Decides no order."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from composable.device.memory import HOST_MEMORY
+from composable.device.parameters import label, unlabel
+from composable.device.private import in_backward
+from composable.errors import HooksRemovedError, ShardedParameterError
+from composable.model.hooks import Guard, dispatcher_of, is_running, map_tensors
+from composable.model.transaction import is_taking_back
+from composable.model.traversal import get_states, names_below
+from composable.runtime.handle import Handle, Recipe
+from composable.runtime.iteration import Root
+
+_CALLING: Final = ("_call_impl", "_wrapped_call_impl", "__call__", "inner")  # how torch calls a module
+
+
+class ShardedUnit:
+    """One fully sharded module, or several that were annotated as one. It is the state and the bracket in one object."""
+
+    def __init__(self) -> None:
+        self.modules: tuple[nn.Module, ...] = ()
+        self.root: Root | None = None
+        self.enclosing: weakref.ref[ShardedUnit] | None = None
+        self.guards: list[Guard] = []
+        self.recipe: Recipe | None = None
+        self.spare_name = ""
+        self._handle: Handle | None = None
+        self._originals: list[weakref.ref[nn.Parameter]] = []
+        self._left_to_run: list[nn.Module] = []
+        self._calls: list[str] = []  # of the calls that are running: how each was entered
+
+    def take_charge(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
+        """Shard the parameters that `recipe` names."""
+        self.modules = tuple(modules)
+        self.recipe = recipe
+        held = [owners[0].module._parameters[owners[0].name] for owners in recipe.owners]
+        self._originals = [weakref.ref(parameter) for parameter in held if parameter is not None]
+        del held
+        handle = self.handle
+        self.rename("")
+        owners: dict[int, nn.Module] = {}
+        for slot in handle.slots:
+            for owner in slot.owners:
+                owners.setdefault(id(owner.module), owner.module)
+        mine = [id(module) for module in modules]
+        if handle.ground.mesh is not None:
+            self.guards = [Guard(module, self._guard) for key, module in owners.items() if key not in mine]
+        handle.guards = self.guards
+
+    @property
+    def handle(self) -> Handle:
+        if self._handle is None:
+            assert self.recipe is not None, "the unit is used before fully_shard has finished"
+            self._handle = self.recipe.build(HOST_MEMORY)
+            self._handle.name = self.spare_name
+            self._handle.guards = self.guards
+        return self._handle
+
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+    def rename(self, name: str) -> None:
+        """Take a name for messages: the FQN below whatever was annotated last."""
+        self.handle.name = self.spare_name = name
+        for fqn, slot in zip(self.handle.names, self.handle.slots, strict=True):
+            label(slot.sharded, name, fqn)
+        for fqn, original in self.originals():
+            label(original, name, fqn)
+
+    def enclosed_by(self, outer: ShardedUnit) -> None:
+        self.enclosing = weakref.ref(outer)
+
+    def originals(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that were registered before sharding, as far as somebody still holds them."""
+        for fqn, reference in zip(self.handle.names, self._originals, strict=True):
+            original = reference()
+            if original is not None:
+                yield fqn, original
+
+    def dissolve(self) -> None:
+        """Undo: whole plain parameters are registered again, the very ones from before where somebody kept them."""
+        for guard in self.guards:
+            guard.remove()
+        self.guards = []
+        if self._handle is None:
+            return
+        handle, self._handle = self._handle, None
+        originals = [reference() for reference in self._originals]
+        for parameter in (*originals, *(slot.sharded for slot in handle.slots)):
+            if parameter is not None:
+                unlabel(parameter)
+        if is_taking_back():
+            handle.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for
+        else:
+            handle.dissolve(originals)
+        self.recipe = None
+
+    # --- the bracket ------------------------------------------------------------------------------------------------
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        self._calls.append("entering")
+        handle = self.handle
+        if in_backward():
+            # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
+            handle.unshard()
+            handle.land()
+            handle.show()
+            self._calls[-1] = "recompute"
+            return args, kwargs
+        root = self._root_for_call(module)
+        root.open_forward(module)
+        self._calls[-1] = "forward"
+        if not self._left_to_run:
+            self._left_to_run = list(self.modules)
+        root.enter(handle)
+        handle.show()
+        if root.depth == 1 and handle.ground.mesh is not None and handle.ground.mesh.device_type != "cpu":
+            device = handle.device
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
+        return args, kwargs
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        how = self._calls.pop()
+        handle = self.handle
+        self.handle.hide()
+        root = self.root
+        assert root is not None
+        if how == "recompute":
+            if torch.is_grad_enabled():
+                root.watch(handle, output, count=False)
+            return output
+        self._left_to_run = [other for other in self._left_to_run if other is not module]
+        try:
+            root.leave(handle, output, complete=not self._left_to_run and handle.depth == 0)
+            root.close_forward()
+        except BaseException:
+            self._left_to_run = []
+            root.abandon(self.name)
+            raise
+        return output
+
+    def abandon(self, module: nn.Module) -> None:
+        how = self._calls.pop()
+        if how == "recompute":
+            self.handle.hide()  # checkpointing stops a recomputation by raising as soon as it has what it needs
+        elif how == "forward":
+            self.handle.hide()
+            self._left_to_run = []
+            assert self.root is not None
+            self.root.abandon(self.name)
+
+    # --- the root ---------------------------------------------------------------------------------------------------
+
+    def _root_for_call(self, module: nn.Module) -> Root:
+        root = self.root
+        if root is None:
+            root = self._become_root(module)
+        if root.depth and root.entry is module and not is_running(module):
+            root.recover_from_interrupt()
+        if root.depth == 0:
+            for unit in root.units:
+                unit.check_hooks()
+            if self.enclosing is not None and (outer := self.enclosing()) is not None:
+                outer.check_hooks()
+        return root
+
+    def _become_root(self, module: nn.Module) -> Root:
+        """Plan this module and everything below it as one tree. A later forward of a module above plans anew."""
+        units: list[ShardedUnit] = get_states(module)
+        if self not in units:  # annotated in a list, and called through a member that does not hold the others
+            units = [self]
+        names = names_below(module)
+        inside = [unit.modules_inside() for unit in units]
+        enclosing = []
+        for index, unit in enumerate(units):
+            unit.handle.name = names.get(id(unit.modules[0]), unit.handle.name)
+            around = [i for i in range(len(units)) if i != index and any(id(m) in inside[i] for m in unit.modules)]
+            enclosing.append(tuple(around))
+        root = Root(module, units, enclosing)
+        for unit in units:
+            unit.root = root
+        return root
+
+    def forget(self) -> None:
+        """The root notices by itself, at its next forward."""
+
+    def forget_calls(self) -> None:
+        """No call of this unit's modules is under way any more."""
+        self._calls = ["entering"] if self._calls[-1:] == ["entering"] else []
+        self._left_to_run = []
+
+    def modules_inside(self) -> dict[int, None]:
+        """The ids of this unit's modules and of everything below them."""
+        return {id(below): None for module in self.modules for below in module.modules()}
+
+    def check_hooks(self) -> None:
+        """Raise when somebody removed the hooks of one of this unit's modules."""
+        for module in self.modules:
+            dispatcher = dispatcher_of(module)
+            if dispatcher is None or not dispatcher.attached_to(module):
+                raise HooksRemovedError(
+                    f"the hooks of unit '{self.name}' were removed from its module ({type(module).__name__}); without them "
+                    "its parameters are never gathered. Leave hooks alone that you did not register; to annotate again, "
+                    "call remove(module, fully_shard) first."
+                )
+
+    # --- misuse -----------------------------------------------------------------------------------------------------
+
+    def _guard(self, module: nn.Module) -> None:
+        """A module with parameters of this unit computes while they are at rest."""
+        self.check_hooks()
+        if in_backward() and self.root is not None:
+            # Part of this unit is recomputed, and its outputs were not on the way here.
+            self.root.enter_backward(self.handle)
+            return
+        name = next(
+            (
+                self.handle.names[index]
+                for index, slot in enumerate(self.handle.slots)
+                if any(owner.module is module for owner in slot.owners)
+            ),
+            "",
+        )
+        method = self._method_on_stack()
+        here = type(self.modules[0]).__name__
+        if method == "forward":
+            advice = "call model(x), not model.forward(x), or register_forward_method(model, 'forward')"
+        elif method:
+            advice = f"{here}.{method} is not a forward: call register_forward_method(module, '{method}') first"
+        else:
+            advice = f"call the annotated module ({here}) itself, or annotate '{name.rpartition('.')[0]}' as a unit"
+        raise ShardedParameterError(
+            f"parameter '{name}' of unit '{self.name}' is sharded and was used outside a forward call; {advice}"
+        )
+
+    def _method_on_stack(self) -> str:
+        """The outermost method of one of this unit's modules that is running."""
+        found = ""
+        frame: FrameType | None = sys._getframe(1)
+        while frame:
+            code = frame.f_code
+            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            if code.co_name not in _CALLING and any(owner is module for module in self.modules):
+                found = code.co_name
+            frame = frame.f_back
+        return found
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedUnit:
+        twin = ShardedUnit()
+        memo[id(self)] = twin
+        # The copied modules are not whole yet: the twin makes its handle at its first use.
+        for name in ("modules", "guards", "recipe", "spare_name"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"modules": self.modules, "guards": self.guards, "recipe": self.recipe, "spare_name": self.name}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        self.__dict__.update(state)

@@ -1,0 +1,130 @@
+"""The memory picture shows what is there: every storage once, by what it is for, also where only autograd holds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib.image
+import torch
+from torch import Tensor, nn
+
+from composable.demo.memory import Kind, MemoryTrace, footprint_of, measure_step, resident_bytes
+from composable.demo.pictures import draw_losses, draw_memory
+
+WIDTH, ROWS = 64, 1024
+FLOAT = 4
+
+
+class Squared(nn.Module):
+    """One layer whose square saves its input for backward; no Python object holds that input meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).square().mean()
+
+
+def trained() -> tuple[Squared, torch.optim.Optimizer, Tensor]:
+    torch.manual_seed(0)
+    model = Squared()
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(ROWS, WIDTH)
+    model(x).backward()
+    optimizer.step()
+    return model, optimizer, x
+
+
+def after(trace: MemoryTrace, phase: str) -> tuple[int, ...]:
+    """The totals when `phase` was over, which is when the next one began."""
+    names = [name for name, _ in trace.phases]
+    following = names.index(phase) + 1
+    return trace.totals[trace.phases[following][1] if following < len(names) else -1]
+
+
+def test_parameters_and_optimizer_state_are_counted_to_the_byte() -> None:
+    model, optimizer, x = trained()
+    trace = measure_step(model, optimizer, lambda: model(x), ignore=[x])
+    weights = WIDTH * WIDTH * FLOAT
+    assert {total[Kind.PARAMETERS] for total in trace.totals} == {weights}
+    assert {total[Kind.OPTIMIZER] for total in trace.totals} == {2 * weights + FLOAT}
+
+
+def test_gradients_live_from_backward_to_zero_grad() -> None:
+    model, optimizer, x = trained()
+    trace = measure_step(model, optimizer, lambda: model(x), ignore=[x])
+    assert after(trace, "forward")[Kind.GRADIENTS] == 0
+    assert after(trace, "backward")[Kind.GRADIENTS] == WIDTH * WIDTH * FLOAT
+    assert after(trace, "at rest")[Kind.GRADIENTS] == 0
+
+
+def test_an_activation_that_only_autograd_holds_is_counted_until_backward_has_used_it() -> None:
+    model, optimizer, x = trained()
+    trace = measure_step(model, optimizer, lambda: model(x), ignore=[x])
+    saved = ROWS * WIDTH * FLOAT
+    assert saved <= after(trace, "forward")[Kind.ACTIVATIONS] < saved + 64
+    assert after(trace, "backward")[Kind.ACTIVATIONS] < 64
+    assert after(trace, "at rest")[Kind.ACTIVATIONS] < 64
+
+
+def test_ignored_tensors_do_not_show_and_others_that_were_there_before_do() -> None:
+    model, optimizer, x = trained()
+    without = measure_step(model, optimizer, lambda: model(x), ignore=[x])
+    with_data = measure_step(model, optimizer, lambda: model(x))
+    assert with_data.totals[0][Kind.COMMUNICATION] - without.totals[0][Kind.COMMUNICATION] == x.nbytes
+
+
+def test_memory_that_comes_and_goes_inside_one_storage_is_followed() -> None:
+    model, optimizer, x = trained()
+    buffer = torch.zeros(1 << 18)
+    buffer.untyped_storage().resize_(0)
+
+    def loss() -> Tensor:
+        buffer.untyped_storage().resize_(1 << 20)
+        value = model(x)
+        buffer.untyped_storage().resize_(0)
+        return value
+
+    trace = measure_step(model, optimizer, loss, ignore=[x])
+    most = max(total[Kind.COMMUNICATION] for total in trace.totals)
+    assert most - after(trace, "at rest")[Kind.COMMUNICATION] == 1 << 20
+
+
+def test_a_measured_step_trains_as_any_other() -> None:
+    model, optimizer, x = trained()
+    twin, twin_optimizer, _ = trained()
+    measure_step(model, optimizer, lambda: model(x), ignore=[x])
+    twin_optimizer.zero_grad()
+    twin(x).backward()
+    twin_optimizer.step()
+    assert torch.equal(model.layer.weight, twin.layer.weight)
+
+
+def test_the_footprint_without_shards_is_the_whole() -> None:
+    model, optimizer, x = trained()
+    footprint = footprint_of(model, optimizer)
+    weights = WIDTH * WIDTH * FLOAT
+    assert footprint.local == footprint.whole
+    assert footprint.whole == {"parameters": weights, "gradients": weights, "optimizer state": 2 * weights + FLOAT}
+    del x
+
+
+def test_both_pictures_are_drawn(tmp_path: Path) -> None:
+    model, optimizer, x = trained()
+    trace = measure_step(model, optimizer, lambda: model(x), ignore=[x], resident_before=resident_bytes())
+    draw_memory(tmp_path / "one.png", [("alone", trace)])
+    draw_memory(tmp_path / "two.png", [("left", trace), ("right", trace)])
+    draw_losses(tmp_path / "checked.png", [5.0, 4.0, 3.0], [(2, 4.1), (3, 3.2)], [5.0, 4.000001], ranks=2)
+    draw_losses(tmp_path / "plain.png", [5.0, 4.0, 3.0], [], [], ranks=1)
+    for name in ("one", "two", "checked", "plain"):
+        pixels = matplotlib.image.imread(tmp_path / f"{name}.png")
+        assert min(pixels.shape[:2]) > 400
+        assert pixels[..., :3].std() > 0.05  # ink on paper
+
+
+def test_blocks_that_are_kept_without_a_tensor_are_reported() -> None:
+    model, optimizer, x = trained()
+    before = measure_step(model, optimizer, lambda: model(x), ignore=[x]).idle
+    kept = torch.UntypedStorage(1 << 20)
+    assert measure_step(model, optimizer, lambda: model(x), ignore=[x]).idle - before == kept.nbytes()

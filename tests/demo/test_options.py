@@ -1,0 +1,86 @@
+"""A bad value gets one clear line and exit status 2, before any rank is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from expecttest import assert_expected_inline
+
+from composable.__main__ import main
+
+
+def answer(capsys: pytest.CaptureFixture[str], *command_line: str) -> str:
+    """What the command prints when it refuses; both ways of refusing end with status 2."""
+    try:
+        status = main(["demo", *command_line])
+    except SystemExit as stop:
+        status = stop.code
+    printed = capsys.readouterr()
+    assert status == 2
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err.strip()
+
+
+def test_a_value_that_is_no_number_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_expected_inline(
+        answer(capsys, "--steps", "many"),
+        """python -m composable demo: --steps: needs a whole number of at least 1, got 'many' (see python -m composable demo --help)""",  # noqa: E501
+    )
+
+
+def test_a_number_out_of_range_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_expected_inline(
+        answer(capsys, "--ranks", "0"),
+        """python -m composable demo: --ranks: needs a whole number from 1 to 64, got '0' (see python -m composable demo --help)""",  # noqa: E501
+    )
+
+
+def test_a_learning_rate_that_is_not_positive_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_expected_inline(
+        answer(capsys, "--learning-rate", "nan"),
+        """python -m composable demo: --learning-rate: needs a number above 0 and up to 1, got 'nan' (see python -m composable demo --help)""",  # noqa: E501
+    )
+
+
+def test_a_batch_that_ranks_cannot_share_is_refused_with_sizes_that_they_can(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert_expected_inline(
+        answer(capsys, "--batch-size", "16", "--ranks", "3"),
+        """python -m composable demo: --batch-size 16 cannot be divided among 3 ranks; 15 or 18 can""",
+    )
+    assert_expected_inline(
+        answer(capsys, "--batch-size", "1", "--ranks", "4"),
+        """python -m composable demo: --batch-size 1 cannot be divided among 4 ranks; 4 can""",
+    )
+
+
+def test_a_width_that_does_not_fill_whole_heads_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert_expected_inline(
+        answer(capsys, "--width", "100"),
+        """python -m composable demo: --width 100 must be a multiple of 32, the width of an attention head""",
+    )
+
+
+def test_resuming_where_nothing_was_saved_is_refused_and_leaves_no_folder_behind(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_expected_inline(
+        answer(capsys, "--resume", "--out", "new"),
+        """python -m composable demo: --resume: there is no checkpoint in new""",
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_output_folder_that_cannot_be_made_is_refused_with_the_reason(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("taken").write_text("a file")
+    assert_expected_inline(
+        answer(capsys, "--out", "taken"),
+        """python -m composable demo: --out taken: File exists""",
+    )

@@ -1,0 +1,66 @@
+"""A run that was saved and resumed goes on to the same losses, on as many ranks or on another number of them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TINY = ["--layers", "2", "--width", "32", "--context", "16", "--batch-size", "4", "--sample-bytes", "4", "--quiet"]
+
+
+def demo(out: Path, *options: str) -> str:
+    """Run the demo as a person would; returns what it printed."""
+    command = [sys.executable, "-m", "composable", "demo", *TINY, "--out", str(out), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def record(out: Path) -> dict[str, Any]:
+    return json.loads((out / "checkpoint" / "latest.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps in one go, the first three checked against the un-annotated model."""
+    out = tmp_path_factory.mktemp("straight")
+    printed = demo(out, "--steps", "8", "--baseline-steps", "3")
+    assert "first 3 steps agree with the un-annotated model" in printed
+    return out
+
+
+def test_a_run_leaves_a_checkpoint_and_both_pictures(straight: Path) -> None:
+    assert sorted(path.name for path in straight.iterdir()) == ["checkpoint", "losses.png", "memory.png"]
+    shards = sorted(path.name for path in (straight / "checkpoint" / "step-000008").glob("*.distcp"))
+    assert [name[:4] for name in shards] == ["__0_", "__1_"]  # one file per rank: nobody gathers the model to save it
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run, but ended after five steps; tests resume copies of it."""
+    out = tmp_path_factory.mktemp("interrupted")
+    demo(out, "--steps", "5", "--no-baseline")
+    return out
+
+
+def test_a_resumed_run_has_the_losses_of_one_that_was_never_interrupted(
+    straight: Path, interrupted: Path, tmp_path: Path
+) -> None:
+    out = shutil.copytree(interrupted, tmp_path / "run")
+    printed = demo(out, "--steps", "8", "--resume")
+    assert "resumed from step 5" in printed
+    assert record(interrupted)["losses"] == record(straight)["losses"][:5]
+    assert record(out)["losses"] == record(straight)["losses"]
+    assert record(out)["validation"][-1] == record(straight)["validation"][-1]
+
+
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one(straight: Path, interrupted: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(interrupted, tmp_path / "run")
+    demo(out, "--steps", "8", "--resume", "--ranks", "1")
+    assert record(out)["losses"] == pytest.approx(record(straight)["losses"], rel=1e-5)

@@ -1,0 +1,272 @@
+"""Parameters and gradients go through flat buffers and come out as they went in, for any shapes, cuts and numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from composable.device.collectives import ReducePart
+from composable.device.gradients import GradientRows
+from composable.device.memory import MemoryPool
+from composable.device.parameters import cut, make_unsharded
+from composable.device.storage import FlatParameters, pair_rows
+from composable.plan.layout import Layout, ParamSpec, Route, plan_layout, plan_reduction
+from tests.device.in_process import Seat, gather, reduce
+from tests.plan.layouts import Planned, planned
+
+CPU = torch.device("cpu")
+NAN = float("nan")
+_SETTINGS = settings(max_examples=60, deadline=None)
+
+
+def _plan(*specs: ParamSpec, ways: int, direct: int = 10**9) -> Planned:
+    return Planned(list(specs), ways, 4, plan_layout(specs, ways=ways, direct_numel=direct, align=4))
+
+
+# Shapes that once went wrong, or nearly did.
+_NOTHING_ALONG_THE_CUT = _plan(ParamSpec("w", (3, 0), 1), ways=2)
+_ONLY_EMPTY = _plan(ParamSpec("w", (0, 4)), ParamSpec("b", (0,)), ways=3)
+_FEWER_ROWS_THAN_RANKS = _plan(ParamSpec("w", (2, 3)), ParamSpec("v", (3, 2), 1), ways=5)
+
+
+def _values(layout: Layout, seed: int = 0) -> list[Tensor]:
+    """Small whole numbers: sums of them are exact, whatever their order."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, 100, slot.shape, generator=generator).to(torch.float32) for slot in layout.slots]
+
+
+def _flats(layout: Layout, pool: MemoryPool, *, even_only: bool = False) -> list[FlatParameters]:
+    return [
+        FlatParameters(layout, dtype=torch.float32, device=CPU, wire=Seat(r, layout.ways, even_only=even_only), pool=pool)  # type: ignore[arg-type]
+        for r in range(layout.ways)
+    ]
+
+
+def _fill(flats: Sequence[FlatParameters], whole: Sequence[Tensor]) -> None:
+    """Every rank keeps its shards, with NaN wherever nothing belongs."""
+    for flat in flats:
+        flat.shard.fill_(NAN)
+        for index, tensor in enumerate(whole):
+            flat.shard_view(index).copy_(cut(tensor, flat.layout.slots[index], flat.rank))
+
+
+def _unshard(flats: Sequence[FlatParameters]) -> None:
+    for flat in flats:
+        flat.full.allocate()
+        flat.full.tensor.data.fill_(NAN)
+    gather([flat.gather_plan for flat in flats])
+    for flat in flats:
+        flat.copy_out()
+
+
+@_SETTINGS
+@given(planned())
+@example(_NOTHING_ALONG_THE_CUT)
+@example(_ONLY_EMPTY)
+@example(_FEWER_ROWS_THAN_RANKS)
+def test_gathered_parameters_are_the_ones_that_were_cut(plan: Planned) -> None:
+    flats = _flats(plan.layout, MemoryPool())
+    for step in range(2):
+        whole = _values(plan.layout, seed=step)
+        _fill(flats, whole)
+        _unshard(flats)
+        for flat in flats:
+            for view, tensor in zip(flat.full_views, whole, strict=True):
+                assert torch.equal(view, tensor)
+        for flat in flats:
+            flat.full.free()
+
+
+@_SETTINGS
+@given(planned())
+@example(_NOTHING_ALONG_THE_CUT)
+def test_gathering_again_does_not_look_like_a_write_to_autograd(plan: Planned) -> None:
+    flats = _flats(plan.layout, MemoryPool())
+    _fill(flats, _values(plan.layout))
+    parameters = [make_unsharded(view, requires_grad=True) for view in flats[0].full_views]
+    versions = [parameter._version for parameter in parameters]
+    for _ in range(2):
+        _unshard(flats)
+        flats[0].full.free()
+    assert [parameter._version for parameter in parameters] == versions
+
+
+def test_autograd_uses_saved_parameters_that_were_freed_and_gathered_again_in_between() -> None:
+    for direct in (1, 10**9):
+        layout = plan_layout([ParamSpec("w", (3, 4)), ParamSpec("v", (4, 3), 1)], ways=2, direct_numel=direct)
+        flats = _flats(layout, MemoryPool())
+        whole = _values(layout)
+        _fill(flats, whole)
+        _unshard(flats)
+        w, v = [make_unsharded(view, requires_grad=True) for view in flats[0].full_views]
+        x = torch.ones(2, 4, requires_grad=True)
+        loss = ((x @ w.t()) @ v.t()).square().sum()
+        flats[0].full.free()
+        assert w.untyped_storage().nbytes() == 0
+        _unshard(flats)
+        loss.backward()
+        expected = torch.ones(2, 4, requires_grad=True)
+        ((expected @ whole[0].t()) @ whole[1].t()).square().sum().backward()
+        assert torch.equal(x.grad, expected.grad)
+
+
+@_SETTINGS
+@given(planned())
+def test_a_write_to_a_shard_is_noticed_on_the_buffer(plan: Planned) -> None:
+    (flat, *_) = _flats(plan.layout, MemoryPool())
+    for index in range(len(plan.layout.slots)):
+        before = flat.shard._version
+        flat.shard_view(index).add_(1)
+        assert flat.shard._version > before
+
+
+@_SETTINGS
+@given(planned())
+def test_a_parameter_that_is_not_cut_has_one_memory_for_both_of_its_forms(plan: Planned) -> None:
+    (flat, *_) = _flats(plan.layout, MemoryPool())
+    for index, slot in enumerate(plan.layout.slots):
+        if slot.route is Route.WHOLE and slot.numel:
+            flat.shard_view(index).fill_(3.0)
+            assert torch.equal(flat.full_views[index], torch.full(slot.shape, 3.0))
+            assert flat.full_views[index].data_ptr() == flat.shard_view(index).data_ptr()
+
+
+def test_buffers_made_in_inference_mode_can_be_trained_with_later() -> None:
+    layout = plan_layout([ParamSpec("w", (3, 4)), ParamSpec("s", (), None)], ways=2)
+    with torch.inference_mode():
+        flats = _flats(layout, MemoryPool())
+        rows = GradientRows(flats[0], plan_reduction(layout, trainable=[True, True], even_only=False), 2)
+        parameter = make_unsharded(flats[0].full_views[0], requires_grad=True)
+    assert not any(view.is_inference() for flat in flats for view in (*flat.full_views, flat.shard, flat.shard_view(0)))
+    assert not rows.row.is_inference()
+    assert not parameter.is_inference()
+    _fill(flats, _values(layout))
+    _unshard(flats)
+    parameter.sum().backward()
+    assert parameter.grad is not None
+
+
+@_SETTINGS
+@given(planned())
+@example(_NOTHING_ALONG_THE_CUT)
+@example(_ONLY_EMPTY)
+@example(_FEWER_ROWS_THAN_RANKS)
+def test_paired_rows_match_a_whole_with_its_chunks_in_both_directions(plan: Planned) -> None:
+    for slot in plan.layout.slots:
+        if slot.route is Route.WHOLE:
+            continue
+        whole = torch.arange(1, slot.numel + 1, dtype=torch.float32).view(slot.shape)
+        for room in dict.fromkeys((slot.numel, slot.full_numel)):
+            flat = torch.full((room,), NAN)
+            flat[: slot.numel] = whole.view(-1)
+            columns = torch.full((plan.ways, slot.chunk_numel), NAN)
+            for rows, pieces in pair_rows(slot, flat, columns):
+                assert rows.shape == pieces.shape
+                pieces.copy_(rows)
+            for rank in range(plan.ways):
+                mine = cut(whole, slot, rank)
+                assert torch.equal(columns[rank, : mine.numel()], mine.reshape(-1))
+            back = torch.full((room,), NAN)
+            for rows, pieces in pair_rows(slot, back, columns):
+                rows.copy_(pieces)
+            assert torch.equal(back[: slot.numel].view(slot.shape), whole)
+
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@_SETTINGS
+@given(planned(), st.booleans(), st.data())
+@example(_NOTHING_ALONG_THE_CUT, False, None)
+@example(_ONLY_EMPTY, False, None)
+@example(_FEWER_ROWS_THAN_RANKS, True, None)
+def test_reduced_gradients_are_the_shards_of_the_sum(plan: Planned, even_only: bool, data: st.DataObject | None) -> None:
+    """With gradients frozen everywhere, missing on some ranks or missing on all of them."""
+    layout, ways = plan.layout, plan.ways
+    count = len(layout.slots)
+    flags = st.lists(st.booleans(), min_size=count, max_size=count)
+    # A unit in which nothing is trained has no reduction.
+    trainable = data.draw(flags.filter(any)) if data is not None else [True] * count
+    present = [data.draw(flags) if data is not None else [True] * count for _ in range(ways)]
+    reduction = plan_reduction(layout, trainable=trainable, even_only=even_only)
+    flats = _flats(layout, MemoryPool(), even_only=even_only)
+    rows = [GradientRows(flat, reduction, ways) for flat in flats]
+    for step in range(2):
+        gradients = [_values(layout, seed=10 * step + rank) for rank in range(ways)]
+        given_ = [[g if present[r][i] else None for i, g in enumerate(gradients[r])] for r in range(ways)]
+        for rank in range(ways):
+            rows[rank].buffer.allocate()
+            rows[rank].buffer.tensor.fill_(NAN)
+            rows[rank].copy_in(given_[rank])
+        reduce([ReducePart(row.buffer.tensor, reduction.row_numel, row.row) for row in rows])
+        for rank in range(ways):
+            slots = [layout.slots[column.slot] for column in reduction.columns]
+            targets = [torch.full((slot.local_numel(rank),), NAN) for slot in slots]
+            rows[rank].copy_out(targets)
+            for column, slot, target in zip(reduction.columns, slots, targets, strict=True):
+                total = torch.stack([gradients[r][column.slot] * present[r][column.slot] for r in range(ways)]).sum(0)
+                assert torch.equal(target, cut(total, slot, rank).reshape(-1))
+            assert rows[rank].used_anywhere() == {
+                index: any(present[r][index] for r in range(ways)) for index in range(count) if trainable[index]
+            }
+            rows[rank].buffer.free()
+
+
+@_SETTINGS
+@given(planned())
+def test_gradients_are_packed_whatever_their_strides(plan: Planned) -> None:
+    """Autograd hands out transposed and expanded gradients too."""
+    layout, ways = plan.layout, plan.ways
+    reduction = plan_reduction(layout, trainable=[True] * len(layout.slots), even_only=False)
+    flats = _flats(layout, MemoryPool())
+    messages = []
+    for strided in (False, True):
+        rows = GradientRows(flats[0], reduction, ways)
+        rows.buffer.allocate()
+        rows.buffer.tensor.fill_(0.0)
+        values = _values(layout)
+        if strided:
+            values = [v.transpose(0, -1).contiguous().transpose(0, -1) if v.ndim > 1 else v for v in values]
+        else:
+            values = [v.clone() for v in values]
+        rows.copy_in(values)
+        messages.append(rows.buffer.tensor.clone())
+    assert torch.equal(*messages)
+
+
+def test_an_expanded_gradient_is_packed_like_a_contiguous_one() -> None:
+    layout = plan_layout([ParamSpec("w", (5, 3)), ParamSpec("s", (2, 2), None)], ways=2, direct_numel=10**9)
+    reduction = plan_reduction(layout, trainable=[True, True], even_only=False)
+    (flat, _) = _flats(layout, MemoryPool())
+    rows = GradientRows(flat, reduction, 2)
+    rows.buffer.allocate()
+    rows.copy_in([torch.ones(()).expand(5, 3), torch.ones(()).expand(2, 2)])
+    message = rows.buffer.tensor.view(2, reduction.row_numel)
+    column = reduction.columns[0]
+    assert message[0, column.start : column.start + 9].tolist() == [1.0] * 9
+    assert message[1, column.start : column.start + 6].tolist() == [1.0] * 6
+
+
+def test_packing_takes_nothing_from_the_gradients_given() -> None:
+    layout = plan_layout([ParamSpec("w", (5, 3)), ParamSpec("v", (3, 5), 1)], ways=2, direct_numel=10**9)
+    reduction = plan_reduction(layout, trainable=[True, True], even_only=False)
+    (flat, _) = _flats(layout, MemoryPool())
+    rows = GradientRows(flat, reduction, 2)
+    rows.buffer.allocate()
+    values = _values(layout)
+    before = [value.clone() for value in values]
+    rows.copy_in(values)
+    assert all(torch.equal(one, other) for one, other in zip(values, before, strict=True))
+
+
+def test_an_unsharded_parameter_is_a_leaf_with_the_memory_of_its_view() -> None:
+    view = torch.zeros(2, 2)
+    parameter = make_unsharded(view, requires_grad=False)
+    assert isinstance(parameter, nn.Parameter)
+    assert parameter.is_leaf
+    assert not parameter.requires_grad
+    assert parameter.data_ptr() == view.data_ptr()

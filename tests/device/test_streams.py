@@ -1,0 +1,261 @@
+"""Streams wait for each other where memory is shared, and nothing is freed that a stream may still use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import checkpoint, fully_shard, replicate
+from composable.device.collectives import Arrival, GatherPart, ReducePart, StreamsWire, Wire, wires_wrapped_by, world_group
+from composable.device.memory import MemoryPool
+from composable.device.streams import AcceleratorStreams, HostStreams, streams_of
+from tests.device.races import COMPUTE, ClockedStreams, watched
+from tests.helpers.world import Pool, spmd
+
+CPU = torch.device("cpu")
+
+
+# --- the watch itself -------------------------------------------------------------------------------------------------
+
+
+def _races(program: Callable[[ClockedStreams], None], **options: bool) -> list[str]:
+    streams = ClockedStreams(**options)
+    with watched(streams) as watch:
+        program(streams)
+    return list(dict.fromkeys(watch.found))
+
+
+def _in_order(streams: ClockedStreams) -> None:
+    a, b = torch.zeros(4), torch.zeros(4)
+    with streams.fork("side"):
+        torch.add(a, 1, out=b)
+        mark = streams.mark()
+    mark.join()
+    a.add_(b)
+    del b
+    a.add_(1)
+
+
+def test_a_program_with_a_fork_and_a_join_has_no_race() -> None:
+    assert _races(_in_order) == []
+
+
+def test_a_missing_join_is_found_as_a_read_an_overwrite_and_a_free() -> None:
+    assert _races(_in_order, deaf_joins=True) == [
+        "aten.add_.Tensor on compute reads what aten.add.out on side still uses",
+        "aten.add_.Tensor on compute overwrites what aten.add.out on side still uses",
+        "memory of compute is freed that aten.add.out on side still uses",
+    ]
+
+
+def test_a_missing_fork_is_found() -> None:
+    assert _races(_in_order, deaf_forks=True) == [
+        "aten.add.out on side reads what aten.zeros.default on compute still uses",
+        "aten.add.out on side overwrites what aten.zeros.default on compute still uses",
+    ]
+
+
+def test_memory_that_goes_back_to_its_stream_while_another_reads_it_is_found() -> None:
+    def program(streams: ClockedStreams) -> None:
+        a = torch.zeros(4)
+        with streams.fork("side"):
+            b = a + 1
+            mark = streams.mark()
+        mark.join()
+        a.add_(b)
+        del b
+        a.add_(1)
+
+    assert _races(program) == ["memory of side is freed that aten.add_.Tensor on compute still uses"]
+
+
+def test_parts_of_one_buffer_are_told_apart() -> None:
+    def program(streams: ClockedStreams) -> None:
+        a = torch.zeros(4)
+        with streams.fork("side"):
+            a[:2].add_(1)
+            mark = streams.mark()
+        a[2:].add_(1)
+        mark.join()
+        a.add_(1)
+
+    assert _races(program) == []
+
+
+# --- training with an accelerator's wire ------------------------------------------------------------------------------
+
+Annotate = Callable[[nn.Module], Any]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(8, 24)
+        self.narrow = nn.Linear(24, 8)
+        self.scale = nn.Parameter(torch.ones(()))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.narrow(torch.relu(self.wide(x)))
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 3))
+
+
+def _checkpointed(model: nn.Module) -> None:
+    checkpoint(model, policy={Block})
+    fully_shard(model, policy={Block})
+
+
+def _mixed(model: nn.Module) -> None:
+    replicate(model.get_submodule("1"))
+    fully_shard(model, policy={Block})
+
+
+SCHEMES: Final[dict[str, Annotate]] = {
+    "fully_shard": lambda model: fully_shard(model, policy={Block}),
+    "fully_shard without resharding": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=False),
+    "fully_shard and checkpoint": _checkpointed,
+    "fully_shard over two neighbours": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=2),
+    "replicate in small buckets": lambda model: replicate(model, bucket_cap_mb=0.0005),
+    "replicate inside fully_shard": _mixed,
+}
+
+
+class _Forgetful(StreamsWire):
+    """Keeps nothing alive that its streams still read."""
+
+    def _on_stream(self, *args: Any) -> Arrival:
+        arrival = super()._on_stream(*args)
+        arrival._kept = None  # type: ignore[attr-defined]
+        return arrival
+
+
+def _train(scheme: str, forgetful: bool, **options: bool) -> tuple[list[str], dict[str, int]]:
+    """The races of two training steps, and how many operations ran on each stream."""
+    streams = ClockedStreams(**options)
+
+    def accelerated(wire: Wire) -> Wire:
+        group = getattr(wire, "group", None)
+        if group is None:
+            return wire
+        twin = (_Forgetful if forgetful else StreamsWire)(group, CPU, streams)
+        twin.direct_bytes = 256  # type: ignore[misc]  # so that some parameters travel by themselves
+        return twin
+
+    model = _model()
+    with watched(streams) as watch:
+        with wires_wrapped_by(accelerated):
+            SCHEMES[scheme](model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(3):
+            model(torch.randn(4, 8, generator=generator)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return list(dict.fromkeys(watch.found)), watch.operations
+
+
+_STREAMS_OF: Final = {"fully_shard": ["all_gather", "reduce_scatter"], "replicate": ["all_reduce"]}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_training_on_streams_has_no_race(pool: Pool, scheme: str) -> None:
+    ranks = 4 if scheme.endswith("neighbours") else 2
+    for found, operations in pool.run(ranks, _train, scheme, False):
+        assert found == []
+        assert operations[COMPUTE] > 0
+        for stream in _STREAMS_OF[scheme.split()[0]]:
+            assert operations[stream] > 0, "the collectives run on a stream of their own"
+
+
+@pytest.mark.parametrize("scheme", ["fully_shard", "replicate in small buckets"])
+def test_results_that_are_not_waited_for_would_be_found(pool: Pool, scheme: str) -> None:
+    kind = "reads" if scheme == "fully_shard" else "overwrites"  # what is reduced in place is divided in place
+    for found, _ in pool.run(2, _train, scheme, False, deaf_joins=True):
+        assert any(f"on compute {kind} what c10d" in race for race in found), found
+
+
+def test_a_gather_that_overwrites_what_is_still_read_would_be_found(pool: Pool) -> None:
+    for found, _ in pool.run(2, _train, "fully_shard", False, deaf_forks=True):
+        assert any("on all_gather overwrites what its allocation on compute" in race for race in found), found
+
+
+def test_gradients_that_are_freed_while_they_are_reduced_would_be_found(pool: Pool) -> None:
+    for found, _ in pool.run(2, _train, "fully_shard", True):
+        assert found
+        assert all(race.startswith("memory of compute is freed that c10d") for race in found), found
+
+
+# --- the wire ---------------------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=[2, 3])
+def test_one_tensor_and_many_in_one_launch_arrive_alike() -> None:
+    wire = StreamsWire(world_group(), CPU, ClockedStreams())
+    ways, rank = wire.ways, wire.rank
+    for count in (1, 3):
+        shards = [torch.full((2,), 10.0 * index + rank) for index in range(count)]
+        wholes = [torch.zeros(2 * ways) for _ in shards]
+        plan = wire.prepare([GatherPart(s, w, 2 * ways) for s, w in zip(shards, wholes, strict=True)])
+        wire.all_gather(plan, label="", tag=0).wait()
+        for index, whole in enumerate(wholes):
+            assert whole.tolist() == [10.0 * index + r for r in range(ways) for _ in range(2)]
+        outs = [torch.zeros(2) for _ in shards]
+        parts = [ReducePart(whole.clone(), 2, out) for whole, out in zip(wholes, outs, strict=True)]
+        wire.reduce_scatter(parts, scratch=MemoryPool(), label="", tag=0).wait()
+        for index, out in enumerate(outs):
+            assert out.tolist() == [ways * (10.0 * index + rank)] * 2
+
+
+@spmd(ranks=2)
+def test_each_kind_of_collective_has_a_stream_of_its_own() -> None:
+    streams = ClockedStreams()
+    wire = StreamsWire(world_group(), CPU, streams)
+    wire.all_gather(wire.prepare([GatherPart(torch.ones(1), torch.ones(2), 2)]), label="", tag=0).wait()
+    wire.reduce_scatter([ReducePart(torch.ones(2), 1, torch.ones(1))], scratch=MemoryPool(), label="", tag=0).wait()
+    wire.all_reduce(torch.ones(1), label="").wait()
+    assert list(streams.used) == ["all_gather", "reduce_scatter", "all_reduce"]
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_host_work_runs_where_it_is_called() -> None:
+    streams = streams_of(CPU)
+    assert isinstance(streams, HostStreams)
+    assert streams_of(torch.device("meta")) is streams, "one per process, so that roots share it"
+    done = []
+    with streams.fork("all_gather"):
+        done.append("inside")
+    streams.mark().join()
+    assert done == ["inside"]
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_on_an_accelerator_a_join_orders_the_compute_stream_after_the_fork() -> None:
+    device = torch.accelerator.current_accelerator()
+    assert device is not None
+    device = torch.device(device.type, 0)
+    streams = streams_of(device)
+    assert isinstance(streams, AcceleratorStreams)
+    assert streams_of(device) is streams
+    assert streams.stream("all_gather") is streams.stream("all_gather")
+    assert streams.stream("all_gather") != streams.stream("reduce_scatter")
+    x = torch.zeros(1 << 22, device=device)
+    for _ in range(50):
+        x.add_(1)
+    with streams.fork("all_gather"):
+        assert torch.accelerator.current_stream(device) == streams.stream("all_gather")
+        for _ in range(50):
+            x.add_(1)
+        mark = streams.mark()
+    mark.join()
+    assert bool((x * 2 == 200).all())

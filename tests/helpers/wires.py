@@ -1,0 +1,155 @@
+"""Wires that record, delay or hold back collectives; knows the protocol of wires and nothing above it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable.device.collectives import Arrival, GatherPart, ReducePart, Scratch, Wire
+
+
+@dataclass
+class Log:
+    """What happened on this rank, in order: ("launch" or "wait", label), and whatever the test adds."""
+
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, what: str, label: str) -> None:
+        self.events.append((what, label))
+
+    def labels(self, what: str = "launch") -> list[str]:
+        return [label for event, label in self.events if event == what]
+
+    def while_in_flight(self, label: str, what: str) -> list[str]:
+        """Labels of the events `what` between the first launch of `label` and its wait."""
+        start = self.events.index(("launch", label))
+        end = self.events.index(("wait", label), start)
+        return [other for event, other in self.events[start:end] if event == what]
+
+
+@dataclass
+class _Later:
+    """An arrival that does something of its own before or in place of the wire's."""
+
+    act: Callable[[], None]
+    done: bool = False
+
+    def wait(self) -> None:
+        if not self.done:
+            self.done = True
+            self.act()
+
+
+class _Around:
+    """A wire that passes everything on."""
+
+    def __init__(self, inner: Wire) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Recording(_Around):
+    """Writes launches and waits into a log."""
+
+    def __init__(self, inner: Wire, log: Log) -> None:
+        super().__init__(inner)
+        self._log = log
+
+    def _noted(self, label: str, arrival: Arrival) -> Arrival:
+        self._log.add("launch", label)
+
+        def wait() -> None:
+            self._log.add("wait", label)
+            arrival.wait()
+
+        return _Later(wait)
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+        return self._noted(label, self._inner.all_gather(prepared, label=label, tag=tag))
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        return self._noted(label, self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag))
+
+    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+        return self._noted(label, self._inner.all_reduce(tensor, label=label))
+
+
+class Slow(_Around):
+    """Starts every collective late on one rank."""
+
+    def __init__(self, inner: Wire, *, rank: int, seconds: float) -> None:
+        super().__init__(inner)
+        self._seconds = seconds if inner.rank == rank else 0.0
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+        time.sleep(self._seconds)
+        return self._inner.all_gather(prepared, label=label, tag=tag)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        time.sleep(self._seconds)
+        return self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag)
+
+    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+        time.sleep(self._seconds)
+        return self._inner.all_reduce(tensor, label=label)
+
+
+class Impatient(_Around):
+    """Waits for every collective at once: results are there before anybody asks."""
+
+    def _now(self, arrival: Arrival) -> Arrival:
+        arrival.wait()
+        return _Later(lambda: None)
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+        return self._now(self._inner.all_gather(prepared, label=label, tag=tag))
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        return self._now(self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag))
+
+    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+        return self._now(self._inner.all_reduce(tensor, label=label))
+
+
+class LastMoment(_Around):
+    """Moves no byte before the wait, and leaves NaN where the result will be: who reads too early, or changes what is
+    being sent, computes something else than expected, every time and not once in a thousand runs."""
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        return self._inner.prepare(parts), list(parts)
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+        plan, parts = prepared
+        for part in parts:
+            if part.whole.untyped_storage().data_ptr() != part.shard.untyped_storage().data_ptr():
+                _spoil(part.whole)
+        return _Later(lambda: self._inner.all_gather(plan, label=label, tag=tag).wait())
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        for part in parts:
+            if part.out.untyped_storage().data_ptr() != part.source.untyped_storage().data_ptr():
+                _spoil(part.out)
+        return _Later(lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag).wait())
+
+    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+        before = tensor.detach().clone()
+        _spoil(tensor)
+
+        def act() -> None:
+            tensor.detach().copy_(before)
+            self._inner.all_reduce(tensor, label=label).wait()
+
+        return _Later(act)
+
+
+def _spoil(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        with torch.no_grad():
+            tensor.data.fill_(float("nan"))

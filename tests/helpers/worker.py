@@ -1,0 +1,165 @@
+"""One rank that lives as long as the test session and runs what it is sent; knows no test and no pool."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import importlib
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config, parse_warning_filter
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What every worker of a pool is told at its start."""
+
+    index: int
+    log: str
+    store_port: int
+    warning_filters: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One call on one rank. `generation` numbers the process groups of the session; a new number means a new group."""
+
+    module: str
+    name: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ranks: int
+    device: str
+    generation: int
+    group_timeout: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a task on one rank: "returned" with a value, or "raised" or "skipped" with a text."""
+
+    kind: str
+    value: Any = None
+    text: str = ""
+
+
+def backend_of(device: str) -> str:
+    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+
+
+def rewrite_assertions() -> None:
+    """Make plain `assert` explain itself here as it does in the pytest process."""
+    config = get_config()
+    config.parse(["-c", os.devnull, "--rootdir", os.getcwd()])
+    install_importhook(config).mark_rewrite("tests.helpers")
+
+
+def apply_filters(filters: Sequence[str]) -> None:
+    for text in filters:
+        warnings.filterwarnings(*parse_warning_filter(text, escape=False))
+
+
+class Worker:
+    """One rank's main loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.generation: int | None = None
+        self.store = dist.TCPStore("127.0.0.1", settings.store_port, is_master=False, wait_for_workers=False)
+
+    def join_group(self, task: Task) -> None:
+        if task.generation == self.generation:
+            return
+        if dist.is_initialized():
+            gc.collect()
+            dist.destroy_process_group()
+        self.generation = task.generation
+        if task.device == "cuda":
+            torch.cuda.set_device(self.settings.index)
+        # Distinct prefixes keep a group's keys apart from those of every group before it.
+        dist.init_process_group(
+            backend_of(task.device),
+            store=dist.PrefixStore(f"group{task.generation}", self.store),
+            rank=self.settings.index,
+            world_size=task.ranks,
+            timeout=timedelta(seconds=task.group_timeout),
+        )
+
+    def perform(self, task: Task) -> Outcome:
+        function = importlib.import_module(task.module)
+        for part in task.name.split("."):
+            function = getattr(function, part)
+        body = getattr(function, "body", function)
+        torch.manual_seed(0)
+        torch.set_default_dtype(torch.float32)
+        os.environ["COMPOSABLE_TEST_DEVICE"] = task.device
+        with warnings.catch_warnings():
+            apply_filters(self.settings.warning_filters)
+            return Outcome("returned", body(*task.args, **task.kwargs))
+
+    def attempt(self, task: Task) -> Outcome:
+        try:
+            self.join_group(task)
+            outcome = self.perform(task)
+            pickle.dumps(outcome)
+        except pytest.skip.Exception as skip:
+            return Outcome("skipped", text=str(skip))
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            return Outcome("raised", text="".join(_relevant(error)))
+        return outcome
+
+
+def _relevant(error: BaseException) -> list[str]:
+    """The traceback without the frames of this file."""
+    tb = error.__traceback__
+    while tb is not None and tb.tb_frame.f_code.co_filename == __file__:
+        tb = tb.tb_next
+    return traceback.format_exception(type(error), error, tb or error.__traceback__)
+
+
+def end_with_parent() -> None:
+    """A worker that hangs must not outlive a session that was killed."""
+    parent = parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def serve(connection: Connection, settings: Settings) -> None:
+    """Run tasks until the connection closes. Entry point of a spawned process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when workers end
+    log = open(settings.log, "ab", buffering=0)  # noqa: SIM115  (as long as the process)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable(file=log)
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    rewrite_assertions()
+    worker = Worker(settings)
+    connection.send_bytes(pickle.dumps("ready"))
+    while True:
+        try:
+            task = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            break
+        connection.send_bytes(pickle.dumps(worker.attempt(task)))

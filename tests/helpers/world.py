@@ -1,0 +1,298 @@
+"""Runs functions on N ranks in worker processes started once per test session; knows nothing of what they compute.
+
+A function is sent by its module and name and runs on every rank with a default process group of that size. What it
+returns comes back as a list by rank. If a rank fails, dies or hangs, the report has every rank's traceback or stack,
+and the workers are replaced, so that the next test starts clean.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import inspect
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.worker import Outcome, Settings, Task, serve
+
+# Seconds until a call counts as hung; a safety net, never an assertion.
+TIMEOUT = float(os.environ.get("COMPOSABLE_TEST_TIMEOUT", "60"))
+GRACE = 3.0  # seconds the other ranks get to end by themselves once one has failed
+START = 120.0  # seconds for workers to start
+
+
+class RanksFailed(AssertionError):
+    """At least one rank raised, died or hung; the message says which, where and why."""
+
+
+class _Rank:
+    """The pool's side of one worker."""
+
+    def __init__(self, process: BaseProcess, connection: Connection, log: Path) -> None:
+        self.process = process
+        self.connection = connection
+        self.log = log
+        self.log_start = 0
+
+    def receive(self) -> Any:
+        return pickle.loads(self.connection.recv_bytes())
+
+    def mark_log(self) -> None:
+        self.log_start = self.log.stat().st_size if self.log.exists() else 0
+
+    def printed(self) -> str:
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as file:
+            file.seek(self.log_start)
+            return file.read()[-6000:].decode(errors="replace")
+
+    def stack(self) -> str:
+        """Where the worker stands now, all threads, even when it holds no interpreter lock."""
+        before = self.log.stat().st_size
+        assert self.process.pid is not None
+        os.kill(self.process.pid, signal.SIGUSR1)
+        deadline = time.monotonic() + 2
+        text = ""
+        while time.monotonic() < deadline and not text.endswith("\n"):
+            wait([self.process.sentinel], timeout=0.05)
+            with self.log.open("rb") as file:
+                file.seek(before)
+                text = file.read().decode(errors="replace")
+        return text or "(no stack came back)\n"
+
+
+class Pool:
+    """Worker processes and the process groups formed from them. A world of n ranks is the first n workers."""
+
+    def __init__(self, warning_filters: Sequence[str] = ("error",)) -> None:
+        self._filters = tuple(warning_filters)
+        self._ranks: list[_Rank] = []
+        self._store: dist.TCPStore | None = None
+        self._generation = 0
+        self._shape: tuple[int, str, float] | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        atexit.register(self.stop)
+
+    def run(
+        self,
+        ranks: int,
+        function: Callable[..., Any],
+        *args: Any,
+        device: str = "cpu",
+        timeout: float = TIMEOUT,
+        group_timeout: float = TIMEOUT,
+        spoils: bool = False,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank of a world.
+
+        Args:
+            ranks: size of the default process group.
+            function: importable under its module and qualified name.
+            device: "cpu", or "cuda" with one device per rank.
+            timeout: seconds until the call counts as hung.
+            group_timeout: seconds until a collective of the default group gives up.
+            spoils: the call leaves the process group unusable, though no rank raises; new workers take over.
+
+        Returns:
+            What every rank returned, by rank.
+
+        Raises:
+            RanksFailed: some rank raised, died or hung.
+        """
+        shape = (ranks, device, group_timeout)
+        self._start(ranks)
+        if shape != self._shape:
+            self._generation += 1
+            self._shape = shape
+        task = Task(
+            function.__module__,
+            function.__qualname__,
+            args,
+            kwargs,
+            ranks,
+            device,
+            self._generation,
+            group_timeout,
+        )
+        world = self._ranks[:ranks]
+        sent = pickle.dumps(task)
+        for rank in world:
+            rank.mark_log()
+            rank.connection.send_bytes(sent)
+        outcomes, notes = self._collect(world, timeout)
+        if spoils or len(outcomes) < ranks or any(o.kind == "raised" for o in outcomes.values()):
+            self.stop()
+        return _verdict(ranks, outcomes, notes)
+
+    def _start(self, ranks: int) -> None:
+        if all(rank.process.is_alive() for rank in self._ranks) and len(self._ranks) >= ranks:
+            return
+        if not all(rank.process.is_alive() for rank in self._ranks):
+            self.stop()
+        if self._store is None:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        fresh = [self._spawn(index) for index in range(len(self._ranks), ranks)]
+        self._ranks += fresh
+        for rank in fresh:
+            if not rank.connection.poll(START):
+                stack = rank.stack()
+                self.stop()
+                raise RanksFailed(f"a worker did not start:\n{stack}")
+            try:
+                rank.receive()
+            except EOFError:
+                text = rank.printed()
+                self.stop()
+                raise RanksFailed(f"a worker ended while it started:\n{text}") from None
+
+    def _spawn(self, index: int) -> _Rank:
+        assert self._store is not None
+        assert self._folder is not None
+        log = Path(self._folder.name) / f"rank{index}.log"
+        log.touch()
+        ours, theirs = multiprocessing.Pipe()
+        settings = Settings(index, str(log), self._store.port, self._filters)
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=serve, args=(theirs, settings), daemon=True, name=f"rank{index}")
+        loopback = "lo0" if sys.platform == "darwin" else "lo"
+        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", loopback)):
+            process.start()
+        theirs.close()
+        return _Rank(process, ours, log)
+
+    def _collect(self, world: list[_Rank], timeout: float) -> tuple[dict[int, Outcome], dict[int, str]]:
+        """Outcomes by rank, and for ranks without one a note on how they ended or where they stand."""
+        outcomes: dict[int, Outcome] = {}
+        notes: dict[int, str] = {}
+        deadline = time.monotonic() + timeout
+        waiting = dict(enumerate(world))
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            by_source = {rank.connection: index for index, rank in waiting.items()}
+            for source in wait(list(by_source), timeout=left):
+                index = by_source[source]
+                rank = waiting.pop(index)
+                try:
+                    outcomes[index] = rank.receive()
+                except (EOFError, ConnectionResetError):
+                    rank.process.join(GRACE)
+                    notes[index] = f"died with exit code {rank.process.exitcode}\n{rank.printed()}"
+            if notes or any(outcome.kind != "returned" for outcome in outcomes.values()):
+                deadline = min(deadline, time.monotonic() + GRACE)
+        failed = bool(notes) or any(outcome.kind != "returned" for outcome in outcomes.values())
+        why = "was still running after another rank had failed" if failed else "hung"
+        for index, rank in waiting.items():
+            notes[index] = f"{why}; it stands at\n{rank.stack()}"
+        return outcomes, notes
+
+    def stop(self) -> None:
+        """End all workers. The next `run` starts new ones."""
+        for rank in self._ranks:
+            rank.connection.close()
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+        self._ranks = []
+        self._shape = None
+        self._store = None
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def _verdict(ranks: int, outcomes: dict[int, Outcome], notes: dict[int, str]) -> list[Any]:
+    bad = {index: outcome.text for index, outcome in outcomes.items() if outcome.kind == "raised"} | notes
+    if bad:
+        raise RanksFailed(_report(ranks, bad))
+    skipped = [outcome.text for outcome in outcomes.values() if outcome.kind == "skipped"]
+    if skipped:
+        pytest.skip(skipped[0])
+    return [outcomes[index].value for index in range(ranks)]
+
+
+def _report(ranks: int, bad: dict[int, str]) -> str:
+    """Every failing rank's text; ranks that say the same share one."""
+    groups: dict[str, list[int]] = {}
+    for index in sorted(bad):
+        groups.setdefault(bad[index], []).append(index)
+    parts = [f"{len(bad)} of {ranks} ranks failed"]
+    for text, who in groups.items():
+        parts.append(f"--- rank {', '.join(map(str, who))}:\n{text.rstrip()}")
+    return "\n".join(parts)
+
+
+class _environment:
+    """Environment variables for processes started inside."""
+
+    def __init__(self, **values: str) -> None:
+        self._values = values
+        self._before: dict[str, str | None] = {}
+
+    def __enter__(self) -> None:
+        self._before = {name: os.environ.get(name) for name in self._values}
+        os.environ.update(self._values)
+
+    def __exit__(self, *_: object) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def spmd(ranks: int | Iterable[int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Turn a module-level test into one whose body runs on every rank, for one world size or several.
+
+    The body's parameters are filled by pytest and must be picklable. The test also runs on CUDA where there is one.
+
+    Example:
+        >>> @spmd(ranks=[1, 2])
+        ... def test_that_ranks_agree():
+        ...     total = torch.ones(1)
+        ...     dist.all_reduce(total)
+        ...     assert total.item() == dist.get_world_size()
+    """
+    sizes = [ranks] if isinstance(ranks, int) else list(ranks)
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(*, pool: Pool, ranks: int, device: str, **kwargs: Any) -> None:
+            need_devices(device, ranks)
+            pool.run(ranks, test, device=device, **kwargs)
+
+        own = list(inspect.signature(body).parameters.values())
+        added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("pool", "ranks", "device")]
+        test.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+        test.body = body  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("ranks", sizes)(test)
+
+    return decorate
+
+
+def need_devices(device: str, ranks: int) -> None:
+    """Skip a test that wants more accelerators than there are: NCCL takes one rank per device."""
+    if device == "cuda" and torch.cuda.device_count() < ranks:
+        pytest.skip(f"{ranks} ranks need {ranks} CUDA devices, {torch.cuda.device_count()} found")
+
+
+def current_device() -> torch.device:
+    """The device that this rank's part of a test runs on."""
+    if os.environ.get("COMPOSABLE_TEST_DEVICE", "cpu") == "cuda":
+        return torch.device("cuda", dist.get_rank() if dist.is_initialized() else 0)
+    return torch.device("cpu")

@@ -1,0 +1,241 @@
+"""The plan of the house: each power is used in its room only, rooms are small and say what they are for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+import composable
+
+ROOT: Final = Path(composable.__file__).parent
+DEMO: Final = "demo/"  # written as a user would write it: it may do what users do
+
+LONGEST: Final = 400
+# Rooms that ought to be two by now; none may join them, and they leave when they are.
+TOO_LONG: Final = ("device/collectives.py", "runtime/handle.py")
+
+# Who uses what, by name. A new user of a power belongs into a room that has it, or this table tells why not.
+POWERS: Final[dict[str, tuple[str, ...]]] = {
+    # What modules hold. Registries are written by storage (which form of a parameter is seen) and by undoing.
+    "_parameters": (
+        "device/parameters.py",
+        "model/traversal.py",
+        "runtime/handle.py",
+        "runtime/replica.py",
+        "runtime/unit.py",
+    ),
+    "_buffers": ("api/replicate.py", "runtime/replica.py"),
+    "_modules": ("model/record.py", "model/traversal.py"),
+    "__dict__": ("model/hooks.py", "runtime/unit.py"),
+    # When we are called back.
+    "register_forward_pre_hook": ("model/hooks.py",),
+    "register_forward_hook": ("model/hooks.py",),
+    "register_full_backward_hook": (),
+    "register_full_backward_pre_hook": (),
+    "register_multi_grad_hook": (),
+    "register_hook": ("model/hooks.py",),
+    "register_prehook": ("model/hooks.py",),
+    "register_post_accumulate_grad_hook": ("runtime/handle.py", "runtime/reducer.py"),
+    "_forward_pre_hooks": ("model/hooks.py",),
+    "_forward_hooks": ("model/hooks.py",),
+    "queue_callback": ("device/private.py",),
+    "at_end_of_backward": ("device/private.py", "runtime/iteration.py", "runtime/reducer.py"),
+    # Memory.
+    "resize_": ("device/gradients.py", "device/memory.py"),
+    "set_": ("device/memory.py",),
+    "untyped_storage": ("device/gradients.py", "device/memory.py", "device/private.py", "runtime/handle.py"),
+    "UntypedStorage": ("device/memory.py", "device/private.py"),
+    "_swap_data_ptr_": ("device/private.py",),
+    "_local_tensor": ("device/private.py",),
+    "set_local": ("device/parameters.py", "device/private.py"),
+    "_version": ("runtime/handle.py",),
+    # Time.
+    "Stream": ("device/streams.py",),
+    "Event": ("device/streams.py",),
+    "current_stream": ("device/streams.py",),
+    "wait_event": ("device/streams.py",),
+    "wait_stream": ("device/streams.py",),
+    "record_stream": (),
+    "synchronize": (),
+    # Changes of state.
+    "advance": ("plan/phases.py", "runtime/handle.py"),
+    "advance_gradients": ("plan/phases.py", "runtime/handle.py"),
+}
+
+COLLECTIVES: Final = (
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+    "send",
+)
+
+
+def rooms() -> list[str]:
+    return [path.relative_to(ROOT).as_posix() for path in sorted(ROOT.rglob("*.py"))]
+
+
+@cache
+def source(room: str) -> str:
+    return (ROOT / room).read_text()
+
+
+@cache
+def tree(room: str) -> ast.Module:
+    return ast.parse(source(room))
+
+
+def names(node: ast.AST) -> Iterator[str]:
+    """Every name that code reads, writes or defines, as a variable, an attribute, an import or a function."""
+    for below in ast.walk(node):
+        if isinstance(below, ast.Attribute):
+            yield below.attr
+        elif isinstance(below, ast.Name):
+            yield below.id
+        elif isinstance(below, ast.alias):
+            yield below.name.rpartition(".")[2]
+        elif isinstance(below, (ast.FunctionDef, ast.ClassDef)):
+            yield below.name
+
+
+def test_there_is_a_house() -> None:
+    assert "__init__.py" in rooms()
+    assert len(rooms()) > 40
+
+
+def owners(power: str) -> tuple[str, ...]:
+    return tuple(room for room in rooms() if power in names(tree(room)) and not room.startswith(DEMO))
+
+
+def test_the_search_for_owners_finds_attributes_variables_imports_and_definitions() -> None:
+    for code in ("x.power()", "power = 1", "from a import power", "def power(): ...", "import a.power", "y = {**x.power}"):
+        assert "power" in names(ast.parse(code)), code
+    assert "power" not in names(ast.parse("'power'  # power"))
+
+
+@pytest.mark.parametrize("power", [power for power in POWERS if power != "Event"])
+def test_each_power_is_used_in_its_own_rooms_only(power: str) -> None:
+    assert owners(power) == POWERS[power]
+
+
+def test_events_of_devices_are_made_in_one_room() -> None:
+    """The word also names what happens to a handle; here, only torch's is meant."""
+    made = [room for room in rooms() if re.search(r"\btorch\.(\w+\.)?Event\b", source(room))]
+    assert tuple(made) == POWERS["Event"]
+
+
+def _distributed(room: str) -> Iterator[str]:
+    """Functions of torch.distributed, and methods of groups, that a room calls or hands on."""
+    for node in ast.walk(tree(room)):
+        if isinstance(node, ast.ImportFrom) and node.module is not None and node.module.startswith("torch.distributed"):
+            yield from (alias.name for alias in node.names if alias.name in COLLECTIVES)
+        if not isinstance(node, ast.Attribute) or node.attr not in COLLECTIVES:
+            continue
+        written = ast.unparse(node.value)
+        if written.endswith(("dist", "distributed", "group", "funcol", "_functional_collectives")):
+            yield node.attr
+
+
+def test_only_one_room_talks_to_other_ranks() -> None:
+    talkers = {room: sorted(dict.fromkeys(_distributed(room))) for room in rooms() if not room.startswith(DEMO)}
+    talkers = {room: calls for room, calls in talkers.items() if calls}
+    assert list(talkers) == ["device/collectives.py"]
+    for call in ("all_reduce", "broadcast", "new_group", "recv", "send"):
+        assert call in talkers["device/collectives.py"], "the search finds what is there"
+
+
+def test_private_parts_of_torch_distributed_are_used_in_one_room() -> None:
+    users = [
+        room for room in rooms() if re.search(r"\bdist\._|distributed_c10d|torch\._C\b|_functional_collectives", source(room))
+    ]
+    assert users == ["device/private.py"]
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_imports_stand_at_the_top(room: str) -> None:
+    """Inside a function the layers of the house could not be checked."""
+    inside = [
+        f"line {node.lineno}"
+        for function in ast.walk(tree(room))
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+    ]
+    assert inside == []
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_every_room_says_what_it_is_for(room: str) -> None:
+    text = ast.get_docstring(tree(room))
+    assert text, "no docstring"
+    assert len(text.split()) > 5, "a name is not a purpose"
+    assert text.rstrip().endswith((".", "!", "?", "::")) or "\n" in text
+
+
+def test_rooms_are_small() -> None:
+    long = [room for room in rooms() if len(source(room).splitlines()) > LONGEST]
+    assert tuple(long) == TOO_LONG
+
+
+THOUGHT: Final = ("errors.py", *(room for room in rooms() if room.startswith("plan/")))
+
+
+@pytest.mark.parametrize("room", THOUGHT)
+def test_thought_needs_no_torch(room: str) -> None:
+    imported = [
+        name
+        for node in ast.walk(tree(room))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    ]
+    assert not [name for name in imported if name.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_no_order_depends_on_a_set(room: str) -> None:
+    """Sets are iterated in an order that differs between ranks; collectives would not meet."""
+    loops = [node.iter for node in ast.walk(tree(room)) if isinstance(node, (ast.For, ast.comprehension))]
+    suspects = [
+        ast.unparse(loop)
+        for loop in loops
+        if isinstance(loop, (ast.Set, ast.SetComp))
+        or (isinstance(loop, ast.Call) and isinstance(loop.func, ast.Name) and loop.func.id in ("set", "frozenset"))
+    ]
+    assert suspects == []
+
+
+def test_the_front_door_opens_to_what_it_names() -> None:
+    assert sorted(composable.__all__) == composable.__all__, "sorted, so that nothing hides"
+    for name in composable.__all__:
+        assert hasattr(composable, name)

@@ -1,0 +1,49 @@
+"""Strategies for parameters and their layouts; knows shapes and numbers of ranks, no tensor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from composable.plan.layout import Layout, ParamSpec, plan_layout
+
+
+def specs_with(max_numel: int = 400, sizes: st.SearchStrategy[int] | None = None) -> st.SearchStrategy[list[ParamSpec]]:
+    """One to six parameters with odd, empty and one-element shapes, each cut along any of its dimensions, or not at all."""
+    shapes = st.lists(sizes if sizes is not None else st.integers(0, 9), max_size=4).map(tuple)
+
+    @st.composite
+    def draw_specs(draw: Callable[..., Any]) -> list[ParamSpec]:
+        count = draw(st.integers(1, 6))
+        specs = []
+        for index in range(count):
+            shape = draw(shapes.filter(lambda s: math.prod(s) <= max_numel))
+            dim = draw(st.one_of(st.none(), st.integers(0, len(shape) - 1))) if shape else None
+            specs.append(ParamSpec(f"p{index}", shape, dim))
+        return specs
+
+    return draw_specs()
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout and what it was made from."""
+
+    specs: list[ParamSpec]
+    ways: int
+    align: int
+    layout: Layout
+
+
+@st.composite
+def planned(draw: Callable[..., Any]) -> Planned:
+    """Layouts for 1 to 7 ranks with every mixture of routes."""
+    specs = draw(specs_with())
+    ways = draw(st.integers(1, 7))
+    align = draw(st.sampled_from([1, 3, 4, 16]))
+    direct = draw(st.sampled_from([0, 1, 8, 40, 10**9]))
+    return Planned(specs, ways, align, plan_layout(specs, ways=ways, direct_numel=direct, align=align))

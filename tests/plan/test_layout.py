@@ -1,0 +1,261 @@
+"""Every element of every parameter has one owner and one place, whatever the shapes, the ranks and the routes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+
+import pytest
+import torch
+from expecttest import assert_expected_inline as assert_text
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from composable.plan.layout import Layout, ParamSpec, Route, Slot, plan_layout, plan_reduction
+from tests.plan.layouts import Planned, planned
+
+_SETTINGS = settings(max_examples=60, deadline=None)
+
+
+def _overlaps(ranges: list[tuple[int, int]]) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    filled = sorted((start, end) for start, end in ranges if end > start)
+    return [(one, other) for one, other in itertools.pairwise(filled) if other[0] < one[1]]
+
+
+def _single(shape: tuple[int, ...], ways: int, dim: int | None = 0, direct: int = 0) -> Slot:
+    return plan_layout([ParamSpec("p", shape, dim)], ways=ways, direct_numel=direct, align=1).slots[0]
+
+
+@_SETTINGS
+@given(planned())
+def test_slots_keep_the_order_the_names_and_the_shapes_of_the_parameters(plan: Planned) -> None:
+    assert [(slot.name, slot.shape) for slot in plan.layout.slots] == [(spec.name, spec.shape) for spec in plan.specs]
+
+
+@_SETTINGS
+@given(planned())
+def test_every_index_of_a_cut_dimension_has_exactly_one_owner(plan: Planned) -> None:
+    for slot in plan.layout.slots:
+        if slot.route is Route.WHOLE:
+            assert {slot.local_shape(rank) for rank in range(plan.ways)} == {slot.shape}
+            continue
+        owners: Counter[int] = Counter()
+        for rank in range(plan.ways):
+            start, length = slot.extent(rank)
+            assert length >= 0
+            owners.update(range(start, start + length))
+        assert owners == Counter(range(slot.shape[slot.dim]))
+        assert sum(slot.local_numel(rank) for rank in range(plan.ways)) == slot.numel
+
+
+@_SETTINGS
+@given(planned())
+def test_shards_are_those_of_torch_chunk(plan: Planned) -> None:
+    for slot in plan.layout.slots:
+        if slot.route is Route.WHOLE:
+            continue
+        whole = torch.arange(slot.numel).view(slot.shape)
+        chunks = whole.chunk(plan.ways, slot.dim)
+        for rank in range(plan.ways):
+            start, length = slot.extent(rank)
+            mine = whole.narrow(slot.dim, start, length)
+            assert mine.shape == torch.Size(slot.local_shape(rank))
+            assert mine.numel() == slot.local_numel(rank) <= slot.chunk_numel
+            if rank < len(chunks):
+                assert torch.equal(mine, chunks[rank])
+            else:
+                assert mine.numel() == 0
+
+
+@_SETTINGS
+@given(planned())
+def test_places_in_the_shard_buffer_are_aligned_inside_it_and_apart(plan: Planned) -> None:
+    layout = plan.layout
+    ranges = [(slot.shard_start, slot.shard_start + slot.chunk_numel) for slot in layout.slots]
+    assert _overlaps(ranges) == []
+    assert all(start >= 0 and end <= layout.shard_numel for start, end in ranges)
+    assert all(slot.shard_start % plan.align == 0 for slot in layout.slots)
+
+
+@_SETTINGS
+@given(planned())
+def test_places_in_the_unsharded_buffer_are_aligned_inside_it_and_apart(plan: Planned) -> None:
+    layout = plan.layout
+    staging = (layout.staging_start, layout.staging_start + plan.ways * layout.packed_numel)
+    ranges = [(slot.full_start, slot.full_start + slot.full_numel) for slot in layout.slots]
+    assert _overlaps([*ranges, staging]) == []
+    assert all(start >= 0 and end <= layout.full_numel for start, end in [*ranges, staging])
+    assert all(slot.full_start % plan.align == 0 for slot in layout.slots)
+    assert layout.staging_start % plan.align == 0
+
+
+@_SETTINGS
+@given(planned())
+def test_the_unsharded_buffer_can_be_cut_evenly_over_any_number_of_neighbours(plan: Planned) -> None:
+    for neighbours in range(1, plan.ways + 1):
+        if plan.ways % neighbours == 0:
+            assert plan.layout.full_numel % neighbours == 0
+
+
+@_SETTINGS
+@given(planned())
+def test_there_is_room_for_all_of_each_parameter(plan: Planned) -> None:
+    for slot in plan.layout.slots:
+        if slot.route is Route.WHOLE:
+            assert slot.full_numel == 0, "it lives in the shard buffer only"
+            assert slot.chunk_numel == slot.numel
+        else:
+            assert slot.full_numel >= slot.numel
+            if slot.even:
+                assert slot.full_numel == slot.numel, "nothing is padded where nothing needs padding"
+
+
+@_SETTINGS
+@given(planned())
+def test_packed_slots_fill_the_front_of_the_shard_buffer_so_that_one_message_carries_them(plan: Planned) -> None:
+    layout = plan.layout
+    for slot in layout.slots:
+        end = slot.shard_start + slot.chunk_numel
+        if slot.route is Route.PACKED:
+            assert end <= layout.packed_numel
+        elif slot.chunk_numel:
+            assert slot.shard_start >= layout.packed_numel
+    if not layout.of(Route.PACKED):
+        assert layout.packed_numel == 0
+
+
+@_SETTINGS
+@given(planned())
+def test_direct_rows_land_where_the_unsharded_parameter_has_them(plan: Planned) -> None:
+    """Rank r's chunk, laid at r times the chunk, is r's rows of the parameter: so nothing needs to be copied out."""
+    for slot in plan.layout.of(Route.DIRECT):
+        whole = torch.arange(slot.numel).view(slot.shape)
+        landed = torch.full((slot.full_numel,), -1)
+        for rank in range(plan.ways):
+            start, length = slot.extent(rank)
+            landed[rank * slot.chunk_numel :][: slot.local_numel(rank)] = whole.narrow(0, start, length).reshape(-1)
+        assert torch.equal(landed[: slot.numel], whole.view(-1))
+
+
+@_SETTINGS
+@given(planned())
+def test_a_layout_is_a_function_of_its_inputs_only(plan: Planned) -> None:
+    """Ranks plan on their own; so equal inputs must give equal plans."""
+    direct = [slot.chunk_numel for slot in plan.layout.of(Route.DIRECT)]
+    again = plan_layout(plan.specs, ways=plan.ways, direct_numel=min(direct, default=10**9), align=plan.align)
+    assert again == plan.layout
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "ways", "direct", "route"),
+    [
+        ((8, 4), 0, 1, 0, Route.WHOLE),  # nobody to share it with
+        ((), None, 4, 0, Route.WHOLE),  # nothing to cut
+        ((8, 4), None, 4, 0, Route.WHOLE),  # not to be cut
+        ((8, 4), 0, 4, 8, Route.DIRECT),
+        ((8, 4), 0, 4, 9, Route.PACKED),  # too small for a message of its own
+        ((7, 4), 0, 4, 8, Route.DIRECT),  # padded rows count
+        ((8, 4), 1, 4, 0, Route.PACKED),  # its pieces are not contiguous in the whole
+        ((0, 4), 0, 4, 0, Route.PACKED),  # an empty message of its own makes no sense
+        ((1,), 0, 4, 1, Route.DIRECT),
+    ],
+)
+def test_a_parameter_takes_the_cheapest_way_that_it_can(
+    shape: tuple[int, ...], dim: int | None, ways: int, direct: int, route: Route
+) -> None:
+    assert _single(shape, ways, dim, direct).route is route
+
+
+@pytest.mark.parametrize(
+    ("size", "ways", "shards"),
+    [
+        (8, 4, [2, 2, 2, 2]),
+        (7, 4, [2, 2, 2, 1]),
+        (5, 4, [2, 2, 1, 0]),
+        (3, 4, [1, 1, 1, 0]),
+        (1, 4, [1, 0, 0, 0]),
+        (0, 4, [0, 0, 0, 0]),
+        (6, 4, [2, 2, 2, 0]),
+    ],
+)
+def test_the_first_ranks_have_full_shards_and_the_last_ones_fewer_or_none(size: int, ways: int, shards: list[int]) -> None:
+    slot = _single((size, 3), ways)
+    assert [slot.extent(rank)[1] for rank in range(ways)] == shards
+    assert slot.even is (len(set(shards)) == 1)
+
+
+def test_a_layout_without_cut_parameters_needs_no_message() -> None:
+    assert not plan_layout([ParamSpec("scale", (), None), ParamSpec("w", (4,), None)], ways=4).gathered
+    assert plan_layout([ParamSpec("scale", (), None), ParamSpec("w", (4,))], ways=4).gathered
+
+
+@pytest.mark.parametrize(("ways", "align"), [(0, 16), (-1, 16), (2, 0)])
+def test_impossible_numbers_are_refused(ways: int, align: int) -> None:
+    with pytest.raises(ValueError) as refused:
+        plan_layout([ParamSpec("w", (4,))], ways=ways, align=align)
+    assert str(refused.value) == f"ways and align must be at least 1, got ways={ways}, align={align}"
+
+
+def _drawn(layout: Layout) -> str:
+    lines = [
+        f"{slot.name} {slot.route.name}: shard {slot.shard_start}+{slot.chunk_numel}, whole {slot.full_start}+{slot.full_numel}"
+        for slot in layout.slots
+    ]
+    lines.append(f"packed {layout.packed_numel}, staging at {layout.staging_start}")
+    return "\n".join([*lines, f"shard buffer {layout.shard_numel}, unsharded buffer {layout.full_numel}"])
+
+
+def test_a_linear_layer_on_two_ranks() -> None:
+    specs = [ParamSpec("weight", (5, 8)), ParamSpec("bias", (5,)), ParamSpec("scale", (), None)]
+    assert_text(
+        _drawn(plan_layout(specs, ways=2, direct_numel=10, align=4)),
+        """\
+weight DIRECT: shard 4+24, whole 8+48
+bias PACKED: shard 0+3, whole 0+6
+scale WHOLE: shard 28+1, whole 56+0
+packed 4, staging at 56
+shard buffer 32, unsharded buffer 64""",
+    )
+
+
+# --- reductions -------------------------------------------------------------------------------------------------------
+
+
+@_SETTINGS
+@given(planned(), st.data())
+@example(Planned([], 2, 4, plan_layout([], ways=2, align=4)), None)
+def test_every_wanted_gradient_travels_exactly_once(plan: Planned, data: st.DataObject | None) -> None:
+    slots = plan.layout.slots
+    trainable = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))) if data is not None else []
+    for even_only in (False, True):
+        reduction = plan_reduction(plan.layout, trainable=trainable, even_only=even_only)
+        carried = Counter([*reduction.direct, *(column.slot for column in reduction.columns)])
+        wanted = [index for index in range(len(slots)) if trainable[index]]
+        assert carried == Counter(index for index in wanted if slots[index].numel), "empty ones need no room"
+        assert list(reduction.flagged) == wanted, "each has one flag, in order"
+
+
+@_SETTINGS
+@given(planned(), st.booleans())
+def test_columns_fill_a_row_without_gaps_and_the_flags_end_it(plan: Planned, even_only: bool) -> None:
+    slots = plan.layout.slots
+    reduction = plan_reduction(plan.layout, trainable=[True] * len(slots), even_only=even_only)
+    cursor = 0
+    for column in reduction.columns:
+        assert column.start == cursor
+        assert column.numel == slots[column.slot].chunk_numel
+        cursor += column.numel
+    assert reduction.flags_start == cursor
+    assert reduction.row_numel == cursor + len(reduction.flagged)
+
+
+@_SETTINGS
+@given(planned())
+def test_only_direct_parameters_are_reduced_where_they_lie_and_uneven_ones_only_where_the_backend_can(plan: Planned) -> None:
+    slots = plan.layout.slots
+    trainable = [True] * len(slots)
+    anyhow = plan_reduction(plan.layout, trainable=trainable, even_only=False)
+    evenly = plan_reduction(plan.layout, trainable=trainable, even_only=True)
+    direct = [index for index, slot in enumerate(slots) if slot.route is Route.DIRECT]
+    assert list(anyhow.direct) == direct
+    assert list(evenly.direct) == [index for index in direct if slots[index].even]

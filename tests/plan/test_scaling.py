@@ -1,0 +1,43 @@
+"""By how much gradients are divided: by the number of ranks, in two steps where one could overflow."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from composable.plan.scaling import division_factors
+
+_RANKS = st.one_of(st.integers(1, 64), st.integers(0, 14).map(lambda power: 2**power), st.integers(1, 5000))
+
+
+@settings(max_examples=60, deadline=None)
+@given(_RANKS, st.sampled_from(["float16", "float32", "float64", "bfloat16"]))
+def test_both_divisions_together_give_the_mean(ranks: int, dtype: str) -> None:
+    before, after = division_factors(dtype, ranks)
+    assert before * after == ranks
+    assert before >= 1
+    assert after >= 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(_RANKS, st.sampled_from(["float32", "float64", "bfloat16"]))
+def test_a_dtype_that_cannot_overflow_is_divided_once_and_after_the_sum(ranks: int, dtype: str) -> None:
+    assert division_factors(dtype, ranks) == (1.0, float(ranks))
+
+
+@pytest.mark.parametrize("ranks", [2**power for power in range(15)])
+def test_float16_is_divided_by_about_the_square_root_before_the_sum(ranks: int) -> None:
+    before, after = division_factors("float16", ranks)
+    assert math.sqrt(ranks / 2) <= before <= math.sqrt(ranks * 2)
+    assert math.sqrt(ranks / 2) <= after <= math.sqrt(ranks * 2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5000))
+def test_dividing_float16_before_the_sum_is_exact_and_never_too_much(ranks: int) -> None:
+    before, _ = division_factors("float16", ranks)
+    assert math.log2(before).is_integer(), "a power of two loses no digit"
+    assert before <= math.sqrt(2 * ranks), "more would make small gradients vanish"

@@ -1,0 +1,128 @@
+"""Parameters that were gathered are gathered again when the shards have changed since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable import fully_shard, keep_unsharded, unshard
+from composable.device.collectives import wires_wrapped_by
+from tests.helpers.wires import Log, Recording
+from tests.helpers.world import Pool, current_device, need_devices
+
+
+def _by_an_optimizer(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+
+
+def _by_an_optimizer_for_all_at_once(model: nn.Module) -> None:
+    torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True).step()
+
+
+def _by_a_fused_optimizer(model: nn.Module) -> None:
+    """Which leaves the version counters of the parameters as they were, those of plain tensors too."""
+    torch.optim.AdamW(model.parameters(), lr=0.5, fused=True).step()
+
+
+def _by_one_parameter_after_the_other(model: nn.Module) -> None:
+    torch.optim.SGD(model.parameters(), lr=0.5, foreach=False).step()
+
+
+def _in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2.0)
+
+
+def _in_their_local_part(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.to_local().mul_(2.0)  # type: ignore[operator]
+
+
+def _by_loading(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+
+
+CHANGES: Final = {
+    change.__name__.strip("_"): change
+    for change in (
+        _by_an_optimizer,
+        _by_an_optimizer_for_all_at_once,
+        _by_a_fused_optimizer,
+        _by_one_parameter_after_the_other,
+        _in_place,
+        _in_their_local_part,
+        _by_loading,
+    )
+}
+
+
+def _model() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(current_device())
+    fully_shard(model, policy={nn.Linear})
+    return model, torch.ones(2, 3, device=current_device())
+
+
+def _expected(model: nn.Module, x: Tensor) -> Tensor:
+    """The output by the parameters as they are now, computed without the engine."""
+    whole = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}  # type: ignore[operator]
+    with torch.no_grad():
+        hidden = torch.tanh(x @ whole["0.weight"].t() + whole["0.bias"])
+        return hidden @ whole["2.weight"].t() + whole["2.bias"]
+
+
+def _change_in_a_scope(change: Callable[[nn.Module], None]) -> None:
+    model, x = _model()
+    with keep_unsharded(model):
+        before = model(x)
+        before.sum().backward()
+        change(model)
+        after = model(x).detach()
+        torch.testing.assert_close(after, _expected(model, x))
+    assert not torch.allclose(before, after), "the change must show"
+    torch.testing.assert_close(model(x).detach(), after)
+
+
+def _change_after_unsharding(change: Callable[[nn.Module], None]) -> None:
+    model, x = _model()
+    model(x).sum().backward()
+    unshard(model)
+    change(model)
+    torch.testing.assert_close(model(x).detach(), _expected(model, x))
+
+
+def _run(test: str, change: str) -> None:
+    {"scope": _change_in_a_scope, "call": _change_after_unsharding}[test](CHANGES[change])
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("test", ["scope", "call"])
+def test_parameters_changed_while_they_are_unsharded_are_gathered_again(
+    pool: Pool, test: str, change: str, device: str
+) -> None:
+    need_devices(device, 2)
+    pool.run(2, _run, test, change, device=device)
+
+
+def _labels_of_the_second_forward() -> list[str]:
+    log = Log()
+    with wires_wrapped_by(partial(Recording, log=log)):
+        model, x = _model()
+    with keep_unsharded(model), torch.no_grad():
+        model(x)
+        assert log.labels()
+        log.events.clear()
+        model(x)
+    return log.labels()
+
+
+def test_parameters_that_did_not_change_are_not_gathered_again(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    assert pool.run(2, _labels_of_the_second_forward, device=device) == [[], []]

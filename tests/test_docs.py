@@ -1,0 +1,138 @@
+"""The documentation is true: its programs print what it says, its links lead somewhere; knows no page."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from composable.plan.phases import GRAD_NEXT, NEXT
+from docs.generate import ROOT, Outputs, Program, execute, pages, programs_in, regenerated
+from tests.helpers.world import Pool
+
+PAGES = pages()
+_FENCE = re.compile(r"^(```+)[^\n]*\n.*?^\1\s*$", re.M | re.S)
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+
+
+def _name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def _on_this_rank(programs: Sequence[Program]) -> Outputs:
+    return execute(programs)
+
+
+def _without_ranks(ranks: int, programs: Sequence[Program]) -> list[Outputs]:
+    raise AssertionError(f"a program of this page wants {ranks} ranks")
+
+
+def _prose(text: str) -> str:
+    """The page without its code."""
+    return re.sub(r"`[^`\n]*`", "", _FENCE.sub("", text))
+
+
+def _anchors(text: str) -> list[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ +(.+)$", _FENCE.sub("", text), re.M)
+    anchors: list[str] = []
+    for title in titles:
+        words = re.sub(r"[^\w\- ]", "", re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title).lower())
+        anchors.append(words.strip().replace(" ", "-"))
+    return anchors
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """The relative links of a page that lead nowhere, anchors included."""
+    broken = []
+    for link in _LINK.findall(_prose(text)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        inside = target == ROOT or ROOT in target.parents
+        missing = not (inside and target.exists())
+        if missing or (
+            anchor and target.suffix == ".md" and anchor not in _anchors(text if target == page else target.read_text())
+        ):
+            broken.append(link)
+    return broken
+
+
+def _ranked(page: Path) -> bool:
+    return any(program.ranks for program in programs_in(page.read_text()))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if not _ranked(page)], ids=_name)
+def test_a_page_without_ranks_is_up_to_date(page: Path) -> None:
+    text = page.read_text()
+    assert regenerated(text, _without_ranks) == text, "run docs/generate.py"
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _ranked(page)], ids=_name)
+def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
+    def on_pool(ranks: int, programs: Sequence[Program]) -> list[Outputs]:
+        # Programs may leave groups, hooks and half-finished steps behind: the next test gets workers of its own.
+        outputs: list[Outputs] = pool.run(ranks, _on_this_rank, list(programs), spoils=True)
+        return outputs
+
+    text = page.read_text()
+    assert regenerated(text, on_pool) == text, "run docs/generate.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
+    assert broken_links(page, page.read_text()) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_measurements_are_programs_with_their_figures_below(page: Path) -> None:
+    for program in programs_in(page.read_text(), "measure"):
+        compile(program.source, _name(page), "exec")
+        assert program.output is not None
+        assert program.output[0] < program.output[1], "run docs/generate.py --measure"
+
+
+def test_every_decision_says_what_it_should_and_is_on_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text()
+    decisions = sorted((ROOT / "docs" / "decisions").glob("*.md"))
+    assert [path.name[:4] for path in decisions] == [f"{number:04}" for number in range(1, len(decisions) + 1)]
+    for path in decisions:
+        headings = re.findall(r"^## (.+)$", path.read_text(), re.M)
+        assert headings == ["Context", "Decision", "Measurement", "Consequences"], path.name
+        assert f"(decisions/{path.name})" in index
+
+
+def test_the_plan_of_the_house_names_every_file() -> None:
+    plan = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = ("plan", "model", "device", "runtime", "api")
+    files = [path.name for room in rooms for path in sorted((ROOT / "composable" / room).glob("*.py"))]
+    assert [name for name in files if name != "__init__.py" and f"`{name}`" not in plan] == []
+
+
+def test_the_diagrams_have_every_arrow_of_both_tables() -> None:
+    tour = (ROOT / "docs" / "tour.md").read_text()
+    shown = re.findall(r"^    (\w+) --> (\w+): (\w+)$", tour, re.M)
+    expected = [(state.name, after.name, event.name) for (state, event), after in NEXT.items()]
+    expected += [(state.name, after.name, event.name) for (state, event), after in GRAD_NEXT.items()]
+    assert sorted(shown) == sorted(expected)
+
+
+def test_a_wrong_output_and_an_old_diagram_are_noticed() -> None:
+    wrong = "```python run\nprint(1 + 1)\n```\n\n```text output\n3\n```\n"
+    assert regenerated(wrong, _without_ranks) == wrong.replace("3", "2")
+    old = "<!-- phases:begin -->\nSHARDED --> GONE\n<!-- phases:end -->"
+    assert "GONE" not in regenerated(old, _without_ranks)
+
+
+def test_a_program_that_should_raise_and_does_not_is_noticed() -> None:
+    with pytest.raises(AssertionError, match="ended without an error"):
+        regenerated("```python run raises\npass\n```\n", _without_ranks)
+
+
+def test_a_broken_link_is_noticed() -> None:
+    page = ROOT / "docs" / "index.md"
+    text = "# Top\n[a](nowhere.md) [b](#top) [c](#bottom) [d](tour.md#the-states) [e](tour.md#no) `[f](g.md)` [h](../../x)\n"
+    assert broken_links(page, text) == ["nowhere.md", "#bottom", "tour.md#no", "../../x"]

@@ -1,0 +1,190 @@
+"""What annotating does to a model besides training it: nothing that a user can see, and the same by hand and by policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from composable import (
+    ModuleWrapPolicy,
+    checkpoint,
+    describe,
+    fully_shard,
+    keep_unsharded,
+    registry,
+    replicate,
+    reshard,
+    traversal,
+    unshard,
+)
+from tests.helpers.battery import BATTERY, Case
+from tests.helpers.battery.odd import Layer, Nested
+from tests.helpers.compare import anatomy, assert_same_training, full_parameters
+from tests.helpers.schemes import SCHEMES
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+VERBS: Final[dict[str, Callable[..., Any]]] = {
+    "fully_shard": fully_shard,
+    "replicate": replicate,
+    "checkpoint": checkpoint,
+}
+
+
+@spmd(ranks=[1, 2])
+@pytest.mark.parametrize("verb", VERBS)
+def test_types_names_and_forward_are_unchanged_and_the_argument_comes_back(verb: str) -> None:
+    for case in BATTERY.values():
+        model = case.model(0, 0, current_device())
+        before = anatomy(model)
+        identities = [id(module) for module in model.modules()]
+        assert VERBS[verb](model) is model
+        assert anatomy(model) == before, case.name
+        assert [id(module) for module in model.modules()] == identities
+        assert list(registry(model)) == [verb]
+
+
+@spmd(ranks=2)
+def test_a_list_of_modules_is_one_unit_and_comes_back() -> None:
+    model = Nested(1).to(current_device())
+    pair = [model.plain, model.layer]
+    assert fully_shard(pair) is pair
+    fully_shard(model)
+    assert len(traversal.get_handles(model)) == 2
+    assert [*map(id, traversal.get_fully_sharded_modules(model))] == [id(model), id(model.plain)]
+    model(torch.randn(3, 6, device=current_device())).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _units(how: str) -> list[dict[str, Any]]:
+    model = Nested(2).to(current_device())
+    if how == "by hand":
+        for module in reversed(list(model.modules())):
+            if isinstance(module, (Layer, Nested)):
+                fully_shard(module)
+    else:
+        classes = {Layer, Nested}
+        fully_shard(model, policy=ModuleWrapPolicy(classes) if how == "by policy" else classes)
+    units: list[dict[str, Any]] = describe(model).to_dict()["units"]
+    named = {id(module): name for name, module in model.named_modules()}
+    order = [named[id(module)] for module in traversal.get_fully_sharded_modules(model)]
+    assert order == [unit["unit"] for unit in units]
+    return units
+
+
+def test_a_policy_and_manual_annotation_build_the_same_units_in_the_order_of_modules(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    by_hand = pool.run(2, _units, "by hand", device=device)
+    assert by_hand == pool.run(2, _units, "by policy", device=device)
+    assert by_hand == pool.run(2, _units, "by classes", device=device)
+    names = ["", "inner", "inner.inner", "inner.inner.layer", "inner.layer", "layer"]
+    assert [unit["unit"] for unit in by_hand[0]] == names
+
+
+@spmd(ranks=2)
+def test_sharded_parameters_are_dtensors_whose_shards_make_up_the_whole() -> None:
+    case = BATTERY["odd sizes"]
+    plain, model = case.model(0, 0, current_device()), case.model(0, 0, current_device())
+    fully_shard(model)
+    for (name, parameter), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert isinstance(parameter, DTensor), name
+        assert isinstance(parameter, nn.Parameter), name
+        assert parameter.placements == ((Replicate() if whole.ndim == 0 else Shard(0)),)
+        expected = whole if whole.ndim == 0 else _chunk(whole, dist.get_rank())
+        assert torch.equal(parameter.to_local(), expected), name
+        assert torch.equal(parameter.full_tensor(), whole), name
+
+
+def _chunk(whole: Tensor, rank: int) -> Tensor:
+    chunks = whole.detach().chunk(dist.get_world_size())
+    return chunks[rank] if rank < len(chunks) else whole.detach()[:0]
+
+
+@spmd(ranks=[2, 3])
+def test_another_dimension_can_be_sharded() -> None:
+    def annotate(model: nn.Module, case: Case) -> None:
+        fully_shard(model, policy=set(case.units), shard_placement_fn=_last_dimension)
+        for parameter in model.parameters():
+            assert isinstance(parameter, DTensor)
+            assert parameter.placements == (Shard(parameter.ndim - 1),)
+
+    assert_same_training(BATTERY["transformer with tied embedding"], annotate)
+
+
+def _last_dimension(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.ndim - 1)
+
+
+@spmd(ranks=2)
+def test_ignored_parameters_stay_plain_and_are_not_reduced() -> None:
+    case = BATTERY["a unit used several times"]
+    model = case.model(0, 0, current_device())
+    fully_shard(model, policy=set(case.units), ignored_params=["head.*", model.shared.up])
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor) != name.startswith(("head.", "shared.up.")), name
+    case.loss(model, *case.inputs(0, 0, dist.get_rank(), current_device())).backward()
+    gradient = model.head.weight.grad
+    assert gradient is not None
+    other = gradient.clone()
+    dist.broadcast(other, src=0)
+    assert torch.equal(gradient, other) == (dist.get_rank() == 0)
+
+
+@spmd(ranks=2)
+def test_rank_0s_weights_can_be_everybodys() -> None:
+    case = BATTERY["a unit used several times"]
+    for verb in (fully_shard, replicate):
+        expected = dict(case.model(0, 0, current_device()).named_parameters())
+        model = case.model(dist.get_rank(), 0, current_device())
+        verb(model, sync_module_states="broadcast")
+        for name, value in full_parameters(model).items():
+            assert torch.equal(value, expected[name]), name
+
+
+@spmd(ranks=2)
+def test_explicit_unshard_and_reshard_can_be_called_at_any_time() -> None:
+    case = BATTERY["nested"]
+
+    def annotate(model: nn.Module, case: Case) -> None:
+        SCHEMES["fully_shard by policy"].annotate(model, case)
+        inputs = case.inputs(0, 0, dist.get_rank(), current_device())
+        unshard(model)
+        unshard(model)
+        pending = unshard(model, async_op=True)
+        pending.wait()
+        pending.wait()
+        reshard(model)
+        reshard(model)
+        unshard(model, async_op=True)
+        case.loss(model, *inputs).backward()
+        loss = case.loss(model, *inputs)
+        reshard(model)  # between forward and backward
+        loss.backward()
+        model.zero_grad()
+        with keep_unsharded(model), torch.no_grad():
+            first = model(*inputs)
+            assert torch.equal(first, model(*inputs))
+        assert {unit["state"] for unit in describe(model).to_dict()["units"]} == {"SHARDED"}
+
+    assert_same_training(case, annotate)
+
+
+@spmd(ranks=2)
+def test_parameters_changed_while_kept_unsharded_are_gathered_anew() -> None:
+    case = BATTERY["a unit used several times"]
+    plain, model = case.model(0, 0, current_device()), case.model(0, 0, current_device())
+    fully_shard(model, policy=set(case.units))
+    (x,) = case.inputs(0, 0, dist.get_rank(), current_device())
+    with keep_unsharded(model), torch.no_grad():
+        assert torch.equal(model(x), plain(x))
+        for each in (model, plain):
+            for parameter in each.parameters():
+                parameter.mul_(1.5)
+        assert torch.allclose(model(x), plain(x), rtol=1e-12)
+    with torch.no_grad():
+        assert torch.allclose(model(x), plain(x), rtol=1e-12)

@@ -1,0 +1,157 @@
+"""Checkpointed modules forget activations and compute them again, to the same gradients, with all of torch's options."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from functools import partial
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from composable import checkpoint, fully_shard, registry
+from tests.helpers.battery import BATTERY, Case
+from tests.helpers.battery.transformers import Block, Transformer, next_token_loss
+from tests.helpers.compare import assert_same_training, averaged_gradients, full_gradients
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+_SAVED: Final = [torch.ops.aten.addmm.default]
+_selective = partial(create_selective_checkpoint_contexts, _SAVED)
+
+OPTIONS: Final[dict[str, dict[str, Any]]] = {
+    "selective": {"context_fn": _selective},
+    "without early stop": {"early_stop": False},
+    "without random state": {"preserve_rng_state": False},
+    "without determinism check": {"determinism_check": "none"},
+    "debugging": {"debug": True},
+}
+
+
+def _train(options: str, order: str) -> None:
+    def annotate(model: nn.Module, case: Case) -> None:
+        if order == "checkpoint first":
+            checkpoint(model, policy=set(case.units), **OPTIONS[options])
+        if order != "checkpoint alone":
+            fully_shard(model, policy=set(case.units))
+        if order != "checkpoint first":
+            checkpoint(model, policy=set(case.units), **OPTIONS[options])
+
+    assert_same_training(BATTERY["transformer with tied embedding"], annotate)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("order", ["checkpoint first", "checkpoint last"])
+def test_every_option_trains_the_same_with_shards(pool: Pool, options: str, order: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _train, options, order, device=device)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_every_option_trains_the_same_alone(pool: Pool, options: str, device: str) -> None:
+    pool.run(1, _train, options, "checkpoint alone", device=device)
+
+
+class _Count(TorchDispatchMode):
+    """How often each operator ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def _transformer(dropout: float = 0.0) -> Transformer:
+    torch.manual_seed(0)
+    return Transformer(dropout=dropout).double().to(current_device())
+
+
+def _tokens() -> Tensor:
+    (tokens,) = BATTERY["transformer with tied embedding"].inputs(0, 0, dist.get_rank(), current_device())
+    return tokens
+
+
+def _operators(how: str) -> Counter[str]:
+    model = _transformer()
+    if how != "not checkpointed":
+        options = OPTIONS["selective"] if how == "selective" else {}
+        checkpoint(model, policy={Block}, early_stop=False, **options)
+    with _Count() as count:
+        next_token_loss(model, _tokens()).backward()
+    return count.calls
+
+
+def test_checkpointing_runs_the_blocks_again_and_selective_checkpointing_spares_what_it_saves(pool: Pool) -> None:
+    (plain,) = pool.run(1, _operators, "not checkpointed")
+    (whole,) = pool.run(1, _operators, "whole")
+    (selective,) = pool.run(1, _operators, "selective")
+    layers = {"aten.addmm.default": 3, "aten.native_layer_norm.default": 2, "aten.gelu.default": 1}
+    for operator, per_block in layers.items():
+        assert whole[operator] == plain[operator] + 3 * per_block
+    assert selective["aten.addmm.default"] == plain["aten.addmm.default"]
+    assert selective["aten.gelu.default"] == whole["aten.gelu.default"]
+
+
+def _survivors(how: str) -> int:
+    """How many inner activations outlive forward."""
+    model = _transformer()
+    if how == "checkpointed":
+        checkpoint(model, policy={Block})
+    if how == "checkpointed and sharded":
+        fully_shard(model, policy={Block})
+        checkpoint(model, policy={Block})
+    inner: list[weakref.ref[Tensor]] = []
+    for block in model.blocks:
+        block.up.register_forward_hook(lambda module, args, output: inner.append(weakref.ref(output)))
+    loss = next_token_loss(model, _tokens())
+    alive = sum(reference() is not None for reference in inner)
+    loss.backward()
+    return alive
+
+
+def test_inner_activations_are_gone_after_forward(pool: Pool) -> None:
+    assert pool.run(2, _survivors, "not checkpointed") == [3, 3]
+    assert pool.run(2, _survivors, "checkpointed") == [0, 0]
+    assert pool.run(2, _survivors, "checkpointed and sharded") == [0, 0]
+
+
+def _dropout_gradients(preserve: bool, shard: bool) -> bool:
+    """Whether the gradients are those of the same dropout without checkpoints."""
+    plain, model = _transformer(0.4), _transformer(0.4)
+    if shard:
+        fully_shard(model, policy={Block})
+    checkpoint(model, policy={Block}, preserve_rng_state=preserve)
+    losses = []
+    for each in (plain, model):
+        torch.manual_seed(100 + dist.get_rank())
+        losses.append(next_token_loss(each, _tokens()))
+        torch.manual_seed(200)  # what a recomputation must not draw from
+        losses[-1].backward()
+    assert torch.equal(*losses)
+    if not shard:
+        gradients: list[Tensor | None] = [p.grad for p in plain.parameters()]
+    else:
+        gradients = list(averaged_gradients(plain).values())
+    pairs = zip(gradients, full_gradients(model).values(), strict=True)
+    return all(a is not None and b is not None and torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in pairs)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_dropout_is_recomputed_with_its_own_random_numbers(pool: Pool, shard: bool, device: str) -> None:
+    need_devices(device, 2)
+    assert pool.run(2, _dropout_gradients, True, shard, device=device) == [True, True]
+    assert pool.run(2, _dropout_gradients, False, shard, device=device) == [False, False]
+
+
+@spmd(ranks=1)
+def test_a_policy_annotates_the_picked_modules_only_and_in_place() -> None:
+    model = _transformer()
+    assert checkpoint(model, policy={Block}) is model
+    assert [name for name, module in model.named_modules() if registry(module)] == ["blocks.0", "blocks.1", "blocks.2"]

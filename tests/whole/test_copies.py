@@ -1,0 +1,250 @@
+"""Copies of an annotated model are annotated models of their own, and removing annotations gives a plain model back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel
+
+from composable import checkpoint, fully_shard, registry, remove, replicate
+from tests.helpers.battery import BATTERY, Case
+from tests.helpers.compare import (
+    anatomy,
+    assert_same_training,
+    distributed_training,
+    full_parameters,
+    joined_training,
+    sgd,
+)
+from tests.helpers.schemes import SCHEMES
+from tests.helpers.world import Pool, current_device, need_devices
+
+_CASES: Final = ("transformer with tied embedding", "recurrent", "odd sizes")
+_SCHEMES: Final = (
+    "fully_shard by policy",
+    "fully_shard without resharding",
+    "replicate",
+    "fully_shard inside replicate",
+    "checkpoint, then fully_shard",
+)
+
+
+def _step(model: nn.Module, case: Case, step: int) -> Tensor:
+    loss = case.loss(model, *case.inputs(0, step, dist.get_rank(), current_device()))
+    loss.backward()
+    return loss.detach()
+
+
+def _annotated(name: str, scheme: str) -> tuple[Case, nn.Module]:
+    case = BATTERY[name]
+    model = case.model(0, 0, current_device())
+    SCHEMES[scheme].annotate(model, case)
+    return case, model
+
+
+# --- deepcopy ---------------------------------------------------------------------------------------------------------
+
+
+def _train_copy(name: str, scheme: str, steps_before: int) -> None:
+    case, model = _annotated(name, scheme)
+    for step in range(steps_before):
+        _step(model, case, step)
+        model.zero_grad()
+    before = full_parameters(model)
+    twin = copy.deepcopy(model)
+    assert anatomy(twin) == anatomy(model)
+    expected = joined_training(case, dist.get_world_size(), 2, 0)
+    actual = distributed_training(case, twin, 2, 0)
+    for parameter, value in expected.parameters.items():
+        torch.testing.assert_close(actual.parameters[parameter], value, rtol=1e-9, atol=1e-11)
+    # The original is as it was, and can still train.
+    for parameter, value in full_parameters(model).items():
+        assert torch.equal(value, before[parameter])
+    again = distributed_training(case, model, 2, 0)
+    for parameter, value in expected.parameters.items():
+        torch.testing.assert_close(again.parameters[parameter], value, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize(("case", "steps_before"), [*zip(_CASES, (0, 1, 1), strict=True)])
+def test_a_deepcopy_trains_alone_and_leaves_the_original_alone(
+    pool: Pool, case: str, scheme: str, steps_before: int, device: str
+) -> None:
+    need_devices(device, 2)
+    pool.run(2, _train_copy, case, scheme, steps_before, device=device)
+
+
+def _average() -> None:
+    case, model = _annotated("transformer with tied embedding", "fully_shard by policy")
+    averaged = AveragedModel(model, multi_avg_fn=None)
+    optimizer = sgd(model)
+    expected: dict[str, Tensor] = {}
+    for step in range(3):
+        _step(model, case, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        averaged.update_parameters(model)
+        for name, value in full_parameters(model).items():
+            expected[name] = value if step == 0 else expected[name] + (value - expected[name]) / (step + 1)
+    for name, value in full_parameters(averaged.module).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11)
+    with torch.no_grad():
+        output = averaged(*case.inputs(0, 0, dist.get_rank(), current_device()))
+    assert torch.isfinite(output).all()
+
+
+def test_an_averaged_copy_follows_the_training(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _average, device=device)
+
+
+# --- pickle -----------------------------------------------------------------------------------------------------------
+
+
+def _pickled(scheme: str) -> str:
+    """How pickling ends: "as the original" when the loaded model computes what the original does."""
+    case, model = _annotated("transformer with tied embedding", scheme)
+    try:
+        loaded = pickle.loads(pickle.dumps(model))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    inputs = case.inputs(0, 0, dist.get_rank(), current_device())
+    assert torch.equal(loaded(*inputs), model(*inputs))
+    _step(model, case, 1)
+    _step(loaded, case, 1)
+    for (name, one), other in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert torch.equal(_local(one.grad), _local(other.grad)), name
+    return "as the original"
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("scheme", ["checkpoint, then fully_shard", "fully_shard by policy", "replicate"])
+def test_a_pickled_model_is_loaded_annotated_or_refused_with_the_way_to_do_it(pool: Pool, scheme: str) -> None:
+    for ending in pool.run(2, _pickled, scheme):
+        assert ending == "as the original" or "state_dict" in ending
+
+
+# --- remove -----------------------------------------------------------------------------------------------------------
+
+
+def _traces(model: nn.Module) -> list[tuple[str, list[str], list[Any]]]:
+    """What a module keeps outside of its parameters: attributes and hooks."""
+    return [
+        (
+            name,
+            sorted(vars(module)),
+            [
+                list(registered.values())
+                for registered in (
+                    module._forward_pre_hooks,
+                    module._forward_hooks,
+                    module._forward_hooks_with_kwargs,
+                    module._forward_pre_hooks_with_kwargs,
+                    module._forward_hooks_always_called,
+                    module._backward_hooks,
+                    module._backward_pre_hooks,
+                    module._state_dict_hooks,
+                    module._state_dict_pre_hooks,
+                    module._load_state_dict_pre_hooks,
+                )
+            ],
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+def _undo(model: nn.Module) -> None:
+    """Remove every annotation, the outermost module's first."""
+    for module in model.modules():
+        for verb in reversed([*registry(module)]):
+            if verb in registry(module):
+                remove(module, verb)
+
+
+def _remove(name: str, scheme: str, steps_before: int) -> None:
+    case = BATTERY[name]
+    untouched = case.model(0, 0, current_device())
+    model = case.model(0, 0, current_device())
+    SCHEMES[scheme].annotate(model, case)
+    reference = case.model(0, 0, current_device())
+    for step in range(steps_before):
+        _step(model, case, step)
+        model.zero_grad()
+    _undo(model)
+    assert anatomy(model) == anatomy(untouched)
+    assert _traces(model) == _traces(untouched)
+    for (fqn, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert type(one) is nn.Parameter, fqn
+        assert torch.equal(one, other), fqn
+        assert one.is_leaf
+        assert one.stride() == other.stride()
+    # Gradients are of this rank's batch alone: nobody reduces them any more.
+    _step(model, case, 7)
+    _step(reference, case, 7)
+    for (fqn, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), fqn
+        assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad), fqn
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("case", "steps_before"), [*zip(_CASES, (2, 0, 2), strict=True)])
+def test_removing_gives_a_model_equal_to_one_never_annotated(
+    pool: Pool, case: str, scheme: str, steps_before: int, device: str
+) -> None:
+    ranks = SCHEMES[scheme].ranks[-1] if 2 not in SCHEMES[scheme].ranks else 2
+    need_devices(device, ranks)
+    pool.run(ranks, _remove, case, scheme, steps_before, device=device)
+
+
+def _annotate_again(scheme: str) -> None:
+    def twice(model: nn.Module, case: Case) -> None:
+        SCHEMES[scheme].annotate(model, case)
+        _step(model, case, 0)
+        model.zero_grad()
+        _undo(model)
+        SCHEMES["fully_shard by policy"].annotate(model, case)
+
+    assert_same_training(BATTERY["transformer with tied embedding"], twice)
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_a_model_can_be_annotated_anew_after_removing(pool: Pool, scheme: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _annotate_again, scheme, device=device)
+
+
+def _remove_one_of_two() -> list[list[str]]:
+    case = BATTERY["transformer with tied embedding"]
+    model = case.model(0, 0, current_device())
+    block = case.units[0]
+    checkpoint(model, policy={block})
+    fully_shard(model, policy={block})
+    chosen = next(module for module in model.modules() if isinstance(module, block))
+    seen = [list(registry(chosen))]
+    remove(chosen, checkpoint)
+    seen.append(list(registry(chosen)))
+    remove(model, fully_shard)
+    seen.append(list(registry(chosen)))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    replicate(model)
+    seen.append(list(registry(model)))
+    _step(model, case, 0)
+    return seen
+
+
+def test_one_annotation_can_be_removed_while_another_stays(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    expected = [["checkpoint", "fully_shard"], ["fully_shard"], [], ["replicate"]]
+    assert pool.run(2, _remove_one_of_two, device=device) == [expected, expected]

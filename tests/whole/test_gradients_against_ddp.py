@@ -1,0 +1,69 @@
+"""On two ranks every way to annotate gives the very bits of DistributedDataParallel's gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.helpers.battery import BATTERY, Case
+from tests.helpers.compare import full_gradients, full_parameters, sgd
+from tests.helpers.schemes import SCHEMES
+from tests.helpers.world import Pool, current_device, need_devices
+
+# Sums of two numbers do not depend on their order, so equality can be exact.
+_CASES = (
+    "transformer with tied embedding",
+    "convolutions with frozen statistics",
+    "odd sizes",
+    "a unit used several times",
+)
+_SCHEMES = (
+    "fully_shard by policy",
+    "fully_shard without resharding",
+    "replicate",
+    "replicate in small buckets",
+    "checkpoint, then fully_shard",
+)
+
+
+def _single_precision(case: Case) -> nn.Module:
+    return case.model(0, dist.get_rank()).float().to(current_device())
+
+
+def _train_both(name: str, scheme: str) -> None:
+    case = BATTERY[name]
+    device = current_device()
+    plain, annotated = _single_precision(case), _single_precision(case)
+    rival = DistributedDataParallel(plain, device_ids=[device] if device.type == "cuda" else None)
+    SCHEMES[scheme].annotate(annotated, case)
+    rival_optimizer, optimizer = sgd(plain), sgd(annotated)
+    for step in range(3):
+        inputs = [t.float() if t.is_floating_point() else t for t in case.inputs(0, step, dist.get_rank(), device)]
+        theirs, ours = case.loss(rival, *inputs), case.loss(annotated, *inputs)
+        assert torch.equal(theirs, ours)
+        theirs.backward()
+        ours.backward()
+        expected, actual = full_gradients(plain), full_gradients(annotated)
+        assert list(expected) == list(actual)
+        for parameter, gradient in expected.items():
+            mine = actual[parameter]
+            assert gradient is not None
+            assert mine is not None
+            assert torch.equal(gradient, mine), f"step {step}, '{parameter}'"
+        rival_optimizer.step()
+        optimizer.step()
+        rival_optimizer.zero_grad()
+        optimizer.zero_grad()
+    theirs_full, ours_full = full_parameters(plain), full_parameters(annotated)
+    for parameter, value in theirs_full.items():
+        assert torch.equal(value, ours_full[parameter]), parameter
+
+
+@pytest.mark.parametrize("case", _CASES)
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_gradients_equal_ddps_bit_for_bit(pool: Pool, case: str, scheme: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _train_both, case, scheme, device=device)

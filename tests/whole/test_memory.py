@@ -1,0 +1,106 @@
+"""Training for long leaves nothing behind: no tensors, no objects, no hooks, no pages."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.helpers.battery import BATTERY
+from tests.helpers.compare import sgd
+from tests.helpers.schemes import SCHEMES
+from tests.helpers.world import Pool, current_device, need_devices
+
+STEPS: Final = 200
+WARM_UP: Final = 100
+# Allocators keep pages; one object of 64 bytes leaked per module and step would be more than this.
+SLACK_BYTES: Final = 4 << 20
+
+
+def _live() -> tuple[int, int]:
+    """How many tensors, and how many objects that could hold some, are alive."""
+    gc.collect()
+    objects = gc.get_objects()
+    return sum(issubclass(type(item), torch.Tensor) for item in objects), len(objects)
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _hooks(model: nn.Module) -> int:
+    return sum(
+        len(registered)
+        for module in model.modules()
+        for registered in (
+            module._forward_pre_hooks,
+            module._forward_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
+
+
+def _train_for_long(scheme: str) -> tuple[list[tuple[int, int]], list[int], list[int]]:
+    case = BATTERY["a unit used several times"]
+    model = case.model(0, 0, current_device())
+    SCHEMES[scheme].annotate(model, case)
+    optimizer = sgd(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-4
+    live, resident, hooks = [], [], []
+    for step in range(STEPS):
+        # Evaluation and forwards that nobody uses are where leftovers would gather.
+        if step % 4 == 0:
+            with torch.no_grad():
+                model(*case.inputs(0, step, dist.get_rank(), current_device()))
+        loss = case.loss(model, *case.inputs(0, step, dist.get_rank(), current_device()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 in (WARM_UP, STEPS):
+            del loss
+            live.append(_live())
+            resident.append(_resident_bytes())
+            hooks.append(_hooks(model))
+    return live, resident, hooks
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        "fully_shard by policy",
+        "fully_shard without resharding",
+        "replicate",
+        "replicate inside fully_shard",
+        "checkpoint, then fully_shard",
+    ],
+)
+def test_nothing_grows_over_two_hundred_steps(pool: Pool, scheme: str, device: str) -> None:
+    need_devices(device, 2)
+    for live, resident, hooks in pool.run(2, _train_for_long, scheme, device=device):
+        (tensors_before, objects_before), (tensors_after, objects_after) = live
+        assert tensors_after == tensors_before
+        assert objects_after <= objects_before + 50  # caches of the interpreter; a leak would be one per step
+        assert resident[1] <= resident[0] + SLACK_BYTES
+        assert hooks[1] == hooks[0]
+
+
+def _leak() -> tuple[int, int]:
+    """What the measure must be able to see."""
+    kept = []
+    before, _ = _live()
+    for _ in range(STEPS):
+        kept.append(torch.zeros(1))
+    after, _ = _live()
+    return after - before, len(kept)
+
+
+def test_a_leaked_tensor_per_step_would_be_seen(pool: Pool) -> None:
+    assert pool.run(1, _leak) == [(STEPS, STEPS)]

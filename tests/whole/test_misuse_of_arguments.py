@@ -1,0 +1,251 @@
+"""Arguments that annotations cannot take are refused at once, with words that say what to pass instead."""
+
+# Messages are compared word for word, each on one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline as assert_text
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import checkpoint, describe, fully_shard, replicate
+from tests.helpers.battery.odd import Layer, Nested
+from tests.helpers.battery.transformers import Block, Transformer
+from tests.helpers.compare import full_parameters
+from tests.helpers.refusals import refused, same_on_all
+from tests.helpers.world import Pool, current_device, spmd
+
+
+def _transformer() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer().to(current_device())
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+def _meshes() -> list[str]:
+    kind = current_device().type
+    model = _transformer()
+    three = init_device_mesh(kind, (1, 2, 1), mesh_dim_names=("x", "y", "z"))
+    two = init_device_mesh(kind, (1, 2))
+    contradicting = init_device_mesh(kind, (2, 1), mesh_dim_names=("shard", "replicate"))
+    return [
+        refused(model, lambda: fully_shard(model, mesh=three)),
+        refused(model, lambda: fully_shard(model, mesh=two)),
+        refused(model, lambda: fully_shard(model, mesh=contradicting)),
+        refused(model, lambda: replicate(model, mesh=three)),
+        refused(model, lambda: fully_shard(model, mesh="cpu")),
+        refused(model, lambda: fully_shard(model, reshard_after_forward=3)),
+        refused(model, lambda: fully_shard(model, reshard_after_forward="yes")),
+    ]
+
+
+def test_meshes_that_do_not_fit_are_refused_with_an_example(pool: Pool) -> None:
+    three, two, contradicting, replicated, text, number, word = pool.run(2, _meshes)[0]
+    assert_text(
+        three,
+        """MeshError: fully_shard takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). Pick the dimension by name: fully_shard(module, mesh=mesh["z"])""",
+    )
+    assert_text(
+        two,
+        """MeshError: fully_shard takes a mesh of one dimension; this one has 2 without names. Name them and pick one: mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=('replicate', 'shard')); fully_shard(module, mesh=mesh["shard"])""",
+    )
+    assert_text(
+        contradicting,
+        """MeshError: fully_shard takes a mesh of one dimension; this one has 2: ('shard', 'replicate'). Pick the dimension by name: fully_shard(module, mesh=mesh["shard"])""",
+    )
+    assert_text(
+        replicated,
+        """MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). Pick the dimension by name: replicate(module, mesh=mesh["z"])""",
+    )
+    assert_text(text, """MeshError: fully_shard: expected a DeviceMesh, a ProcessGroup or None as mesh, got str.""")
+    assert_text(number, """MeshError: reshard_after_forward=3: the mesh has 2 ranks, which 3 does not divide.""")
+    assert_text(word, """AnnotationError: reshard_after_forward must be True, False or a number of ranks, got str""")
+
+
+@spmd(ranks=2)
+def test_a_dimension_picked_by_name_and_a_process_group_are_meshes() -> None:
+    kind = current_device().type
+    mesh = init_device_mesh(kind, (1, 2), mesh_dim_names=("replicate", "shard"))
+    for given in (mesh["shard"], dist.group.WORLD, dist.new_group([0, 1])):
+        model = _transformer()
+        expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+        fully_shard(model, mesh=given)
+        assert describe(model).to_dict()["units"][0]["ranks"] == 2
+        for name, value in full_parameters(model).items():
+            assert torch.equal(value, expected[name])
+
+
+def test_without_a_process_group_one_process_runs_alone_and_several_are_asked_to_form_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not dist.is_initialized()
+    for value in (None, "1"):
+        if value is None:
+            monkeypatch.delenv("WORLD_SIZE", raising=False)
+        else:
+            monkeypatch.setenv("WORLD_SIZE", value)
+        torch.manual_seed(0)
+        plain, model = Layer(), Layer()
+        model.load_state_dict(plain.state_dict())
+        checkpoint(model)
+        fully_shard(model)
+        replicated = Layer()
+        replicated.load_state_dict(plain.state_dict())
+        replicate(replicated)
+        x = torch.randn(3, 6)
+        for each in (plain, model, replicated):
+            each(x).square().sum().backward()
+        for one, *others in zip(plain.parameters(), model.parameters(), replicated.parameters(), strict=True):
+            assert all(other.grad is not None and torch.equal(one.grad, other.grad) for other in others)
+    assert not dist.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    model = Layer()
+    assert_text(
+        refused(model, lambda: fully_shard(model)),
+        """MeshError: fully_shard: WORLD_SIZE is 2, but there is no process group. Call torch.distributed.init_process_group first.""",
+    )
+    assert_text(
+        refused(model, lambda: replicate(model)),
+        """MeshError: replicate: WORLD_SIZE is 2, but there is no process group. Call torch.distributed.init_process_group first.""",
+    )
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _arguments() -> list[str]:
+    model = _transformer()
+    unknown: list[dict[str, Any]] = [
+        {"auto_wrap_policy": None},
+        {"use_orig_params": True},
+        {"sharding_strategy": "FULL_SHARD"},
+        {"device_id": 0},
+        {"reshard_after_froward": True},
+        {"mp_policy": None},
+    ]
+    return [refused(model, lambda given=given: fully_shard(model, **given)) for given in unknown]
+
+
+def test_unknown_keywords_are_refused_with_their_equivalent(pool: Pool) -> None:
+    wrap, original, strategy, device, misspelt, later = pool.run(1, _arguments)[0]
+    assert_text(wrap, """UnknownArgumentError: fully_shard() has no argument 'auto_wrap_policy'; use policy= instead""")
+    assert_text(
+        original,
+        """UnknownArgumentError: fully_shard() has no argument 'use_orig_params'; parameters always keep their identity and names; leave it out""",
+    )
+    assert_text(
+        strategy,
+        """UnknownArgumentError: fully_shard() has no argument 'sharding_strategy'; write reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or call replicate()""",
+    )
+    assert_text(
+        device, """UnknownArgumentError: fully_shard() has no argument 'device_id'; the mesh says which device; leave it out"""
+    )
+    assert_text(
+        misspelt,
+        """UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, shard_placement_fn, ignored_params, sync_module_states""",
+    )
+    assert_text(
+        later,
+        """UnknownArgumentError: fully_shard() has no argument 'mp_policy'; did you mean 'policy'? It takes: mesh, policy, reshard_after_forward, shard_placement_fn, ignored_params, sync_module_states""",
+    )
+
+
+def _replicate_arguments() -> list[str]:
+    model = _transformer()
+    unknown: list[dict[str, Any]] = [
+        {"find_unused_parameters": True},
+        {"device_ids": [0]},
+        {"bucket_cap_mb": 0},
+        {"sync_module_states": True},
+    ]
+    return [refused(model, lambda given=given: replicate(model, **given)) for given in unknown]
+
+
+def test_keywords_of_ddp_are_refused_with_their_equivalent(pool: Pool) -> None:
+    unused, devices, cap, sync = pool.run(1, _replicate_arguments)[0]
+    assert_text(
+        unused,
+        """UnknownArgumentError: replicate() has no argument 'find_unused_parameters'; unused parameters need no flag; leave it out""",
+    )
+    assert_text(
+        devices,
+        """UnknownArgumentError: replicate() has no argument 'device_ids'; the module's own device is used; leave it out""",
+    )
+    assert_text(cap, """AnnotationError: bucket_cap_mb must be a positive number of MiB, got 0""")
+    assert_text(sync, """AnnotationError: sync_module_states must be one of check, broadcast, off, got True""")
+
+
+def _checkpoint_arguments() -> list[str]:
+    model = _transformer()
+    unknown: list[dict[str, Any]] = [
+        {"use_reentrant": True},
+        {"use_reentrant": False},
+        {"preserve_rng": True},
+        {"determinism_check": "sometimes"},
+        {"debug": True, "context_fn": lambda: None},
+    ]
+    return [refused(model, lambda given=given: checkpoint(model, **given)) for given in unknown]
+
+
+def test_keywords_of_checkpoint_are_refused_with_their_equivalent(pool: Pool) -> None:
+    reentrant, not_reentrant, misspelt, check, debug = pool.run(1, _checkpoint_arguments)[0]
+    assert_text(
+        reentrant,
+        """UnknownArgumentError: checkpoint() has no argument 'use_reentrant'; checkpointing is never reentrant here; leave it out, or use torch.utils.checkpoint.checkpoint""",
+    )
+    assert_text(
+        not_reentrant,
+        """UnknownArgumentError: checkpoint() has no argument 'use_reentrant'; checkpointing is never reentrant here; leave it out, or use torch.utils.checkpoint.checkpoint""",
+    )
+    assert_text(
+        misspelt,
+        """UnknownArgumentError: checkpoint() has no argument 'preserve_rng'; did you mean 'preserve_rng_state'? It takes: policy, preserve_rng_state, context_fn, determinism_check, debug, early_stop""",
+    )
+    assert_text(check, """AnnotationError: determinism_check must be one of default, none, got 'sometimes'""")
+    assert_text(
+        debug,
+        """AnnotationError: checkpoint: debug=True records with contexts of its own and cannot be given with context_fn""",
+    )
+
+
+def _ignored() -> list[str]:
+    model = _transformer()
+    stranger = nn.Linear(2, 2)
+    return [
+        refused(model, lambda: fully_shard(model, ignored_params=["embd.*"])),
+        refused(model, lambda: fully_shard(model, ignored_params=[stranger])),
+        refused(model, lambda: fully_shard(model, ignored_params=[stranger.weight])),
+        refused(model, lambda: fully_shard(model, ignored_params=[3])),
+        refused(model, lambda: replicate(model, ignored_params=["embd.*"])),
+    ]
+
+
+def test_ignored_parameters_that_match_nothing_arerefused(pool: Pool) -> None:
+    glob, module, parameter, number, replicated = pool.run(1, _ignored)[0]
+    assert_text(glob, """AnnotationError: ignored_params: pattern 'embd.*' matched nothing; did you mean 'embedding'?""")
+    assert_text(module, """AnnotationError: ignored_params: a Linear is not inside the module""")
+    assert_text(parameter, """AnnotationError: ignored_params: a parameter of shape (2, 2) is not in the module""")
+    assert_text(number, """AnnotationError: ignored_params takes parameters, modules, FQNs and globs, got int""")
+    assert_text(replicated, """AnnotationError: ignored_params: pattern 'embd.*' matched nothing; did you mean 'embedding'?""")
+
+
+def _policies(verb: str) -> str:
+    model = Nested(1).to(current_device())
+    apply = {"fully_shard": fully_shard, "replicate": replicate, "checkpoint": checkpoint}[verb]
+    return refused(model, lambda: apply(model, policy={Block}))
+
+
+def test_a_policy_that_matches_nothing_is_refused_with_the_classes_that_are_there(pool: Pool) -> None:
+    texts = [pool.run(1, _policies, verb)[0] for verb in ("fully_shard", "replicate", "checkpoint")]
+    assert_text(
+        same_on_all(texts),
+        """PolicyError: policy matched 0 modules; classes present: Nested x2, Linear x10, Sequential x2, ReLU x2, Layer x2""",
+    )

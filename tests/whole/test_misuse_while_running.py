@@ -1,0 +1,389 @@
+"""Uses of an annotated model that cannot work end at once with words that say what to do; those that can, work."""
+
+# Messages are compared word for word, each on one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline as assert_text
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from composable import checkpoint, fully_shard, register_forward_method, replicate
+from composable.errors import ComposableError
+from tests.helpers.battery import BATTERY, Case
+from tests.helpers.battery.odd import Layer
+from tests.helpers.battery.transformers import Block, Transformer
+from tests.helpers.compare import assert_same_gradients, averaged_gradients, full_gradients
+from tests.helpers.refusals import refusal
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+
+class Model(nn.Module):
+    """A model with more ways in than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Layer()
+        self.decoder = Layer()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decoder(self.encoder(x)))
+
+    def generate(self, x: Tensor, steps: int = 2) -> Tensor:
+        for _ in range(steps):
+            x = self.decoder(self.encoder(x))
+        return self.head(x)
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.head.weight.sum() * x
+
+
+def _model() -> Model:
+    torch.manual_seed(0)
+    return Model().double().to(current_device())
+
+
+def _batch() -> Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(3, 6, generator=generator, dtype=torch.float64).to(current_device())
+
+
+def _step_is_good(model: nn.Module) -> bool:
+    """Whether a training step gives the gradients of the plain model."""
+    model.zero_grad()
+    plain = _model()
+    for each in (plain, model):
+        each(_batch()).square().mean().backward()
+    pairs = zip(averaged_gradients(plain).values(), full_gradients(model).values(), strict=True)
+    return all(a is not None and b is not None and torch.allclose(a, b, rtol=1e-9) for a, b in pairs)
+
+
+# --- calls that are no forward ----------------------------------------------------------------------------------------
+
+
+def _forward_called_by_hand(policy: bool) -> str:
+    model = _model()
+    fully_shard(model, policy={Layer} if policy else None)
+    text = refusal(lambda: model.forward(_batch()))
+    assert _step_is_good(model)
+    return text
+
+
+def test_calling_forward_by_hand_is_refused(pool: Pool) -> None:
+    assert_text(
+        pool.run(2, _forward_called_by_hand, False)[1],
+        """ShardedParameterError: parameter 'encoder.up.weight' of unit '' is sharded and was used outside a forward call; call model(x), not model.forward(x), or register_forward_method(model, 'forward')""",
+    )
+    assert_text(
+        pool.run(2, _forward_called_by_hand, True)[1],
+        """ShardedParameterError: parameter 'head.weight' of unit '' is sharded and was used outside a forward call; call model(x), not model.forward(x), or register_forward_method(model, 'forward')""",
+    )
+
+
+def _method() -> list[str]:
+    model = _model()
+    fully_shard(model, policy={Layer})
+    texts = [refusal(lambda: model.generate(_batch()))]
+    outer = _model()
+    fully_shard(outer)
+    texts.append(refusal(lambda: outer.generate(_batch())))
+    texts.append(refusal(lambda: outer.head(_batch())))
+    assert _step_is_good(model)
+    assert _step_is_good(outer)
+    return texts
+
+
+def test_other_methods_are_refused_by_name(pool: Pool) -> None:
+    units, whole, part = pool.run(2, _method)[0]
+    assert_text(
+        units,
+        """ShardedParameterError: parameter 'head.weight' of unit '' is sharded and was used outside a forward call; Model.generate is not a forward: call register_forward_method(module, 'generate') first""",
+    )
+    assert_text(
+        whole,
+        """ShardedParameterError: parameter 'encoder.up.weight' of unit '' is sharded and was used outside a forward call; Model.generate is not a forward: call register_forward_method(module, 'generate') first""",
+    )
+    assert_text(
+        part,
+        """ShardedParameterError: parameter 'head.weight' of unit '' is sharded and was used outside a forward call; call the annotated module (Model) itself, or annotate 'head' as a unit""",
+    )
+
+
+@spmd(ranks=[1, 2])
+@pytest.mark.parametrize("verb", ["fully_shard", "fully_shard by policy", "replicate"])
+def test_registered_methods_compute_and_train_as_forward_does(verb: str) -> None:
+    plain, model = _model(), _model()
+    if verb == "replicate":
+        replicate(model)
+    else:
+        fully_shard(model, policy={Layer} if verb == "fully_shard by policy" else None)
+    register_forward_method(model, "generate")
+    register_forward_method(model, "embed")
+    x = _batch()
+    with torch.no_grad():
+        assert torch.equal(model.generate(x, steps=3), plain.generate(x, steps=3))
+        assert torch.equal(model.embed(x), plain.embed(x))
+    for each in (plain, model):
+        each.generate(x).square().mean().backward()
+    for one, other in zip(averaged_gradients(plain).values(), full_gradients(model).values(), strict=True):
+        assert one is not None
+        assert other is not None
+        assert torch.allclose(one, other, rtol=1e-9)
+    assert _step_is_good(model)
+
+
+def _registrations() -> list[str]:
+    model, plain = _model(), _model()
+    fully_shard(model)
+    checkpoint(plain)
+    return [
+        refusal(lambda: register_forward_method(model.head, "forward")),
+        refusal(lambda: register_forward_method(plain, "generate")),
+        refusal(lambda: register_forward_method(model, "genrate")),
+        refusal(lambda: register_forward_method(model, "head")),
+    ]
+
+
+def test_registering_on_a_plain_module_or_a_misspelt_method_is_refused(pool: Pool) -> None:
+    plain, checkpointed, misspelt, attribute = pool.run(2, _registrations)[0]
+    assert_text(
+        plain,
+        """NotAnnotatedError: register_forward_method: 'head' is not annotated; call fully_shard or replicate on it first""",
+    )
+    assert_text(
+        checkpointed,
+        """NotAnnotatedError: register_forward_method: Model is not annotated; call fully_shard or replicate on it first""",
+    )
+    assert_text(
+        misspelt, """NotAnnotatedError: register_forward_method: no method 'genrate' on Model; did you mean 'generate'?"""
+    )
+    assert_text(attribute, """NotAnnotatedError: register_forward_method: no method 'head' on Model""")
+
+
+# --- outputs and tensors that take another way ------------------------------------------------------------------------
+
+
+class Opaque:
+    """Nothing in it can be found by looking."""
+
+    __slots__ = ("_get",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._get = lambda: tensor
+
+    def open(self) -> Tensor:
+        return self._get()
+
+
+class Sealed:
+    """Not even attributes."""
+
+    __slots__ = ("__weakref__",)
+    kept: ClassVar[dict[int, Tensor]] = {}
+
+    def __init__(self, tensor: Tensor) -> None:
+        Sealed.kept[id(self)] = tensor
+
+    def open(self) -> Tensor:
+        return Sealed.kept.pop(id(self))
+
+
+class Hiding(nn.Module):
+    def __init__(self, box: type[Opaque] | type[Sealed]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.box = box
+
+    def forward(self, x: Tensor) -> Any:
+        return self.box(torch.tanh(self.linear(x)))
+
+
+class Stashing(nn.Module):
+    """Leaves a tensor on itself that the loss uses, and returns another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.second = nn.Linear(6, 6)
+        self.stashed: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        self.stashed = [torch.sin(self.second(hidden))]
+        return hidden
+
+
+class Unboxing(nn.Module):
+    def __init__(self, box: type[Opaque] | type[Sealed]) -> None:
+        super().__init__()
+        self.hiding = Hiding(box)
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.hiding(x).open())
+
+
+class Escaping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stashing = Stashing()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.stashing(x)
+        (stashed,) = self.stashing.stashed
+        self.stashing.stashed = []
+        return self.head(hidden.detach()) * stashed.sum()
+
+
+_HIDDEN = {"opaque": lambda: Unboxing(Opaque), "sealed": lambda: Unboxing(Sealed), "escaping": Escaping}
+
+
+def _train_hidden(kind: str, reshard: bool) -> str:
+    case = Case(kind, _HIDDEN[kind], BATTERY["nested"].batch, BATTERY["nested"].loss, (Hiding, Stashing))
+
+    def annotate(model: nn.Module, case: Case) -> None:
+        fully_shard(model, policy=set(case.units), reshard_after_forward=reshard)
+
+    def program(model: nn.Module, x: Tensor) -> None:
+        model(x).square().mean().backward()
+
+    try:
+        assert_same_gradients(case, annotate, program)
+    except ComposableError as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_outputs_that_cannot_be_looked_into_are_refused_or_train_but_never_lose_gradients(pool: Pool, reshard: bool) -> None:
+    assert_text(pool.run(2, _train_hidden, "opaque", reshard)[0], """trained""")
+    assert_text(
+        pool.run(2, _train_hidden, "sealed", reshard)[0],
+        """OutputError: fully_shard(unit 'hiding'): forward returned Sealed, in which no tensor that requires grad was found; its backward cannot be tracked. Return tensors, containers, dataclasses or objects with attributes.""",
+    )
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_tensors_that_reach_the_loss_by_another_way_train_or_are_refused(pool: Pool, reshard: bool) -> None:
+    assert_text(pool.run(2, _train_hidden, "escaping", reshard)[0], """trained""")
+
+
+# --- what users do to modules -----------------------------------------------------------------------------------------
+
+
+def _clear_hooks(which: str) -> str:
+    model = _model()
+    fully_shard(model, policy={Layer})
+    module = model if which == "root" else model.get_submodule(which)
+    assert _step_is_good(model)
+    module._forward_pre_hooks.clear()
+    module._forward_hooks.clear()
+    return refusal(lambda: model(_batch()))
+
+
+def test_removed_hooks_are_noticed_at_the_next_forward(pool: Pool) -> None:
+    assert_text(
+        pool.run(2, _clear_hooks, "encoder")[0],
+        """HooksRemovedError: the hooks of unit 'encoder' were removed from its module (Layer); without them its parameters are never gathered. Leave hooks alone that you did not register; to annotate again, call remove(module, fully_shard) first.""",
+    )
+    assert_text(
+        pool.run(2, _clear_hooks, "root")[0],
+        """HooksRemovedError: the hooks of unit '' were removed from its module (Model); without them its parameters are never gathered. Leave hooks alone that you did not register; to annotate again, call remove(module, fully_shard) first.""",
+    )
+
+
+@spmd(ranks=2)
+def test_functional_call_computes_with_the_tensors_that_it_is_given() -> None:
+    plain, model = _model(), _model()
+    fully_shard(model, policy={Layer})
+    generator = torch.Generator().manual_seed(5)
+    given = {
+        name: torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device).requires_grad_()
+        for name, p in plain.named_parameters()
+    }
+    x = _batch()
+    expected = functional_call(plain, given, (x,))
+    gradients = torch.autograd.grad(expected.square().mean(), list(given.values()))
+    actual = functional_call(model, given, (x,))
+    assert torch.equal(actual, expected)
+    for one, other in zip(gradients, torch.autograd.grad(actual.square().mean(), list(given.values())), strict=True):
+        assert torch.equal(one, other)
+    assert _step_is_good(model)
+
+
+def _log_of_a_failure() -> list[str]:
+    lines: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(f"{record.levelname}: {record.getMessage()}")
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    model = _model()
+    fully_shard(model, policy={Layer})
+    keep = Keep()
+    logging.getLogger("composable").addHandler(keep)
+    try:
+        with model.decoder.up.register_forward_pre_hook(fail), pytest.raises(MemoryError, match="no room"):
+            model(_batch())
+        assert _step_is_good(model)
+    finally:
+        logging.getLogger("composable").removeHandler(keep)
+    return lines
+
+
+def test_a_failed_step_is_reported_once_with_its_unit_and_the_next_one_is_good(pool: Pool) -> None:
+    assert_text(
+        "\n".join(pool.run(2, _log_of_a_failure)[0]),
+        """WARNING: previous step of unit 'decoder' ended with MemoryError; state was reset""",
+    )
+
+
+def _other_order() -> str:
+    """Rank 1 skips a unit in its first forward."""
+    model = _model()
+    fully_shard(model, policy={Layer})
+    if dist.get_rank() == 1:
+        model.forward = lambda x: model.head(model.decoder(x))  # type: ignore[method-assign]
+    return refusal(lambda: model(_batch()))
+
+
+def test_ranks_that_run_different_units_are_told_so_by_name(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    texts = pool.run(2, _other_order, device=device, spoils=True)
+    assert_text(
+        "\n".join(texts),
+        """\
+RanksDisagreeError: the ranks run their modules in different orders in the first forward: rank 0 runs 'encoder'; rank 1 runs 'decoder'. All ranks must run the same fully sharded modules in the same order.
+RanksDisagreeError: the ranks run their modules in different orders in the first forward: rank 0 runs 'encoder'; rank 1 runs 'decoder'. All ranks must run the same fully sharded modules in the same order.""",
+    )
+
+
+def _transformer_blocks_alone() -> None:
+    torch.manual_seed(0)
+    model = Transformer().to(current_device())
+    fully_shard(model, policy={Block})
+    tokens = torch.zeros(1, 5, dtype=torch.long, device=current_device())
+    with torch.no_grad():
+        model.eval()
+        hidden = model.blocks[0](torch.zeros(1, 5, 12, device=current_device()))
+        assert torch.isfinite(hidden).all()
+        whole = model(tokens)
+    model.train()
+    assert torch.allclose(model(tokens), whole)
+
+
+def test_a_unit_called_before_its_root_works_and_the_root_takes_over(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _transformer_blocks_alone, device=device)
