@@ -440,6 +440,11 @@ class Handle:
         slot.replace(original)
 
     @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """Where each parameter lies, one layout per dtype; empty on one rank without a process group."""
+        return tuple(part.flat.layout for part in self._parts)
+
+    @property
     def device(self) -> torch.device:
         """Where the parameters are."""
         return self._parts[0].flat.device if self._parts else torch.device("cpu")
