@@ -13,10 +13,21 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from algorithms import GATHERS, REDUCTIONS, Move, gather_each, gather_packed, gather_pairs, gather_tensor
+from algorithms import (
+    GATHERS,
+    REDUCTIONS,
+    Move,
+    gather_each,
+    gather_each_shared,
+    gather_packed,
+    gather_pairs,
+    gather_shared,
+    gather_tensor,
+)
 from harness import Measure, Rounds, Sample, compete, device_of, series, spread
 from options import counts, parse, parser
 from publish import curves, emit, rounded, table
@@ -24,6 +35,9 @@ from publish import curves, emit, rounded, table
 MOVES = {**GATHERS, **REDUCTIONS}
 MESSAGES = {"own: pairs": (gather_each, gather_pairs), "packed: pairs": (gather_packed, gather_pairs)}
 MESSAGES |= {"own: tensor": (gather_each, gather_tensor), "packed: tensor": (gather_packed, gather_tensor)}
+MESSAGES |= {"own: shared": (gather_each_shared, gather_shared), "packed: shared": (gather_packed, gather_shared)}
+HOST_ONLY = "shared"
+T = TypeVar("T")
 TOGETHER = 12  # parameters of a unit, as in a transformer block
 TIMED_SECONDS = 0.05  # a sample repeats what is quicker than this
 
@@ -45,22 +59,28 @@ def _repeats(move: Move, device: torch.device) -> int:
     return max(1, min(100, int(TIMED_SECONDS / once.item())))
 
 
+def _usable(algorithms: dict[str, T], device: str) -> dict[str, T]:
+    return {name: algorithm for name, algorithm in algorithms.items() if device == "cpu" or HOST_ONLY not in name}
+
+
 def _moves(size: int, device: torch.device) -> dict[str, Move]:
     ways = dist.get_world_size()
     numel = max(size // 4 // ways, 1)
     shard = torch.ones(numel, device=device)
     whole = torch.zeros(numel * ways, device=device)
-    moves = {f"{size} {name}": make(shard, whole) for name, make in GATHERS.items()}
+    moves = {f"{size} {name}": make(shard, whole) for name, make in _usable(GATHERS, device.type).items()}
     # An all-reduce in place grows what it sums: zeros stay zeros, however often it is repeated.
     return moves | {
-        f"{size} {name}": make(torch.zeros_like(whole), torch.zeros_like(shard)) for name, make in REDUCTIONS.items()
+        f"{size} {name}": make(torch.zeros_like(whole), torch.zeros_like(shard))
+        for name, make in _usable(REDUCTIONS, device.type).items()
     }
 
 
 def _messages(size: int, device: torch.device) -> dict[str, Move]:
     shards = [torch.ones(max(size // 4, 1), device=device) for _ in range(TOGETHER)]
     wholes = [torch.zeros(shard.numel() * dist.get_world_size(), device=device) for shard in shards]
-    return {f"{size} {name}": many(shards, wholes, one) for name, (many, one) in MESSAGES.items()}
+    messages = _usable(MESSAGES, device.type)
+    return {f"{size} {name}": many(shards, wholes, one) for name, (many, one) in messages.items()}
 
 
 def build(what: str, options: argparse.Namespace) -> Measure:
@@ -108,6 +128,8 @@ def main() -> None:
     if found.sizes == counts(f"{1 << 10}..{64 << 20}"):
         found.sizes = found.sizes[::2]  # every other power of two shows the curve as well
     tables, data, lines, backend = [], {}, {}, "nccl" if found.device == "cuda" else "gloo"
+    moves, messages = list(_usable(MOVES, found.device)), list(_usable(MESSAGES, found.device))
+    kinds = list(dict.fromkeys(name.partition(": ")[2] for name in messages))
     for ways in found.world:
         run = argparse.Namespace(**{**vars(found), "ranks": ways})
         rounds = compete(build, ["moves", "messages"], run)
@@ -115,20 +137,20 @@ def main() -> None:
         def rate(size: int, name: str, rounds: Rounds = rounds) -> float:
             return float(size / spread(series(rounds, "moves", f"{size} {name}"))["median"] / 1e9)
 
-        rows = [[readable(size), *[f"{rate(size, name):.3f}" for name in MOVES]] for size in found.sizes]
-        tables.append(f"GB/s of the full tensor, {ways} ranks, {backend}:\n\n" + table(["size", *MOVES], rows))
+        rows = [[readable(size), *[f"{rate(size, name):.3f}" for name in moves]] for size in found.sizes]
+        tables.append(f"GB/s of the full tensor, {ways} ranks, {backend}:\n\n" + table(["size", *moves], rows))
         rows = []
         for size in found.shards:
-            medians = [spread(series(rounds, "messages", f"{size} {name}"))["median"] for name in MESSAGES]
+            medians = [spread(series(rounds, "messages", f"{size} {name}"))["median"] for name in messages]
             rows.append([readable(size), *[f"{value * 1e3:.3f}" for value in medians]])
-        edges = {kind: threshold(rounds, found.shards, kind) for kind in ("pairs", "tensor")}
+        edges = {kind: threshold(rounds, found.shards, kind) for kind in kinds}
         said = "; ".join(f"{kind}: {'never' if at is None else 'from ' + readable(at)}" for kind, at in edges.items())
         tables.append(
             f"ms to gather {TOGETHER} parameters, each in a message of its own or all packed in one, {ways} ranks:\n\n"
-            + table(["shard", *MESSAGES], rows)
+            + table(["shard", *messages], rows)
             + f"\n\nA message of its own pays, {said}."
         )
-        lines[f"{ways} ranks"] = {name: {float(size): rate(size, name) for size in found.sizes} for name in MOVES}
+        lines[f"{ways} ranks"] = {name: {float(size): rate(size, name) for size in found.sizes} for name in moves}
         data[str(ways)] = {"direct_bytes": edges, "seconds": rounded(rounds)}
     title = f"Collectives: {backend}, {found.device}, {', '.join(map(str, found.world))} ranks"
 

@@ -63,7 +63,7 @@ def _floor(task: Task, options: argparse.Namespace) -> Measure:
     for numel, shard in zip(padded, shards, strict=True):
         room, mine = whole[:numel], moved[: numel // ways]
         gathers.append(_fastest({name: make(shard, room) for name, make in GATHERS.items()}, watch, device))
-        makers = {name: make(room, mine) for name, make in REDUCTIONS.items() if name != "all-reduce"}
+        makers = {name: make(room, mine) for name, make in REDUCTIONS.items() if not name.startswith("all-reduce")}
         reductions.append(_fastest(makers, watch, device))
     flat = [nn.Parameter(shard) for shard in shards]
     for parameter in flat:

@@ -1,9 +1,10 @@
 """Claim: the peak of memory is below FSDP2's, and known before the run. Measures bytes per phase; knows no internals.
 
 On CPU a phase's peak is the kernel's high-water mark of resident memory, reset before each phase, above what the
-process held before the model was made; on CUDA the allocator's peak. Every contender's ranks are fresh processes. glibc
-keeps freed blocks for later, so by default it is told to give large ones back at once: the mark then counts what lives.
-`--allocator default` leaves it alone and shows what a process really occupies.
+process held before the model was made; pages that several ranks map count in equal parts for each. On CUDA it is the
+allocator's peak. Every contender's ranks are fresh processes. glibc keeps freed blocks for later, so by default it is told
+to give large ones back at once: the mark then counts what lives. `--allocator default` leaves it alone and shows what a
+process really occupies.
 
     python benchmarks/memory.py
     python benchmarks/memory.py --device cuda --fake-world 64
@@ -53,21 +54,23 @@ class Gauge:
             Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark starts again from here
 
     def now(self) -> int:
-        return (
-            torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else self._kernel("VmRSS")
-        ) - self._zero
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device) - self._zero
+        return _kernel("smaps_rollup", "Pss") - self._zero
 
     def peak(self) -> int:
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device) - self._zero
-        return self._kernel("VmHWM") - self._zero
+        # The mark counts shared pages in full, for every rank that maps them.
+        counted_twice = _kernel("status", "VmRSS") - _kernel("smaps_rollup", "Pss")
+        return _kernel("status", "VmHWM") - counted_twice - self._zero
 
-    @staticmethod
-    def _kernel(name: str) -> int:
-        found = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-        if found is None:
-            raise RuntimeError(f"the kernel does not report {name}; on CPU this benchmark needs Linux")
-        return int(found[1]) * 1024
+
+def _kernel(file: str, name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB", Path(f"/proc/self/{file}").read_text(), re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"the kernel does not report {name}; on CPU this benchmark needs Linux")
+    return int(found[1]) * 1024
 
 
 def build(contender: str, options: argparse.Namespace) -> Measure:

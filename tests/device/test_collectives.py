@@ -19,11 +19,13 @@ from composable.device.collectives import (
     LocalWire,
     PairsWire,
     ReducePart,
+    SharedWire,
     TensorsWire,
     Wire,
     backend_of,
     communicator_like,
     neighbours,
+    shared_wire,
     wire_of,
     wires_wrapped_by,
     world_group,
@@ -34,7 +36,15 @@ from composable.errors import CommunicationError
 from tests.helpers.world import Pool, spmd
 
 CPU = torch.device("cpu")
-KINDS: Final[dict[str, Callable[..., Wire]]] = {"pairs": PairsWire, "tensors": TensorsWire}
+
+
+def _shared(group: dist.ProcessGroup, device: torch.device) -> Wire:
+    wire = shared_wire(group, device, worth_bytes=0)
+    assert wire is not None, "the ranks of this test run on one host"
+    return wire
+
+
+KINDS: Final[dict[str, Callable[..., Wire]]] = {"pairs": PairsWire, "tensors": TensorsWire, "shared": _shared}
 DTYPES: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -281,6 +291,7 @@ def _failures() -> dict[str, str]:
     """What rank 0 is told in groups of which rank 1 does not take part in a collective, or that it has left."""
     cases = [(kind, act, leaves) for kind in KINDS for act in ALONE for leaves in (False, True)]
     groups = [dist.new_group([0, 1], timeout=timedelta(seconds=GROUP_TIMEOUT)) for _ in cases]
+    wires = [KINDS[kind](group, CPU) for (kind, _, _), group in zip(cases, groups, strict=True)]
     told: dict[str, str] = {}
     if dist.get_rank() == 1:
         for (_, _, leaves), group in zip(cases, groups, strict=True):
@@ -289,7 +300,7 @@ def _failures() -> dict[str, str]:
     dist.barrier()
     if dist.get_rank() == 0:
         with ThreadPoolExecutor(len(cases)) as threads:  # so that all of them wait at the same time
-            texts = threads.map(lambda case, group: _told(case[1], KINDS[case[0]](group, CPU)), cases, groups)
+            texts = threads.map(lambda case, wire: _told(case[1], wire), cases, wires)
             told = {f"{kind} {act.__name__} {leaves}": text for (kind, act, leaves), text in zip(cases, texts, strict=True)}
     dist.barrier()
     return told
@@ -297,7 +308,7 @@ def _failures() -> dict[str, str]:
 
 def test_a_collective_that_another_rank_does_not_join_ends_with_its_name_and_the_rank(pool: Pool) -> None:
     told, _ = pool.run(2, _failures, spoils=True)
-    assert len(told) == 16
+    assert len(told) == len(KINDS) * len(ALONE) * 2
     for case, text in told.items():
         assert re.fullmatch(
             r"rank 0: the all-gather of unit 'layers\.3' failed: \S.*\n"
@@ -326,10 +337,10 @@ def test_without_a_group_a_wire_talks_to_nobody() -> None:
 
 
 @spmd(ranks=2)
-def test_gloo_groups_use_pairs_and_a_rank_alone_uses_nothing() -> None:
+def test_gloo_groups_on_one_host_use_its_memory_and_a_rank_alone_uses_nothing() -> None:
     assert backend_of(world_group(), CPU) == "gloo"
-    assert isinstance(wire_of(world_group(), CPU), PairsWire)
-    assert isinstance(wire_of(world_group(), torch.device("meta")), PairsWire)
+    assert isinstance(wire_of(world_group(), CPU), SharedWire)
+    assert isinstance(wire_of(world_group(), torch.device("meta")), SharedWire)
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     assert isinstance(wire_of(alone, CPU), LocalWire)
 

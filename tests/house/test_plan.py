@@ -18,7 +18,7 @@ DEMO: Final = "demo/"  # written as a user would write it: it may do what users 
 
 LONGEST: Final = 400
 # Rooms that ought to be two by now; none may join them, and they leave when they are.
-TOO_LONG: Final = ("device/collectives.py", "runtime/handle.py")
+TOO_LONG: Final = ("runtime/handle.py",)
 
 # Who uses what, by name. A new user of a power belongs into a room that has it, or this table tells why not.
 POWERS: Final[dict[str, tuple[str, ...]]] = {
@@ -162,12 +162,12 @@ def _distributed(room: str) -> Iterator[str]:
             yield node.attr
 
 
-def test_only_one_room_talks_to_other_ranks() -> None:
+def test_only_one_corridor_talks_to_other_ranks() -> None:
     talkers = {room: sorted(dict.fromkeys(_distributed(room))) for room in rooms() if not room.startswith(DEMO)}
     talkers = {room: calls for room, calls in talkers.items() if calls}
-    assert list(talkers) == ["device/collectives.py"]
+    assert all(room.startswith("device/collectives/") for room in talkers), talkers
     for call in ("all_reduce", "broadcast", "new_group", "recv", "send"):
-        assert call in talkers["device/collectives.py"], "the search finds what is there"
+        assert any(call in calls for calls in talkers.values()), "the search finds what is there"
 
 
 def test_private_parts_of_torch_distributed_are_used_in_one_room() -> None:

@@ -1,0 +1,49 @@
+"""Which wire serves a group and a device, and what tests put around it; moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Final
+
+import torch
+import torch.distributed as dist
+
+from composable.device.collectives.groups import backend_of
+from composable.device.collectives.pairs import PairsWire
+from composable.device.collectives.shared import shared_wire
+from composable.device.collectives.tensors import StreamsWire, TensorsWire
+from composable.device.collectives.wire import LocalWire, Wire
+from composable.device.streams import streams_of
+
+PAIRS_UP_TO: Final = 8  # ranks in a gloo group up to which pairs beat its collectives
+
+_WRAPPERS: list[Callable[[Wire], Wire]] = []
+
+
+@contextmanager
+def wires_wrapped_by(wrapper: Callable[[Wire], Wire]) -> Iterator[None]:
+    """Wires made in the body pass through `wrapper`: how tests delay, record or break collectives."""
+    _WRAPPERS.append(wrapper)
+    try:
+        yield
+    finally:
+        _WRAPPERS.remove(wrapper)
+
+
+def wire_of(group: dist.ProcessGroup | None, device: torch.device) -> Wire:
+    """The wire for tensors on `device` among the ranks of `group` (None: this rank alone)."""
+    wire: Wire
+    cpu = torch.device("cpu")
+    if group is None or dist.get_world_size(group) == 1:
+        wire = LocalWire()
+    elif device.type not in ("cpu", "meta"):
+        wire = StreamsWire(group, device, streams_of(device))
+    elif backend_of(group, cpu) == "gloo":
+        pairs = PairsWire if dist.get_world_size(group) <= PAIRS_UP_TO else TensorsWire
+        wire = shared_wire(group, cpu) or pairs(group, cpu)
+    else:
+        wire = TensorsWire(group, cpu)
+    for wrapper in _WRAPPERS:
+        wire = wrapper(wire)
+    return wire

@@ -1,0 +1,49 @@
+"""What every wire over a process group does the same way; knows no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable.device.collectives.wire import Channel, failed
+
+# torch 2.13 renamed these two; both names mean the same collective.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_CHANNELS: dict[dist.ProcessGroup, int] = {}
+
+
+class GroupWire:
+    """What every real process group does the same way."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.ways = dist.get_world_size(group)
+
+    def open_channel(self) -> Channel:
+        number = _CHANNELS.get(self.group, 0)
+        _CHANNELS[self.group] = number + 1
+        return Channel(number)
+
+    def _launch(self, label: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise failed(label, self.rank, error) from error
+
+    def broadcast(self, tensor: Tensor, *, label: str) -> None:
+        self._launch(label, lambda: dist.broadcast(tensor, group=self.group, group_src=0))
+
+    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        everybody = torch.empty(self.ways * len(values), dtype=torch.int64, device=self.device)
+        self._launch(label, lambda: all_gather_single(everybody, mine, group=self.group))
+        rows: list[list[int]] = everybody.view(self.ways, len(values)).tolist()
+        return rows

@@ -1,0 +1,317 @@
+"""gloo among ranks of one host: bytes go through memory that both ends see, and only word of them through gloo.
+
+Note [Shared memory]
+A message over the loopback device is copied into the kernel and out again, by threads that compete with the model for the
+cores. Here the sender copies it into a block of shared memory and sends sixteen bytes that say which; the receiver reads it
+at the first use of the result, straight into its final place (gathers) or straight into the sum (reductions), and sends word
+that the block may be filled again. Words carry tags like all messages, so ranks that diverge still wait and time out by name.
+Nothing that a user can reach lives in shared memory: an optimizer may write to a shard while others read the last message.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable.device.collectives.group import GroupWire
+from composable.device.collectives.pairs import PairsWire
+from composable.device.collectives.wire import Arrival, Channel, GatherPart, ReducePart, Scratch, failed
+from composable.device.shared_memory import Block, Identity, Outbox, Window, my_identity
+
+DIRECT_BYTES: Final = 64 << 10  # bytes in a shard from which copying it by itself pays
+WORTH_BYTES: Final = 64 << 10  # bytes to one peer from which two words cost less than the bytes themselves
+SWITCH: Final = "COMPOSABLE_SHARED_MEMORY"  # "0" in the environment of any rank: all of them use sockets
+_ALIGN: Final = 64
+_DONE: Final = 1  # added to a message's tag: word that it has been read
+
+Fill = Callable[[Block], None]
+Receive = Callable[[dict[int, Tensor]], None]  # what the peers show, by rank, as uint8
+
+_OUTBOX: Final = Outbox()  # one for the process: units of many models and groups take turns
+
+
+def _offsets(tensors: Sequence[Tensor], numels: Sequence[int]) -> tuple[list[int], int]:
+    """Where each of several pieces starts in one message, and the message's size, in bytes."""
+    starts, end = [], 0
+    for tensor, numel in zip(tensors, numels, strict=True):
+        starts.append(end)
+        end += -(-numel * tensor.element_size() // _ALIGN) * _ALIGN
+    return starts, end
+
+
+def _piece(memory: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return memory[start : start + numel * dtype.itemsize].view(dtype)
+
+
+@dataclass(slots=True)
+class _GatherPlan:
+    """One all-gather, prepared: what this rank shows, and what it copies from whom."""
+
+    pairs: Any
+    nbytes: int
+    shards: list[Tensor]
+    starts: list[int]
+    own: tuple[list[Tensor], list[Tensor]]  # targets, sources
+    wanted: dict[int, list[tuple[Tensor, int]]]  # by peer: target, where it starts in the peer's message
+    shown: dict[int, list[Tensor]] = field(default_factory=dict)  # by address of a block: where the shards go
+    seen: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # by peer and address: where targets come from
+
+
+class _Handover:
+    """A message that this rank has shown, and those that it waits for from all others."""
+
+    __slots__ = ("_block", "_label", "_receive", "_tag", "_wire", "_words", "_works")
+
+    def __init__(
+        self, wire: SharedWire, block: Block, tag: int, label: str, receive: Callable[[dict[int, Tensor]], None]
+    ) -> None:
+        self._wire = wire
+        self._block = block
+        self._tag = tag
+        self._label = label
+        self._receive: Receive | None = receive
+        self._words, self._works = wire.show(block, tag)
+
+    def wait(self) -> None:
+        if self._receive is None:
+            return
+        receive, self._receive = self._receive, None
+        wire = self._wire
+        try:
+            for work in self._works:
+                work.wait()
+            self._works = []
+            with torch.no_grad():
+                receive(wire.look(self._words))
+            wire.say_done(self._tag)
+        except (RuntimeError, OSError) as error:
+            _OUTBOX.lost(self._block)
+            raise failed(self._label, wire.rank, error) from error
+        self._block.settled = True
+
+
+class SharedWire(GroupWire):
+    """gloo on one host. Make it with `shared_wire`, which finds out whether the ranks see each other's memory."""
+
+    even_only = False
+    direct_bytes = DIRECT_BYTES
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, windows: dict[int, Window], worth_bytes: int = WORTH_BYTES
+    ) -> None:
+        super().__init__(group, device)
+        self._worth_bytes = worth_bytes
+        self._pairs = PairsWire(group, device)
+        self._windows = windows
+        self._peers = tuple((self.rank + step) % self.ways for step in range(1, self.ways))
+        self._channel: Channel = self.open_channel()  # for what has no unit's tag
+        self._said: list[Any] = []
+        with torch.inference_mode(False):
+            self._nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
+
+    # --- words ------------------------------------------------------------------------------------------------------
+
+    def show(self, block: Block, tag: int) -> tuple[dict[int, Tensor], list[Any]]:
+        """Tell everybody that `block` is filled. The words that they tell, by peer, and the works to wait for."""
+        group = self.group
+        for work in self._said:
+            work.wait()
+        self._said = []
+        word = torch.tensor([block.descriptor, block.nbytes], device="cpu")
+        words = {peer: torch.empty_like(word) for peer in self._peers}
+        works = [group.recv([words[peer]], peer, tag) for peer in self._peers]
+        works += [group.send([word], peer, tag) for peer in self._peers]
+        done = [torch.empty_like(self._nothing) for _ in self._peers]
+        _OUTBOX.lend(
+            block, [_waiting(group.recv([at], peer, tag + _DONE), at) for at, peer in zip(done, self._peers, strict=True)]
+        )
+        return words, works
+
+    def look(self, words: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The peers' messages."""
+        return {peer: self._windows[peer].look(*word.tolist()) for peer, word in words.items()}
+
+    def say_done(self, tag: int) -> None:
+        """Tell everybody that their message has been read."""
+        self._said += [self.group.send([self._nothing], peer, tag + _DONE) for peer in self._peers]
+
+    # --- collectives ------------------------------------------------------------------------------------------------
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        chunks = [part.shard.numel() for part in parts]
+        starts, nbytes = _offsets([part.shard for part in parts], chunks)
+        own: tuple[list[Tensor], list[Tensor]] = ([], [])
+        wanted: dict[int, list[tuple[Tensor, int]]] = {peer: [] for peer in self._peers}
+        for part, chunk, start in zip(parts, chunks, starts, strict=True):
+            for rank in range(self.ways):
+                place = part.whole[rank * chunk : min((rank + 1) * chunk, part.numel)]
+                if not place.numel():
+                    continue
+                if rank == self.rank:
+                    own[0].append(place)
+                    own[1].append(part.shard[: place.numel()])
+                else:
+                    wanted[rank].append((place, start))
+        return _GatherPlan(self._pairs.prepare(parts), nbytes, [part.shard for part in parts], starts, own, wanted)
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+        plan: _GatherPlan = prepared
+        if plan.nbytes < self._worth_bytes:
+            return self._pairs.all_gather(plan.pairs, label=label, tag=tag)
+
+        def receive(messages: dict[int, Tensor]) -> None:
+            for peer, message in messages.items():
+                key = peer, message.data_ptr()
+                if key not in plan.seen:
+                    plan.seen[key] = [_piece(message, at, place.numel(), place.dtype) for place, at in plan.wanted[peer]]
+                if plan.seen[key]:
+                    torch._foreach_copy_([place for place, _ in plan.wanted[peer]], plan.seen[key])
+
+        def fill(block: Block) -> None:
+            key = block.memory.data_ptr()
+            if key not in plan.shown:
+                plan.shown[key] = [
+                    _piece(block.memory, start, shard.numel(), shard.dtype)
+                    for shard, start in zip(plan.shards, plan.starts, strict=True)
+                ]
+            torch._foreach_copy_(plan.shown[key], plan.shards)
+
+        arrival = self._hand_over(plan.nbytes, fill, receive, label, tag)
+        if plan.own[0]:
+            torch._foreach_copy_(*plan.own)
+        return arrival
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        starts, stride = _offsets([part.source for part in parts], [part.chunk for part in parts])
+        if stride < self._worth_bytes:
+            return self._pairs.reduce_scatter(parts, scratch=scratch, label=label, tag=tag)
+        me = self.rank
+
+        def column(reader: int, owner: int) -> int:
+            """A message has a column for every reader but its owner."""
+            return (reader - (reader > owner)) * stride
+
+        def fill(block: Block) -> None:
+            for peer in self._peers:
+                for part, start in zip(parts, starts, strict=True):
+                    piece = part.source[peer * part.chunk : (peer + 1) * part.chunk]
+                    if piece.numel():
+                        _piece(block.memory, column(peer, me) + start, piece.numel(), piece.dtype).copy_(piece)
+
+        def receive(messages: dict[int, Tensor]) -> None:
+            for part, start in zip(parts, starts, strict=True):
+                numel = part.out.numel()
+                own = part.source[me * part.chunk : me * part.chunk + numel]
+                terms = {me: own}
+                for peer, message in messages.items():
+                    terms[peer] = _piece(message, column(me, peer) + start, numel, own.dtype)
+                add_up([terms[rank] for rank in range(self.ways)], out=part.out)
+
+        return self._hand_over(stride * len(self._peers), fill, receive, label, tag)
+
+    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+        if tensor.numel() * tensor.element_size() < self._worth_bytes:
+            return self._pairs.all_reduce(tensor, label=label)
+        flat = tensor.detach().contiguous().view(-1)
+        # Each rank adds up one chunk and shows the sum; between two ranks it is as quick that both add up everything.
+        chunk = flat.numel() if self.ways == 2 else -(-flat.numel() // self.ways)
+        chunks = [flat] * 2 if self.ways == 2 else [flat[rank * chunk : (rank + 1) * chunk] for rank in range(self.ways)]
+        mine = chunks[self.rank]
+        start = 0 if self.ways == 2 else self.rank * chunk * flat.element_size()
+        tags = self._channel.next_tag(), self._channel.next_tag()
+
+        def fill(block: Block) -> None:
+            _piece(block.memory, 0, flat.numel(), flat.dtype).copy_(flat)
+
+        def receive(messages: dict[int, Tensor]) -> None:
+            terms = {peer: _piece(message, start, mine.numel(), flat.dtype) for peer, message in messages.items()}
+            terms[self.rank] = mine
+            add_up([terms[rank] for rank in range(self.ways)], out=mine)
+            if self.ways > 2:
+                self._hand_over(chunk * flat.element_size(), fill_sum, receive_sums, label, tags[1]).wait()
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view(tensor.shape))
+
+        def fill_sum(block: Block) -> None:
+            _piece(block.memory, 0, mine.numel(), flat.dtype).copy_(mine)
+
+        def receive_sums(messages: dict[int, Tensor]) -> None:
+            for peer, message in messages.items():
+                chunks[peer].copy_(_piece(message, 0, chunks[peer].numel(), flat.dtype))
+
+        return self._hand_over(flat.numel() * flat.element_size(), fill, receive, label, tags[0])
+
+    def _hand_over(
+        self,
+        nbytes: int,
+        fill: Fill,
+        receive: Receive,
+        label: str,
+        tag: int,
+    ) -> Arrival:
+        try:
+            block = _OUTBOX.take(nbytes)
+            with torch.no_grad():
+                fill(block)
+            return _Handover(self, block, tag, label, receive)
+        except (RuntimeError, OSError) as error:
+            raise failed(label, self.rank, error) from error
+
+
+def _waiting(work: Any, received: Tensor) -> Callable[[], object]:
+    """What waits for `work`; it keeps the tensor alive that the work writes to."""
+
+    def wait() -> object:
+        return work.wait(), received
+
+    return wait
+
+
+def add_up(terms: Sequence[Tensor], *, out: Tensor) -> None:
+    """The sum, in the order of ranks, so that every run rounds alike. `out` may be one of the terms."""
+    if len(terms) == 2:
+        torch.add(terms[0], terms[1], out=out)
+        return
+    total = torch.add(terms[0], terms[1])
+    for term in terms[2:-1]:
+        total.add_(term)
+    torch.add(total, terms[-1], out=out)
+
+
+# --- who sees whose memory --------------------------------------------------------------------------------------------
+
+_WINDOWS: dict[dist.ProcessGroup, dict[int, Window] | None] = {}
+
+
+def shared_wire(group: dist.ProcessGroup, device: torch.device, *, worth_bytes: int = WORTH_BYTES) -> SharedWire | None:
+    """The wire for a gloo group whose ranks all see each other's memory, None for any other. All ranks call it together.
+
+    Args:
+        worth_bytes: bytes to one peer from which a message goes through shared memory; smaller ones go through gloo.
+    """
+    if group not in _WINDOWS:
+        _WINDOWS[group] = _open_windows(GroupWire(group, device))
+    windows = _WINDOWS[group]
+    return SharedWire(group, device, windows, worth_bytes) if windows is not None else None
+
+
+def _open_windows(wire: GroupWire) -> dict[int, Window] | None:
+    """Windows on all other ranks, by rank; None on every rank if any rank cannot look at any other."""
+    mine = my_identity() if os.environ.get(SWITCH, "1") != "0" else None
+    row = [1, *astuple(mine)] if mine is not None else [0] * 5
+    label = "exchange of where each rank's shared memory is"
+    rows = wire.exchange(row, label=label)
+    windows, seen = {}, all(here for here, *_ in rows)
+    for rank, (_, *values) in enumerate(rows):
+        if seen and rank != wire.rank:
+            identity = Identity(*values)
+            windows[rank] = Window(identity.process)
+            seen = identity.visible(windows[rank])
+    everywhere = all(ok for (ok,) in wire.exchange([int(seen)], label=label))
+    return windows if everywhere else None

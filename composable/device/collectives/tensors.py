@@ -1,0 +1,99 @@
+"""Tensor collectives of any backend, and of an accelerator on streams of their own; knows no point-to-point messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable.device.collectives.group import GroupWire, all_gather_single, reduce_scatter_single
+from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Scratch, Works, failed
+from composable.device.private import coalesced
+from composable.device.streams import Mark, Streams
+
+DIRECT_BYTES: Final = 1 << 20  # bytes in a shard from which its own message pays
+
+
+class TensorsWire(GroupWire):
+    """Plain tensor collectives; `async_op` keeps those of a host backend off this thread."""
+
+    even_only = True
+    direct_bytes = DIRECT_BYTES
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        return tuple(parts)
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+        calls = [partial(all_gather_single, p.whole, p.shard, group=self.group, async_op=True) for p in prepared]
+        return self._run(label, calls)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        calls = [partial(reduce_scatter_single, p.out, p.source, group=self.group, async_op=True) for p in parts]
+        return self._run(label, calls)
+
+    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+        return self._run(label, [partial(dist.all_reduce, tensor, group=self.group, async_op=True)])
+
+    def _run(self, label: str, calls: Sequence[Callable[[], Any]]) -> Arrival:
+        return Works([self._launch(label, call) for call in calls], label, self.rank)
+
+
+class _OnStream:
+    """Collectives on a stream: waiting orders the compute stream and leaves the host alone."""
+
+    __slots__ = ("_kept", "_mark")
+
+    def __init__(self, mark: Mark, kept: object) -> None:
+        self._mark = mark
+        self._kept = kept  # what the stream still reads must not be freed before the compute stream has waited
+
+    def wait(self) -> None:
+        self._mark.join()
+        self._kept = None
+
+
+class StreamsWire(GroupWire):
+    """An accelerator's tensor collectives, many in one launch, each kind on a stream of its own."""
+
+    even_only = True
+    direct_bytes = DIRECT_BYTES
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
+        super().__init__(group, device)
+        self._streams = streams
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        return tuple(parts)
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+        def calls() -> None:
+            for part in prepared:
+                all_gather_single(part.whole, part.shard, group=self.group)
+
+        return self._on_stream("all_gather", label, calls, len(prepared), prepared)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        def calls() -> None:
+            for part in parts:
+                reduce_scatter_single(part.out, part.source, group=self.group)
+
+        return self._on_stream("reduce_scatter", label, calls, len(parts), parts)
+
+    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+        return self._on_stream("all_reduce", label, lambda: dist.all_reduce(tensor, group=self.group), 1, tensor)
+
+    def _on_stream(self, stream: str, label: str, calls: Callable[[], Any], count: int, kept: object) -> Arrival:
+        try:
+            with self._streams.fork(stream):
+                if count == 1:
+                    calls()
+                else:
+                    with coalesced(self.group):
+                        calls()
+                return _OnStream(self._streams.mark(), kept)
+        except RuntimeError as error:
+            raise failed(label, self.rank, error) from error

@@ -1,0 +1,172 @@
+"""What handles ask of a process group, whatever its backend, and the wire of one rank alone; calls no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from composable.errors import CommunicationError
+
+
+@dataclass(frozen=True, slots=True)
+class GatherPart:
+    """One tensor to gather: every rank's `shard` (1-D, one chunk) lands in `whole` (1-D, a chunk per rank).
+
+    `numel`: elements of `whole` that mean anything; the last ranks' chunks may be partly or wholly padding.
+    """
+
+    shard: Tensor
+    whole: Tensor
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReducePart:
+    """One tensor to reduce: rank r's chunk of `source` (1-D, contiguous), summed over the ranks, lands in r's `out`."""
+
+    source: Tensor
+    chunk: int
+    out: Tensor
+
+
+class Scratch(Protocol):
+    """Lends memory that is used again and again."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor: ...
+
+    def give(self, tensor: Tensor) -> None: ...
+
+
+class Arrival(Protocol):
+    """A collective in flight."""
+
+    def wait(self) -> None:
+        """Return when (on an accelerator: order the compute stream after) the result is there."""
+
+
+class Channel:
+    """Tags that keep one unit's messages apart from all others in the same group.
+
+    A tag holds the channel, a running number and the part of the message, so that messages of another unit or of another
+    step can never be taken for the expected ones: ranks that diverge wait (and time out by name), and compute nothing wrong.
+    """
+
+    PARTS: Final = 1 << 10
+    _FLAG: Final = 1 << 30  # apart from the small tags that users choose
+
+    __slots__ = ("_base", "_count")
+
+    def __init__(self, number: int) -> None:
+        self._base = self._FLAG | (number % (1 << 10)) << 20
+        self._count = 0
+
+    def next_tag(self) -> int:
+        self._count = (self._count + 1) % (1 << 10)
+        return self._base | self._count << 10
+
+
+class Wire(Protocol):
+    """What handles ask of a process group. Tests pass slow, recording or failing ones in its place."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ways(self) -> int: ...
+
+    @property
+    def even_only(self) -> bool:
+        """Whether tensors can only be cut into equal chunks."""
+
+    @property
+    def direct_bytes(self) -> int:
+        """Bytes in a shard from which a message of its own pays."""
+
+    def open_channel(self) -> Channel:
+        """Tags for one unit's messages; every rank opens its channels in the same order."""
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        """What `all_gather` needs, made once."""
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival: ...
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        """Sums; dividing is the caller's business."""
+
+    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+        """Sums in place, in the order of the calls."""
+
+    def broadcast(self, tensor: Tensor, *, label: str) -> None:
+        """Rank 0's values everywhere, in place."""
+
+    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+        """Everybody's `values` (as many on each rank), by rank. Blocks: for checks, never per step."""
+
+
+def failed(label: str, rank: int, error: Exception) -> CommunicationError:
+    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return CommunicationError(
+        f"rank {rank}: the {label} failed: {first_line}\n"
+        "Another rank raised, ended or took another path through the model; look for the first error among all ranks."
+    )
+
+
+class Works:
+    """Several works of one collective, and what follows their completion."""
+
+    __slots__ = ("_finish", "_label", "_rank", "_works")
+
+    def __init__(self, works: list[Any], label: str, rank: int, finish: Callable[[], None] | None = None) -> None:
+        self._works = works
+        self._label = label
+        self._rank = rank
+        self._finish = finish
+
+    def wait(self) -> None:
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise failed(self._label, self._rank, error) from error
+        self._works = []
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
+class LocalWire:
+    """One rank: nothing to say to anybody."""
+
+    rank = 0
+    ways = 1
+    even_only = False
+    direct_bytes = 0
+
+    def open_channel(self) -> Channel:
+        return Channel(0)
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        return tuple(parts)
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+        for part in prepared:
+            part.whole.copy_(part.shard)
+        return Works([], label, 0)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        for part in parts:
+            part.out.copy_(part.source[: part.out.numel()])
+        return Works([], label, 0)
+
+    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+        return Works([], label, 0)
+
+    def broadcast(self, tensor: Tensor, *, label: str) -> None:
+        return None
+
+    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+        return [list(values)]

@@ -1,0 +1,189 @@
+"""Blocks of memory that one rank fills and the other ranks of its host read; knows no collective and no order of messages.
+
+A block is an anonymous file (`memfd_create`): no name to clash or to clean up, and gone with the last process that uses it.
+Others open it through `/proc/<pid>/fd`, which needs the same host, user and process namespace. A descriptor is never closed
+while its process lives, so that the number of a block that somebody has opened cannot come to mean another one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import Final
+
+import torch
+from torch import Tensor
+
+GRAIN: Final = 2 << 20  # blocks are multiples of a huge page
+SPARE_BLOCKS: Final = 2  # beyond those that are being read, before a rank waits for its readers
+
+
+def _map(descriptor: int, nbytes: int) -> Tensor:
+    mapped = mmap.mmap(descriptor, nbytes)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        mapped.madvise(mmap.MADV_HUGEPAGE)  # a fault per 2 MiB instead of one per 4 KiB
+    with torch.inference_mode(False):
+        return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+class Block:
+    """Memory of this rank's that others may read."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.descriptor = os.memfd_create("composable")
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self.readers: list[Callable[[], object]] = []  # each returns when one reader has finished
+        self.settled = False  # whether this rank has received its own part of the collective that the block served
+        self.grow(nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.memory.numel()
+
+    def grow(self, nbytes: int) -> None:
+        """Make room for `nbytes`. Nobody may be reading."""
+        nbytes = -(-nbytes // GRAIN) * GRAIN
+        os.ftruncate(self.descriptor, nbytes)
+        self.memory = _map(self.descriptor, nbytes)
+
+
+class Outbox:
+    """This rank's blocks. A block is filled again when all of its readers have finished.
+
+    Note [Waiting for readers]
+    A rank waits for the readers of a block only if it has itself received what that collective brought it. All ranks run the
+    same collectives in the same order, so the others will get as far without anything that this rank has yet to send.
+    """
+
+    def __init__(self) -> None:
+        self._lock = Lock()  # models may be trained in threads
+        self._idle: list[Block] = []
+        self._read: deque[Block] = deque()
+
+    def take(self, nbytes: int) -> Block:
+        """A block of at least `nbytes` that nobody reads."""
+        with self._lock:
+            block = self._idle_block(nbytes)
+            waiting = None
+            if block is None and len(self._read) > SPARE_BLOCKS and self._read[0].settled:
+                waiting = self._read.popleft()
+        if waiting is not None:
+            for finished in waiting.readers:
+                finished()
+            waiting.readers = []
+            block = waiting
+        if block is None:
+            return Block(nbytes)
+        if block.nbytes < nbytes:
+            block.grow(nbytes)
+        return block
+
+    def _idle_block(self, nbytes: int) -> Block | None:
+        """The smallest idle block that is large enough, or else the largest."""
+        if not self._idle:
+            return None
+        fitting = [block for block in self._idle if block.nbytes >= nbytes]
+        block = min(fitting, key=_size) if fitting else max(self._idle, key=_size)
+        self._idle.remove(block)
+        return block
+
+    def lend(self, block: Block, readers: list[Callable[[], object]]) -> None:
+        """`block` is being read until all `readers` return."""
+        block.readers = readers
+        block.settled = False
+        with self._lock:
+            self._read.append(block)
+
+    def lost(self, block: Block) -> None:
+        """Some readers may never finish: leave `block` to them."""
+        with self._lock:
+            if block in self._read:
+                self._read.remove(block)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of shared memory that messages have needed at the same time so far."""
+        with self._lock:
+            return sum(block.nbytes for block in (*self._idle, *self._read))
+
+
+def _size(block: Block) -> int:
+    return block.nbytes
+
+
+class Window:
+    """What another process on this host shows: its blocks, opened at first sight."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+        self._blocks: dict[int, Tensor] = {}
+
+    def look(self, descriptor: int, nbytes: int) -> Tensor:
+        """The first `nbytes` or more of the other process's block, as uint8.
+
+        Raises:
+            OSError: the other process has ended, or this one may not look.
+        """
+        block = self._blocks.get(descriptor)
+        if block is None or block.numel() < nbytes:
+            here = os.open(f"/proc/{self._process}/fd/{descriptor}", os.O_RDWR)
+            try:
+                block = self._blocks[descriptor] = _map(here, nbytes)
+            finally:
+                os.close(here)
+        return block
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """How others find this process's memory, and make sure that it is this process's: four integers."""
+
+    host: int  # the same for processes that see each other's numbers
+    process: int
+    descriptor: int
+    mark: int  # what the block of that descriptor begins with
+
+    def visible(self, window: Window) -> bool:
+        """Whether `window`, opened by another process, shows what this identity says."""
+        if self.host != _host():
+            return False
+        try:
+            return int(window.look(self.descriptor, GRAIN)[:8].view(torch.int64).item()) == self.mark
+        except (OSError, ValueError):
+            return False
+
+
+_PROOFS: dict[int, tuple[Block, int]] = {}  # by process number: a child of a fork has a number of its own
+
+
+def my_identity() -> Identity | None:
+    """This process's identity, None where the system has no such memory."""
+    process = os.getpid()
+    if not hasattr(os, "memfd_create") or not Path("/proc/self/fd").is_dir():
+        return None
+    if process not in _PROOFS:
+        try:
+            block = Block(GRAIN)
+        except OSError:
+            return None
+        mark = int.from_bytes(os.urandom(7), "little")
+        block.memory[:8].view(torch.int64).fill_(mark)
+        _PROOFS[process] = block, mark
+    block, mark = _PROOFS[process]
+    return Identity(_host(), process, block.descriptor, mark)
+
+
+def _host() -> int:
+    """A number for this boot of this machine and this namespace of process numbers."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return -1
+    return int.from_bytes(hashlib.sha256((boot + namespace).encode()).digest()[:7], "little")

@@ -1,0 +1,200 @@
+"""Blocks of shared memory: filled by one rank, read by others, filled again only when everybody has finished."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import astuple, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from composable.device.collectives import GatherPart, PairsWire, ReducePart, SharedWire, shared_wire, wire_of, world_group
+from composable.device.memory import MemoryPool
+from composable.device.shared_memory import GRAIN, SPARE_BLOCKS, Block, Identity, Outbox, Window, my_identity
+from tests.helpers.world import Pool, spmd
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(my_identity() is None, reason="this system has no memory without a name (memfd_create)")
+
+
+def _identity() -> Identity:
+    identity = my_identity()
+    assert identity is not None
+    return identity
+
+
+# --- blocks and windows -----------------------------------------------------------------------------------------------
+
+
+def test_a_window_shows_what_a_block_holds_also_after_it_grew() -> None:
+    block, window = Block(10), Window(os.getpid())
+    assert block.nbytes == GRAIN, "whole huge pages"
+    block.memory[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    assert window.look(block.descriptor, block.nbytes)[:3].tolist() == [1, 2, 3]
+    block.memory[1] = 7
+    assert window.look(block.descriptor, block.nbytes)[:3].tolist() == [1, 7, 3], "the same memory, not a copy"
+    block.grow(GRAIN + 1)
+    assert block.nbytes == 2 * GRAIN
+    block.memory[GRAIN] = 9
+    seen = window.look(block.descriptor, block.nbytes)
+    assert seen[:3].tolist() == [1, 7, 3]
+    assert seen[GRAIN].item() == 9
+
+
+def test_looking_at_what_is_not_there_raises() -> None:
+    with pytest.raises(OSError, match="No such file"):
+        Window(os.getpid()).look(1 << 20, GRAIN)
+
+
+def test_a_process_is_recognised_and_no_other_is_taken_for_it() -> None:
+    identity = _identity()
+    assert identity == my_identity(), "made once"
+    assert identity.visible(Window(identity.process))
+    assert not replace(identity, mark=identity.mark + 1).visible(Window(identity.process))
+    assert not replace(identity, descriptor=1 << 20).visible(Window(identity.process))
+    assert not replace(identity, host=identity.host + 1).visible(Window(identity.process)), (
+        "another host's numbers mean nothing"
+    )
+    assert Identity(*astuple(identity)) == identity, "travels as integers"
+
+
+# --- the outbox -------------------------------------------------------------------------------------------------------
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def __call__(self) -> None:
+        self.waited += 1
+
+
+def test_a_block_is_filled_again_only_after_its_readers_were_waited_for() -> None:
+    outbox, readers, blocks = Outbox(), [], []
+    for _ in range(SPARE_BLOCKS + 1):
+        block, reader = outbox.take(100), _Reader()
+        outbox.lend(block, [reader])
+        block.settled = True
+        blocks.append(block)
+        readers.append(reader)
+    assert len({id(block) for block in blocks}) == SPARE_BLOCKS + 1, "none is taken away from its readers"
+    assert [reader.waited for reader in readers] == [0] * (SPARE_BLOCKS + 1)
+    assert outbox.take(100) is blocks[0]
+    assert [reader.waited for reader in readers] == [1] + [0] * SPARE_BLOCKS
+
+
+def test_nobody_waits_for_readers_of_a_collective_that_it_has_not_finished_itself() -> None:
+    """They may wait for this very rank: a new block is made instead."""
+    outbox, reader = Outbox(), _Reader()
+    blocks = []
+    for _ in range(SPARE_BLOCKS + 3):
+        blocks.append(outbox.take(100))
+        outbox.lend(blocks[-1], [reader])
+    assert len({id(block) for block in blocks}) == SPARE_BLOCKS + 3
+    assert reader.waited == 0
+
+
+def test_idle_blocks_are_used_again_the_smallest_that_fits_or_else_the_largest_grown() -> None:
+    outbox = Outbox()
+    small, large = Block(GRAIN), Block(3 * GRAIN)
+    for block in (small, large):
+        outbox.lend(block, [])
+        block.settled = True
+    more = [outbox.take(GRAIN) for _ in range(SPARE_BLOCKS)]
+    for block in more:
+        outbox.lend(block, [])
+        block.settled = True
+    assert outbox.take(4 * GRAIN) is small, "the oldest, grown"
+    assert small.nbytes == 4 * GRAIN
+
+
+def test_a_block_whose_collective_failed_is_left_alone() -> None:
+    outbox = Outbox()
+    lost = outbox.take(100)
+    outbox.lend(lost, [_Reader()])
+    outbox.lost(lost)
+    taken = [outbox.take(100) for _ in range(SPARE_BLOCKS + 3)]
+    assert all(block is not lost for block in taken)
+
+
+# --- between ranks ----------------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=[2, 3])
+def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
+    """Blocks are used again, grow, and serve gathers, reductions and all-reduces in turns."""
+    wire = shared_wire(world_group(), CPU, worth_bytes=0)
+    assert wire is not None
+    ways, rank, channel, scratch = wire.ways, wire.rank, wire.open_channel(), MemoryPool()
+    for step, numel in enumerate([10, 100_000, 7, 1_000_000, 3, 700_001, 1_000_000, 50]):
+        shard = torch.full((numel,), float(rank + step))
+        whole = torch.empty(ways * numel)
+        gather = wire.all_gather(wire.prepare([GatherPart(shard, whole, whole.numel())]), label="", tag=channel.next_tag())
+        source = torch.arange(ways, dtype=torch.float64).repeat_interleave(numel) * (rank + 1)
+        out = torch.empty(numel, dtype=torch.float64)
+        reduction = wire.reduce_scatter([ReducePart(source, numel, out)], scratch=scratch, label="", tag=channel.next_tag())
+        message = torch.full((numel,), 2.0**rank)
+        everything = wire.all_reduce(message, label="")
+        shard.fill_(-1.0)  # what was sent is no longer the sender's: an optimizer may write now
+        gather.wait()
+        reduction.wait()
+        everything.wait()
+        assert torch.equal(whole, torch.arange(ways, dtype=torch.float32).repeat_interleave(numel) + step)
+        assert torch.equal(out, torch.full_like(out, rank * ways * (ways + 1) / 2))
+        assert torch.equal(message, torch.full_like(message, 2.0**ways - 1))
+
+
+@spmd(ranks=3)
+def test_an_all_reduce_adds_in_the_order_of_ranks_and_gives_everybody_the_same() -> None:
+    wire = shared_wire(world_group(), CPU, worth_bytes=0)
+    assert wire is not None
+    values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [1e4], [1e-4]])
+    message = values[wire.rank].clone()
+    wire.all_reduce(message, label="").wait()
+    assert torch.equal(message, (values[0] + values[1]) + values[2])
+
+
+@spmd(ranks=2)
+def test_an_all_reduce_of_a_tensor_that_is_not_contiguous_changes_it_in_place() -> None:
+    wire = shared_wire(world_group(), CPU, worth_bytes=0)
+    assert wire is not None
+    message = torch.arange(6.0).view(2, 3).t()
+    wire.all_reduce(message, label="").wait()
+    assert torch.equal(message, 2 * torch.arange(6.0).view(2, 3).t())
+
+
+def _wires_when_switched_off_on(rank: int) -> str:
+    group = dist.new_group()
+    if dist.get_rank() == rank:
+        os.environ["COMPOSABLE_SHARED_MEMORY"] = "0"
+    try:
+        return type(wire_of(group, CPU)).__name__
+    finally:
+        os.environ.pop("COMPOSABLE_SHARED_MEMORY", None)
+
+
+def test_one_rank_without_shared_memory_makes_all_of_them_use_sockets(pool: Pool) -> None:
+    assert pool.run(2, _wires_when_switched_off_on, 1) == [PairsWire.__name__] * 2
+    assert pool.run(2, _wires_when_switched_off_on, -1) == [SharedWire.__name__] * 2
+
+
+def _small_and_large(worth_bytes: int) -> list[Any]:
+    """Whether a message of 400 bytes, and one of 4000, leaves a trace in shared memory."""
+    wire = shared_wire(dist.new_group(), CPU, worth_bytes=worth_bytes)
+    assert wire is not None
+    channel, traces = wire.open_channel(), []
+    for numel in (100, 1000):
+        whole = torch.empty(2 * numel)
+        plan = wire.prepare([GatherPart(torch.ones(numel), whole, 2 * numel)])
+        arrival = wire.all_gather(plan, label="", tag=channel.next_tag())
+        traces.append(type(arrival).__name__)
+        arrival.wait()
+        assert torch.equal(whole, torch.ones(2 * numel))
+    return traces
+
+
+def test_small_messages_go_through_sockets(pool: Pool) -> None:
+    assert pool.run(2, _small_and_large, 1000) == [["Works", "_Handover"]] * 2
