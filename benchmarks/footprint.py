@@ -48,9 +48,11 @@ def predicted(contender: str, task: Task, *, ways: int, activations: int) -> flo
     root, unit, one_unit = total - sum(sizes), max(sizes), activations / len(units)
     # While a unit's backward runs, the gradients of its activations are about as large as they are.
     activity = activations + one_unit
-    if contender in ("un-annotated", "composable-replicate"):
-        # Buckets are the gradients' own memory. Backward trades activations for gradients, linearly enough: one end decides.
+    if contender == "un-annotated":
+        # Backward trades activations for gradients, linearly enough: one end decides.
         return 3 * total + max(activity, total)
+    if contender == "composable-replicate":
+        return 4 * total + activity  # gradients live in buckets, which stay
     # On the host, memory for gradients and for what passes through is kept and used again, so it is there all the time:
     # two units' gradients (one grows, one is being reduced), and what the other ranks send of each.
     reducing = 2 * unit + 2 * unit * (ways - 1) / ways

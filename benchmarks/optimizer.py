@@ -2,6 +2,7 @@
 
 The models' gradients come from a real backward pass, so every contender's optimizer sees what it would see in training.
 `plain shards` are ordinary tensors of the shards' sizes: what a step on the local storage costs without any DTensor.
+`composable-on-shards` is composable after `step_on_shards(optimizer)`, whose results are the same bit for bit.
 
     python benchmarks/optimizer.py                 # 389 parameters over 8 ranks
 """
@@ -20,8 +21,15 @@ from publish import Claim, bars, compared, emit, rounded, table
 from torch import nn
 
 PLAIN = "plain shards"
+ON_SHARDS = "composable-on-shards"
 DEFAULT = [LOCAL, "composable", "fsdp2", "fsdp1", "fsdp1-flat"]
-CLAIMS: list[Claim] = [("composable", "fsdp2", 0.50), ("composable", LOCAL, None), ("composable", PLAIN, None)]
+CLAIMS: list[Claim] = [
+    (ON_SHARDS, "fsdp2", 0.50),
+    (ON_SHARDS, "composable", None),
+    (ON_SHARDS, PLAIN, None),
+    (ON_SHARDS, "fsdp1-flat", None),
+    ("composable", "fsdp2", None),
+]
 WIDTH = 32
 
 
@@ -42,10 +50,15 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     if contender == PLAIN:
         parameters = _plain_shards(task.model, world)
     else:
-        model = scale(contender, task.model, task.units, device=device, world=world)
+        model = scale("composable" if contender == ON_SHARDS else contender, task.model, task.units, device=device, world=world)
         task.loss(model, 0).backward()
         parameters = list(model.parameters())
     optimizers = {flag: adamw(parameters, flag, rate=1e-6) for flag in options.flags}
+    if contender == ON_SHARDS:
+        from composable import step_on_shards
+
+        for optimizer in optimizers.values():
+            step_on_shards(optimizer)
     watch = Stopwatch(device, host=True)
 
     def measure() -> Sample:
@@ -69,7 +82,7 @@ def main() -> None:
     add_choice(options, DEFAULT)
     found = parse(options, units=2)
     found.flags = usable_flags(found)
-    names = [*chosen(options, found.contenders), PLAIN]
+    names = [*chosen(options, found.contenders), ON_SHARDS, PLAIN]
     rounds = compete(build, names, found)
     medians = {name: [spread(series(rounds, name, flag))["median"] * 1e3 for flag in found.flags] for name in names}
     rows = [[name, *[f"{value:.2f}" for value in values]] for name, values in medians.items()]

@@ -8,12 +8,14 @@ from composable.api.scopes import keep_unsharded, register_forward_method, resha
 from composable.model.contract import contract, on_undo, registry, remove
 from composable.policies import CustomPolicy, ModuleWrapPolicy, NamePolicy, Policy, SizePolicy
 from composable.report.describe import describe
+from composable.state.step_on_shards import ShardStepping, step_on_shards
 
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
     "NamePolicy",
     "Policy",
+    "ShardStepping",
     "SizePolicy",
     "checkpoint",
     "contract",
@@ -27,6 +29,7 @@ __all__ = [
     "remove",
     "replicate",
     "reshard",
+    "step_on_shards",
     "traversal",
     "unshard",
 ]

@@ -53,6 +53,10 @@ class MeshError(AnnotationError):
     """The caller's: the mesh or the process group does not fit the annotation, or does not exist."""
 
 
+class OptimizerError(ComposableError, ValueError):
+    """The caller's: an optimizer cannot do what was asked of it; it is as it was before."""
+
+
 # --- found while running ---------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,8 @@ from composable.model.contract import contract, find_fqn, on_undo, require_calla
 from composable.model.hooks import attach
 from composable.model.traversal import SHARD, ManagedParameter, get_states, walk
 from composable.policies import PolicyLike, select_modules
-from composable.runtime.handle import Ground, Recipe
+from composable.runtime.ground import Ground
+from composable.runtime.handle import Recipe
 from composable.runtime.unit import ShardedUnit
 
 _EQUIVALENTS: Final = {

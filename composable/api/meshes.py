@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from composable.config import AfterForward, Regroup
 from composable.device.collectives import LocalWire, backend_of, is_distributed, neighbours, wire_of, world_group
 from composable.errors import MeshError
-from composable.runtime.handle import Ground
+from composable.runtime.ground import Ground
 
 Mesh = DeviceMesh | dist.ProcessGroup | None
 

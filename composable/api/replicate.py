@@ -18,7 +18,7 @@ from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach
 from composable.model.traversal import REPLICATE, SHARD, ManagedParameter, walk
 from composable.policies import PolicyLike, select_modules
-from composable.runtime.handle import Ground
+from composable.runtime.ground import Ground
 from composable.runtime.replica import ReplicatedUnit
 
 _EQUIVALENTS: Final = {
@@ -28,7 +28,7 @@ _EQUIVALENTS: Final = {
     "device_mesh": "mesh=",
     "find_unused_parameters": "unused parameters need no flag; leave it out",
     "static_graph": "nothing depends on it; leave it out",
-    "gradient_as_bucket_view": "large gradients are always reduced where they are; leave it out",
+    "gradient_as_bucket_view": "gradients always are views of buckets; leave it out",
     "broadcast_buffers": "buffers always follow rank 0; leave it out",
     "ignored_modules": "ignored_params=",
     "init_sync": "sync_module_states=",
@@ -58,7 +58,7 @@ def replicate(
         module: a module, or a list of modules that form one unit.
         mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine.
         policy: which submodules get buckets of their own; what is left over belongs to `module`.
-        bucket_cap_mb: MiB of small gradients that travel together; large ones travel alone and are never copied.
+        bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB and more travel alone.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
         sync_module_states: "broadcast" copies rank 0's parameters, "check" compares them, "off" trusts the caller.
             Buffers follow rank 0 before every forward.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +14,31 @@ from torch.distributed.tensor import DTensor
 
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import like_parameter
-from composable.device.private import chunk_cat, local_of, storage_users, tensor_users
-from composable.device.storage import FlatParameters, pair_rows, shape_like_rows
+from composable.device.private import CAN_COUNT_USERS, chunk_cat, local_of, storage_users, tensor_users
+from composable.device.storage import FlatParameters, note_shards, pair_rows, shape_like_rows
 from composable.plan.layout import ReduceLayout, Route
+
+gradient_of: Final = attrgetter("grad")
+
+
+def missing_in(values: Sequence[object]) -> int:
+    """How many are None. Comparing would ask the tensors."""
+    return sum(map(is_, values, repeat(None)))
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """The parameters' gradients, which they have no longer."""
+    gradients = list(map(gradient_of, parameters))
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients
+
+
+def _picker(indices: Sequence[int]) -> Any:
+    """A function, made in C, from a list to the tuple of its items at `indices`."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda items: tuple(items[index] for index in indices)
 
 
 class GradientRows:
@@ -31,13 +56,32 @@ class GradientRows:
             self._all_used = torch.ones(ways, len(plan.flagged), dtype=flat.dtype, device=flat.device)
         # One kernel cuts, pads and packs all tensors whose dimension 0 is cut.
         self._cut_together = all(self._slots[column.slot].dim == 0 for column in plan.columns)
+        self._as_they_are = self._cut_together and all(self._slots[c.slot].route is not Route.WHOLE for c in plan.columns)
+        self._pick_columns = _picker([column.slot for column in plan.columns])
+        self._pick_flagged = _picker(plan.flagged)
         self._own_columns = [
             self.row[column.start : column.start + self._slots[column.slot].local_numel(self._rank)] for column in plan.columns
         ]
         self.buffer.free()
 
-    def copy_in(self, gradients: Sequence[Tensor | None]) -> None:
-        """Fill the rows; a missing gradient counts as zeros with a zero flag. The buffer must be allocated."""
+    def copy_in(self, gradients: Sequence[Tensor | None]) -> list[int]:
+        """Fill the rows; a missing gradient counts as zeros with a zero flag. The buffer must be allocated.
+
+        Args:
+            gradients: one per slot; those of slots that are not in the plan are not looked at.
+
+        Returns:
+            The slots whose gradients are missing.
+        """
+        complete = not missing_in(self._pick_flagged(gradients))
+        if complete and self._as_they_are:
+            chunk_cat((*self._pick_columns(gradients), self._all_used), self._ways, self._rows)
+            return []
+        missing = [] if complete else [slot for slot in self.plan.flagged if gradients[slot] is None]
+        self._copy_in_carefully(gradients, missing)
+        return missing
+
+    def _copy_in_carefully(self, gradients: Sequence[Tensor | None], missing: Sequence[int]) -> None:
         wanted = []
         for column in self.plan.columns:
             slot, gradient = self._slots[column.slot], gradients[column.slot]
@@ -45,10 +89,9 @@ class GradientRows:
                 gradient = self.row.new_zeros(slot.shape)
             wanted.append(gradient.expand(self._ways, *slot.shape) if slot.route is Route.WHOLE else gradient)
         flags = self._all_used
-        missing = [i for i, index in enumerate(self.plan.flagged) if gradients[index] is None]
         if missing:
             flags = flags.clone()
-            flags[:, missing] = 0
+            flags[:, [self.plan.flagged.index(slot) for slot in missing]] = 0
         if self._cut_together:
             chunk_cat([*wanted, flags], self._ways, self._rows)
             return
@@ -87,7 +130,7 @@ class GradientShards:
         self.columns: list[Tensor] = []  # where the columns of a reduced row belong
         self.direct: list[Tensor] = []  # where direct gradients belong, in the plan's order
         self._dtensors: list[Tensor] = []
-        self._baseline = 0
+        self._unused: tuple[int, list[int], list[int]] = (0, [], [])  # what `_users` says when nobody kept anything
         self._released = False
 
     def _make(self) -> None:
@@ -95,6 +138,7 @@ class GradientShards:
         self._released = False
         with torch.inference_mode(False), torch.no_grad():
             self._buffer = torch.empty(flat.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+            note_shards(self._buffer, flat.layout, flat.rank)
             self._dtensors = [
                 like_parameter(shape_like_rows(self._buffer, slot, flat.rank), parameter)
                 for slot, parameter in zip(flat.layout.slots, self._sharded, strict=True)
@@ -105,16 +149,15 @@ class GradientShards:
             self.columns = [shards[column.slot] for column in self._plan.columns]
             self.direct = [shards[index] for index in self._plan.direct]
             del shards
-        self._baseline = storage_users(self._buffer)
+        self._unused = self._users()
 
     def _kept_by_somebody(self) -> bool:
         """Whether a gradient handed out earlier may still be read: it must not change under its reader."""
-        if self._buffer is None or storage_users(self._buffer) != self._baseline:
-            return True
-        if any(p.grad is dtensor for p, dtensor in zip(self._sharded, self._dtensors, strict=True)):
-            return True
-        # Three of the references are our list's, the loop's and getrefcount's own.
-        return any(sys.getrefcount(dtensor) > 3 or tensor_users(dtensor) > 1 for dtensor in self._dtensors)
+        return self._buffer is None or not CAN_COUNT_USERS or self._users() != self._unused
+
+    def _users(self) -> tuple[int, list[int], list[int]]:
+        """Who holds what: the memory (views of it, too), the gradients from Python, and from C++ (`.grad`, a graph)."""
+        return storage_users(self.buffer), list(map(sys.getrefcount, self._dtensors)), tensor_users(self._dtensors)
 
     def refresh(self) -> None:
         """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients."""
@@ -137,17 +180,21 @@ class GradientShards:
 
     def deliver(self, indices: Sequence[int]) -> None:
         """Put the buffer's contents on the parameters: as their gradient, or added to the one they have."""
-        for index in indices:
-            parameter = self._sharded[index]
-            gradient = parameter.grad
+        everyone = len(indices) == len(self._dtensors)
+        parameters = self._sharded if everyone else [self._sharded[index] for index in indices]
+        fresh = self._dtensors if everyone else [self._dtensors[index] for index in indices]
+        gradients = list(map(gradient_of, parameters))
+        if missing_in(gradients) == len(gradients):
+            for parameter, more in zip(parameters, fresh, strict=True):
+                parameter.grad = more
+            return
+        for parameter, gradient, more in zip(parameters, gradients, fresh, strict=True):
             if gradient is None:
-                parameter.grad = self._dtensors[index]
+                parameter.grad = more
+            elif isinstance(gradient, DTensor) and isinstance(more, DTensor):
+                local_of(gradient).add_(local_of(more))
             else:
-                fresh = self._dtensors[index]
-                if isinstance(gradient, DTensor) and isinstance(fresh, DTensor):
-                    local_of(gradient).add_(local_of(fresh))
-                else:
-                    gradient.add_(fresh)
+                gradient.add_(more)
 
     @property
     def nbytes(self) -> int:

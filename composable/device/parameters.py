@@ -82,9 +82,10 @@ class Stage:
 
     def intact(self) -> bool:
         """Whether every module still holds the sharded parameter that we put there."""
-        return all(registry.get(name) is sharded for registry, name, sharded, _ in self._by_table) and all(
-            module._parameters.get(name) is sharded for module, name, sharded, _ in self._by_setattr
-        )
+        for registry, name, sharded, _ in self._by_table:
+            if registry.get(name) is not sharded:
+                return False
+        return all(module._parameters.get(name) is sharded for module, name, sharded, _ in self._by_setattr)
 
 
 def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
@@ -150,9 +151,9 @@ def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
     return whole.narrow(slot.dim, start, length)
 
 
-def adopt_local(parameter: nn.Parameter, view: Tensor) -> None:
-    """Move a DTensor parameter's data into `view` and let it live there from now on."""
-    assert isinstance(parameter, DTensor)
+def adopt_local(tensor: Tensor, view: Tensor) -> None:
+    """Move a DTensor's data into `view` and let it live there from now on."""
+    assert isinstance(tensor, DTensor)
     with torch.no_grad():
-        view.copy_(local_of(parameter).view(view.shape))
-    set_local(parameter, view)
+        view.copy_(local_of(tensor).view(view.shape))
+    set_local(tensor, view)

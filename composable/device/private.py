@@ -5,9 +5,12 @@ Checked with torch 2.13.0 (CPU build). Where a name is missing in another versio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -62,26 +65,45 @@ def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
     return True
 
 
+_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+_tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
+
+CAN_COUNT_USERS = _storage_use_count is not None and _tensor_use_count is not None
+
+
 def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors and handles share `tensor`'s storage; a large number where this torch cannot tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return int(count(tensor.untyped_storage()._cdata)) if count is not None else 1 << 30
+    """How many tensors and handles share `tensor`'s storage; meaningless where this torch cannot tell (`CAN_COUNT_USERS`)."""
+    return _storage_use_count(tensor.untyped_storage()._cdata) if _storage_use_count is not None else 0
 
 
-def tensor_users(tensor: torch.Tensor) -> int:
-    """How many references from C++ (a `.grad` slot, a graph) hold `tensor`; a large number where this torch cannot tell."""
-    count = getattr(tensor, "_use_count", None)
-    return int(count()) if count is not None else 1 << 30
+def tensor_users(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """How many references from C++ (a `.grad` slot, a graph) hold each tensor; meaningless where this torch cannot tell."""
+    return list(map(_tensor_use_count, tensors)) if _tensor_use_count is not None else []
 
 
-def local_of(tensor: DTensor) -> torch.Tensor:
-    """The local tensor itself. `to_local()` is public, but makes an alias, or an autograd node, at every call."""
-    return tensor._local_tensor
+# The local tensor itself. `to_local()` is public, but makes an alias, or an autograd node, at every call. A getter made in C,
+# because it runs for every parameter in every step.
+local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")
 
 
 def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     """Let a `DTensor` keep its identity (optimizers and users hold it) while its data moves into our buffer."""
     tensor._local_tensor = local
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """An optimizer's own hooks before and after `step`, in the order in which they run.
+
+    The public calls only append. Without them (another torch) the two are empty: then nobody can tell who runs last.
+    """
+    before = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    after = getattr(optimizer, "_optimizer_step_post_hooks", None)
+    return OrderedDict() if before is None else before, OrderedDict() if after is None else after
+
+
+def step_code(kind: type[torch.optim.Optimizer]) -> tuple[object, object]:
+    """The functions that a class of optimizers steps with, without what torch wraps around `step`."""
+    return inspect.unwrap(kind.step), getattr(kind, "_init_group", None)
 
 
 @contextmanager

@@ -7,12 +7,32 @@ all our writes go through tensors made from `.data`, whose version counters are 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
 from composable.device.collectives import GatherPart, Wire
 from composable.device.memory import ElasticBuffer, MemoryPool
 from composable.plan.layout import Layout, Route, Slot
+
+_STARTS = "_composable_starts"
+
+
+def note_starts(buffer: Tensor, starts: Iterable[int]) -> None:
+    """Note on a buffer where, in elements, its tensors start; what lies between one's end and the next start is padding."""
+    setattr(buffer, _STARTS, tuple(sorted(dict.fromkeys(starts))))
+
+
+def starts_in(buffer: Tensor) -> tuple[int, ...]:
+    """What `note_starts` noted; nothing for a buffer that is not ours, about whose gaps nobody knows anything."""
+    found: tuple[int, ...] = getattr(buffer, _STARTS, ())
+    return found
+
+
+def note_shards(buffer: Tensor, layout: Layout, rank: int) -> None:
+    """Note where the shards start in a shard buffer, or in a buffer that is laid out like one."""
+    note_starts(buffer, [slot.shard_start for slot in layout.slots if slot.local_numel(rank)])
 
 
 def shape_like_rows(flat: Tensor, slot: Slot, rank: int) -> Tensor:
@@ -40,6 +60,7 @@ class FlatParameters:
         self.pool = pool
         with torch.inference_mode(False):
             self.shard = shard if shard is not None else torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        note_shards(self.shard, layout, self.rank)
         self.full = ElasticBuffer(layout.full_numel if layout.gathered else 0, dtype, device, pool)
         self._packed_copies = self._plan_copies()
         self.gather_plan = wire.prepare(self._gather_parts()) if layout.gathered else None

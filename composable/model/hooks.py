@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from types import FrameType
 from typing import Any, Final, Protocol, cast
@@ -172,46 +172,57 @@ def attach(module: nn.Module, name: str, bracket: Bracket) -> Callable[[], None]
 
 
 class Guard:
-    """Stands before the forward of modules whose parameters are at rest, and refuses it with an explanation.
+    """Stands before the forward of modules whose parameters are at rest, and refuses it with an explanation."""
 
-    Modules that are used as they should be pay nothing: the guard steps aside while the parameters are unsharded.
-    """
-
-    __slots__ = ("_handle", "_hooks", "refuse")
+    __slots__ = ("_handle", "hooks", "refuse")
 
     def __init__(self, module: nn.Module, refuse: Callable[[nn.Module], None]) -> None:
         self.refuse = refuse
         self._handle = module.register_forward_pre_hook(self, prepend=True)
-        self._hooks = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
+        self.hooks = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.refuse(module)
 
-    def step_aside(self) -> None:
-        self._hooks.pop(self._handle.id, None)
-
-    def stand(self) -> None:
-        self._hooks[self._handle.id] = self
-        self._hooks.move_to_end(self._handle.id, last=False)  # before hooks of the user
+    @property
+    def key(self) -> int:
+        """The guard's place in `hooks`."""
+        return self._handle.id
 
     def remove(self) -> None:
         self._handle.remove()
 
 
+class GuardRow:
+    """The guards of one unit, which come and go together.
+
+    Modules that are used as they should be pay nothing: the guards step aside while the parameters are unsharded.
+    """
+
+    def __init__(self, guards: Sequence[Guard]) -> None:
+        self._places = tuple((guard.hooks, guard.key, guard) for guard in guards)
+
+    def step_aside(self) -> None:
+        for hooks, key, _ in self._places:
+            hooks.pop(key, None)
+
+    def stand(self) -> None:
+        for hooks, key, guard in self._places:
+            hooks[key] = guard
+            hooks.move_to_end(key, last=False)  # before hooks of the user
+
+
 _LEAVES: Final = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def tensors_in(value: Any, opaque: list[Any] | None = None) -> Iterator[Tensor]:
+def tensors_in(value: Any, opaque: list[Any] | None = None) -> Iterable[Tensor]:
     """Every tensor in `value`, in order: nested containers, mappings, dataclasses and plain objects.
 
     Args:
         value: what a forward returned.
         opaque: gets the objects that could not be looked into.
     """
-    if isinstance(value, Tensor):
-        yield value
-        return
-    yield from _search(value, opaque, {})
+    return (value,) if isinstance(value, Tensor) else _search(value, opaque, {})
 
 
 def _search(value: Any, opaque: list[Any] | None, seen: dict[int, Any]) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -39,10 +40,11 @@ class Iteration:
     def __init__(self) -> None:
         self.finished = BackwardOrder()
         self.in_backward = False
-        self.active: list[Handle] = []  # entered in backward and not left
-        self.entered: list[Handle] = []
-        self.reduced: list[Handle] = []
-        self.reducing: list[Handle] = []
+        # Units by their number, in the order in which it happened to them.
+        self.active: list[int] = []  # entered in backward and not left
+        self.entered: dict[int, None] = {}
+        self.reduced: dict[int, None] = {}
+        self.reducing: list[int] = []
 
 
 class Unit(Protocol):
@@ -63,7 +65,7 @@ class Root:
         self.module = module
         self.units = tuple(units)
         self.handles = handles = tuple(unit.handle for unit in units)
-        self._index = {id(handle): index for index, handle in enumerate(handles)}
+        self._index = {handle: index for index, handle in enumerate(handles)}
         self._enclosing = tuple(enclosing)  # for each handle, the indices of the handles around it
         self.order = ForwardOrder()
         self.iteration: Iteration | None = None
@@ -71,10 +73,10 @@ class Root:
         self.entry: nn.Module = module
         self.failure = ""
         self._verified = all(handle.ground.wire.ways == 1 for handle in handles)
-        for handle in handles:
-            handle.on_first_gradient = self.gradient_arrives
-            handle.on_gradients_complete = self.gradients_complete
-            handle.on_backward = self.enter_backward
+        for index, handle in enumerate(handles):
+            handle.on_backward = partial(self.enter_backward, index)
+            handle.gradients.on_first = self._open_backward
+            handle.gradients.on_complete = partial(self.gradients_complete, index)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
@@ -89,19 +91,15 @@ class Root:
         if self.iteration is None:
             self.iteration = Iteration()
         for handle in self.handles:
-            handle.refresh()
-            handle.sync_requires_grad()
-            handle.release_gradients()
-            if handle.stale:
-                handle.reshard()
+            handle.prepare()
 
     def enter(self, handle: Handle) -> None:
         """`handle`'s module is about to compute."""
-        index = self._index[id(handle)]
+        index = self._index[handle]
         if not self._verified:
             self._verify(index, handle.ground.wire)
         self.order.record(index)
-        handle.unshard()
+        handle.unshard_in_step()
         self._prefetch(self.order.next_units(PREFETCH_DEPTH))
         handle.land()
 
@@ -109,7 +107,7 @@ class Root:
         for index in indices:
             handle = self.handles[index]
             if handle.phase is Phase.SHARDED or handle.phase is Phase.REGROUPED:
-                handle.unshard()
+                handle.unshard_in_step()
 
     def leave(self, handle: Handle, output: Any, *, complete: bool) -> None:
         """`handle`'s module has computed `output`; `complete`: so have all modules of its unit."""
@@ -117,7 +115,7 @@ class Root:
         keep = False
         if torch.is_grad_enabled():
             keep = self.watch(handle, output, count=True)
-            self.iteration.finished.forward_finished(self._index[id(handle)])
+            self.iteration.finished.forward_finished(self._index[handle])
         if complete and not keep:
             handle.settle_after_forward()
 
@@ -200,19 +198,17 @@ class Root:
             at_end_of_backward(self._end_backward)
         return self.iteration
 
-    def enter_backward(self, handle: Handle) -> None:
-        """Backward is about to go through an output of `handle`'s module."""
+    def enter_backward(self, index: int) -> None:
+        """Backward is about to go through an output of unit `index`."""
         iteration = self._open_backward()
-        index = self._index[id(handle)]
+        handle = self.handles[index]
         iteration.finished.enter(index)
-        entering = False
-        if handle not in iteration.active:
+        entering = index not in iteration.active
+        if entering:
             self._leave_backward(iteration, entered=index)
-            iteration.active.append(handle)
-            entering = True
-            if handle not in iteration.entered:
-                iteration.entered.append(handle)
-        handle.unshard()
+            iteration.active.append(index)
+            iteration.entered[index] = None
+        handle.unshard_in_step()
         self._prefetch(iteration.finished.next_units(PREFETCH_DEPTH))
         handle.land()
         if entering:
@@ -222,47 +218,44 @@ class Root:
         """See Note [When a unit is left in backward]. A unit may share its outputs with the one around it: neither is left."""
         staying = []
         around = self._enclosing[entered]
-        for handle in iteration.active:
-            index = self._index[id(handle)]
+        for index in iteration.active:
             if index in around or entered in self._enclosing[index]:
-                staying.append(handle)
+                staying.append(index)
                 continue
-            if handle.uses <= 0 and handle.trainable and handle not in iteration.reduced:
-                self._reduce(iteration, handle)
+            handle = self.handles[index]
+            if handle.uses <= 0 and handle.trainable and index not in iteration.reduced:
+                self._reduce(iteration, index)
             handle.hide()
             if not handle.pins:
                 handle.reshard()
         iteration.active = staying
 
-    def gradient_arrives(self, handle: Handle) -> None:
-        """A first gradient of `handle` is here, perhaps on a way that none of its outputs is on."""
-        self._open_backward()
+    def gradients_complete(self, index: int) -> None:
+        """All gradients of unit `index` have arrived."""
+        self._reduce(self._open_backward(), index)
 
-    def gradients_complete(self, handle: Handle) -> None:
-        """All gradients of `handle` have arrived."""
-        self._reduce(self._open_backward(), handle)
-
-    def _reduce(self, iteration: Iteration, handle: Handle) -> None:
-        if handle in iteration.reducing:
-            iteration.reducing.remove(handle)
-        handle.reduce()
-        iteration.reduced.append(handle)
-        iteration.reducing.append(handle)
-        while len(iteration.reducing) > REDUCTIONS_IN_FLIGHT + 1:
-            iteration.reducing.pop(0).finish_reduction()
+    def _reduce(self, iteration: Iteration, index: int) -> None:
+        reducing = iteration.reducing
+        if index in reducing:
+            reducing.remove(index)
+        self.handles[index].gradients.reduce()
+        iteration.reduced[index] = None
+        reducing.append(index)
+        while len(reducing) > REDUCTIONS_IN_FLIGHT + 1:
+            self.handles[reducing.pop(0)].gradients.finish()
 
     def _end_backward(self) -> None:
         iteration = self.iteration
         if iteration is None or not iteration.in_backward:
             return
-        for handle in self.handles:
-            late = handle.grad_phase is GradPhase.ARRIVING  # its backward was not entered through an output
-            if late or (handle in iteration.entered and handle.trainable and handle not in iteration.reduced):
-                self._reduce(iteration, handle)
-        for handle in iteration.reducing:
-            handle.finish_reduction()
-        for handle in iteration.active:
-            handle.hide()
+        for index, handle in enumerate(self.handles):
+            late = handle.gradients.phase is GradPhase.ARRIVING  # its backward was not entered through an output
+            if late or (index in iteration.entered and handle.trainable and index not in iteration.reduced):
+                self._reduce(iteration, index)
+        for index in iteration.reducing:
+            self.handles[index].gradients.finish()
+        for index in iteration.active:
+            self.handles[index].hide()
         for handle in self.handles:
             handle.uses = 0
             handle.backwards += 1
@@ -298,4 +291,4 @@ class _Entry:
         if self._counted:
             self._counted = False
             self._handle.uses -= 1
-        self._handle.on_backward(self._handle)
+        self._handle.on_backward()

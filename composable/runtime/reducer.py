@@ -4,43 +4,61 @@ Note [The same collectives on every rank]
 Buckets are launched strictly in their order, and all of them in every backward: a rank that has no gradient for a parameter
 contributes zeros. The last message carries a flag per parameter, so that everybody learns which ones were used
 somewhere; the gradient of one that nobody used stays as it was. No search through the graph, no flag for the user to set.
+
+Note [The order of buckets]
+The first backward runs with the parameters in reverse. At its end (to be exact: at the end of the first one in which some
+rank had a gradient for every parameter) the ranks tell each other in which order gradients became ready, and all fill their
+buckets anew by the same one. That happens once: what is agreed outlives the reducer, and graphs that change do not matter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from operator import attrgetter, is_
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.device.collectives import Arrival, Wire
+from composable.device.buckets import GradientBucket, Strides, gradient_strides
+from composable.device.collectives import Wire
 from composable.device.private import at_end_of_backward
 from composable.errors import CommunicationError, PhaseError
-from composable.plan.buckets import fill_buckets
+from composable.plan.buckets import agree_on_order, fill_buckets
 from composable.plan.scaling import division_factors
+from composable.runtime.bucket import AWAITED, SENT, Bucket
 
 FIRST_BUCKET_BYTES: Final = 1 << 20  # communication starts early
+ALONE_BYTES: Final = 1 << 20  # a gradient from this size on waits for no other one
+HOST_IN_FLIGHT: Final = 2  # a host's wires do part of the work when waited for, better while backward runs than after it
 
 
-class _Bucket:
-    """Some parameters whose gradients travel together."""
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all ranks have told each other about a unit's gradients.
 
-    def __init__(self, members: Sequence[int], parameters: Sequence[nn.Parameter], direct: bool) -> None:
-        self.members = tuple(members)
-        self.direct = direct
-        self.sizes = [parameters[i].numel() for i in members]
-        self.missing = len(self.members)  # gradients still to come in this backward
-        self.launched = False
-        self.message: Tensor | None = None
-        self.arrival: Arrival | None = None
+    Attributes:
+        order: parameters by number, as their gradients become ready.
+        strides: of gradients that are not contiguous, and that all ranks lay out alike.
+    """
 
-    def reset(self) -> None:
-        self.missing = len(self.members)
-        self.launched = False
-        self.message = None
-        self.arrival = None
+    order: tuple[int, ...] = ()
+    strides: Mapping[int, Strides] = field(default_factory=dict)
+
+
+_trainability = attrgetter("requires_grad")
+_dtype = attrgetter("dtype")
+_device = attrgetter("device")
+
+
+def _kinds(parameters: Sequence[nn.Parameter]) -> list[Any]:
+    """What buckets depend on, and users may change without our hearing of it. Runs in C: it is asked at every forward."""
+    return [*map(_trainability, parameters), *map(_dtype, parameters), *map(_device, parameters)]
 
 
 class Reducer:
@@ -49,44 +67,85 @@ class Reducer:
     Args:
         parameters: in the order of their FQNs; gradients are expected roughly in the reverse of it.
         cap_bytes: bytes a bucket may hold.
+        agreement: of the reducer before this one.
     """
 
     def __init__(
-        self, parameters: Sequence[nn.Parameter], names: Sequence[str], wire: Wire, *, cap_bytes: int, unit: str
+        self,
+        parameters: Sequence[nn.Parameter],
+        names: Sequence[str],
+        wire: Wire,
+        *,
+        cap_bytes: int,
+        unit: str,
+        agreement: Agreement | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
         self.unit = unit
-        self._wire = wire
-        self._trainable = [i for i, p in enumerate(parameters) if p.requires_grad]
-        self._buckets = self._make_buckets(cap_bytes)
-        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.members}
-        self._flags = [0.0] * len(self._trainable)
-        self._position = {i: position for position, i in enumerate(self._trainable)}
-        self._next = 0
+        self.agreement = agreement or Agreement()
         self.in_backward = False
+        self._wire = wire
+        self._cap_bytes = cap_bytes
+        self._kinds = _kinds(self.parameters)
+        self._trainable = [i for i, p in enumerate(parameters) if p.requires_grad]
+        self._buckets: list[Bucket] = []
+        self._launched = self._finished = 0
+        self._arrivals: list[int] = []
         self._hooks: list[RemovableHandle] = []
+        self._recording = not all(i in self.agreement.order for i in self._trainable)
         if wire.ways > 1:
-            for i in self._trainable:
-                hook = parameters[i].register_post_accumulate_grad_hook(lambda _, i=i: self._arrived(i))
-                self._hooks.append(hook)
+            self._buckets = self._make_buckets()
+            self._attach()
 
-    def _make_buckets(self, cap_bytes: int) -> list[_Bucket]:
-        order = list(reversed(self._trainable))
-        parameters = self.parameters
-        sizes = [parameters[i].numel() * parameters[i].element_size() for i in order]
-        kinds = [(parameters[i].dtype, parameters[i].device) for i in order]
-        large = [size >= self._wire.direct_bytes and size > 0 for size in sizes]
-        # A large gradient is reduced where it is; the small ones around it fill the buckets.
-        grouped = fill_buckets(
-            sizes,
-            [(kind, index if is_large else -1) for index, (kind, is_large) in enumerate(zip(kinds, large, strict=True))],
-            cap=cap_bytes,
-            first_cap=min(cap_bytes, FIRST_BUCKET_BYTES),
-        )
+    # --- buckets ----------------------------------------------------------------------------------------------------
+
+    def _order(self) -> list[int]:
+        known = [i for i in self.agreement.order if i < len(self.parameters) and self.parameters[i].requires_grad]
+        return known + [i for i in reversed(self._trainable) if i not in known]
+
+    def _grouped(self) -> list[list[int]]:
+        order = self._order()
+        parameters = [self.parameters[i] for i in order]
+        sizes = [p.numel() * p.element_size() for p in parameters]
+        kinds = [
+            (p.dtype, p.device, index if size >= ALONE_BYTES else -1)
+            for index, (p, size) in enumerate(zip(parameters, sizes, strict=True))
+        ]
+        first_cap = min(self._cap_bytes, FIRST_BUCKET_BYTES)
+        grouped = fill_buckets(sizes, kinds, cap=self._cap_bytes, first_cap=first_cap)
         # A bucket is complete when its last gradient is, so that is where it stands in the order.
         grouped.sort(key=lambda positions: positions[-1])
-        return [_Bucket([order[p] for p in positions], parameters, large[positions[0]]) for positions in grouped]
+        return [[order[position] for position in positions] for positions in grouped]
+
+    def _make_buckets(self) -> list[Bucket]:
+        grouped = self._grouped()
+        buckets = []
+        for number, members in enumerate(grouped, start=1):
+            gradients = GradientBucket(
+                [self.parameters[i] for i in members],
+                [self.agreement.strides.get(i) for i in members],
+                divide_by=self._factors(self.parameters[members[0]].dtype),
+                # One flag per parameter, and one that says that this rank had a gradient for all of them.
+                flags=len(self._trainable) + 1 if number == len(grouped) else 0,
+            )
+            names = self.names[members[0]], self.names[members[-1]]
+            label = f"gradient all-reduce of unit '{self.unit}' ('{names[0]}' to '{names[1]}')"
+            buckets.append(Bucket(members, gradients, label))
+        return buckets
+
+    def _factors(self, dtype: torch.dtype) -> tuple[float, float]:
+        before, after = division_factors(str(dtype).removeprefix("torch."), self._wire.ways)
+        # A dtype that cannot overflow is divided on its way into the bucket, where that costs no pass of its own.
+        return (before, after) if dtype is torch.float16 else (before * after, 1.0)
+
+    def _attach(self) -> None:
+        for bucket in self._buckets:
+            for slot, i in enumerate(bucket.members):
+                hook = bucket.hook(slot, self._advance, partial(self._unexpected, bucket))
+                if self._recording:
+                    hook = partial(self._record, i, hook)
+                self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Leave the parameters alone from here on."""
@@ -94,104 +153,121 @@ class Reducer:
             hook.remove()
         self._hooks = []
 
-    def fits(self, parameters: Sequence[nn.Parameter | None]) -> bool:
-        """Whether these are still the parameters, and as trainable as they were."""
+    def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether these are still the parameters, of the same kinds, and as trainable as they were."""
         return (
             len(parameters) == len(self.parameters)
-            and all(new is old for new, old in zip(parameters, self.parameters, strict=True))
-            and self._trainable == [i for i, p in enumerate(self.parameters) if p.requires_grad]
+            and all(map(is_, parameters, self.parameters))
+            and _kinds(parameters) == self._kinds
         )
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def open(self) -> None:
+    def open(self, *_: Any) -> None:
         """Backward has reached this module, or one of its parameters: what is not here at its end counts as zero."""
-        if not self.in_backward and self._wire.ways > 1:
+        if not self.in_backward and self._buckets:
             self.in_backward = True
+            for bucket in self._buckets:
+                bucket.enter(AWAITED)
+                bucket.gradients.open()
             at_end_of_backward(self._close)
 
-    def _arrived(self, i: int) -> None:
+    def _record(self, i: int, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
+        self._arrivals.append(i)
+        hook(parameter)
+
+    def _unexpected(self, bucket: Bucket, slot: int) -> None:
+        """The first gradient of a backward that came through no output, or one that came twice."""
         self.open()
-        bucket = self._bucket_of[i]
-        if bucket.launched:
+        if bucket.states[slot] == SENT:
             raise PhaseError(
-                f"replicate(unit '{self.unit}'): parameter '{self.names[i]}' got a second gradient in one backward, after its "
-                "first had been sent. Reentrant checkpointing of a shared parameter does this; use checkpoint(module)."
+                f"replicate(unit '{self.unit}'): parameter '{self.names[bucket.members[slot]]}' got a second gradient in one "
+                "backward, after its first had been sent. Reentrant checkpointing of a shared parameter does this; use "
+                "checkpoint(module)."
             )
-        if not self._flags[self._position[i]]:
-            self._flags[self._position[i]] = 1.0
-            bucket.missing -= 1
-            while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
-                self._launch(self._buckets[self._next])
 
-    def _launch(self, bucket: _Bucket) -> None:
-        gradients = [self._gradient_or_zeros(i) for i in bucket.members]
-        before, _ = self._factors(gradients[0].dtype)
-        if bucket.direct and gradients[0].is_contiguous() and before == 1.0:
-            message = gradients[0]
-        else:
-            message = torch.cat([gradient.reshape(-1) for gradient in gradients])
-            if before != 1.0:
-                message /= before
-        names = self.names[bucket.members[0]], self.names[bucket.members[-1]]
-        label = f"gradient all-reduce of unit '{self.unit}' ('{names[0]}' to '{names[1]}')"
-        bucket.message = message
-        bucket.launched = True
-        bucket.arrival = self._wire.all_reduce(message, label=label)
-        self._next += 1
+    def _advance(self) -> None:
+        """Launch the buckets that are complete, up to the first that is not."""
+        while self._launched < len(self._buckets) and not self._buckets[self._launched].awaited:
+            self._launch(self._buckets[self._launched])
 
-    def _gradient_or_zeros(self, i: int) -> Tensor:
-        parameter = self.parameters[i]
-        if parameter.grad is None:
-            return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        return parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+    @torch.no_grad()
+    def _launch(self, bucket: Bucket) -> None:
+        message = bucket.gradients.collect(bucket.missing)
+        if bucket is self._buckets[-1]:
+            self._write_flags(bucket.gradients.flags)
+        if not bucket.awaited:  # otherwise backward is at its end, and what was awaited was missing
+            bucket.enter(SENT)
+        bucket.arrival = self._wire.all_reduce(message, label=bucket.label)
+        self._launched += 1
+        if message.device.type == "cpu":
+            self._finish(self._launched - HOST_IN_FLIGHT)
 
-    def _factors(self, dtype: torch.dtype) -> tuple[float, float]:
-        return division_factors(str(dtype).removeprefix("torch."), self._wire.ways)
+    def _write_flags(self, flags: Tensor) -> None:
+        missing = [bucket.members[slot] for bucket in self._buckets for slot in bucket.missing]
+        if not missing:
+            flags.fill_(1.0)  # the last launch: no gradient comes after it
+            return
+        absent = frozenset(missing)
+        row = [float(i not in absent) for i in self._trainable]
+        flags.copy_(torch.tensor([*row, 0.0]))
 
+    def _finish(self, count: int) -> None:
+        """Wait for the first `count` buckets."""
+        while self._finished < count:
+            self._finished += 1
+            self._buckets[self._finished - 1].finish()
+
+    @torch.no_grad()
     def _close(self) -> None:
         if not self.in_backward:
             return
-        while self._next < len(self._buckets):
-            self._launch(self._buckets[self._next])
-        flags = torch.tensor(self._flags, device=self.parameters[0].device) if self.parameters else torch.empty(0)
-        arrival = self._wire.all_reduce(flags, label=f"usage flags of unit '{self.unit}'")
-        unused: list[int] = []
-        if 0.0 in self._flags:
-            arrival.wait()
-            unused = [i for i, flag in zip(self._trainable, flags.tolist(), strict=True) if not flag]
-        for bucket in self._buckets:
-            self._finish(bucket, unused)
-        arrival.wait()
+        while self._launched < len(self._buckets):
+            self._launch(self._buckets[self._launched])
+        self._finish(len(self._buckets))
+        if self._recording or any(bucket.awaited for bucket in self._buckets):
+            *used, complete = [bool(flag) for flag in self._buckets[-1].gradients.flags.tolist()]
+            used_by_number = dict(zip(self._trainable, used, strict=True))
+            for bucket in self._buckets:
+                bucket.gradients.settle([used_by_number[i] for i in bucket.members])
+            if self._recording and complete:
+                self._agree()
         self.reset()
 
-    def _finish(self, bucket: _Bucket, unused: Sequence[int]) -> None:
-        assert bucket.arrival is not None
-        assert bucket.message is not None
-        bucket.arrival.wait()
-        message = bucket.message
-        _, after = self._factors(message.dtype)
-        message.mul_(1.0 / after)
-        pieces = [message] if len(bucket.members) == 1 else message.split(bucket.sizes)
-        targets, sources = [], []
-        for i, piece in zip(bucket.members, pieces, strict=True):
-            parameter = self.parameters[i]
-            if i in unused:
-                continue
-            if parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = piece.view(parameter.shape)
-            elif parameter.grad is not piece:
-                targets.append(parameter.grad)
-                sources.append(piece.view(parameter.shape))
-        if targets:
-            torch._foreach_copy_(targets, sources)
+    # --- agreement --------------------------------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """Find out in which order gradients become ready, and fill the buckets in that order from now on."""
+        count = len(self._trainable)
+        mine = self._arrivals if len(self._arrivals) == count else [-1] * count
+        strides = {i: gradient_strides(self.parameters[i]) for i in self._trainable}
+        prints = [zlib.crc32(repr(strides[i]).encode()) for i in self._trainable]
+        rows = self._wire.exchange([*mine, *prints], label=f"exchange of the order of gradients of unit '{self.unit}'")
+        order = agree_on_order([row[:count] for row in rows], self._order())
+        alike = [all(one == other for one, other in pairwise(column)) for column in zip(*rows, strict=True)][count:]
+        agreed = {i: found for i, same in zip(self._trainable, alike, strict=True) if same and (found := strides[i])}
+        # A parameter that is frozen now keeps what was agreed about it before.
+        others = [i for i in self.agreement.order if i not in order]
+        self.agreement = Agreement((*order, *others), {**self.agreement.strides, **agreed})
+        self._recording = False
+        self.detach()
+        self._refill()
+        self._attach()
+
+    def _refill(self) -> None:
+        views = {p: v for b in self._buckets for p, v in zip(b.gradients.parameters, b.gradients.views, strict=True)}
+        self._buckets = self._make_buckets()  # memory of the old ones goes as the last view of each moves
+        for bucket in self._buckets:
+            bucket.gradients.take_over(views)
+
+    # --- ends -------------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Back to the state before a backward; what is in flight has been waited for."""
         for bucket in self._buckets:
             bucket.reset()
-        self._flags = [0.0] * len(self._trainable)
-        self._next = 0
+        self._launched = self._finished = 0
+        self._arrivals = []
         self.in_backward = False
 
     def unwind(self) -> None:

@@ -28,8 +28,13 @@ class Reduction:
         self._wire = wire
         self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=wire.even_only)
         self._rows = GradientRows(flat, self._plan, wire.ways) if wire.ways > 1 else None
+        self._packed: tuple[ReducePart, ...] = ()
+        if self._rows is not None and self._plan.flagged:
+            self._packed = (ReducePart(self._rows.buffer.tensor, self._plan.row_numel, self._rows.row),)
         self._shards = GradientShards(flat, sharded, self._plan)
-        self._before, self._after = division_factors(_dtype_name(flat.dtype), wire.ways)
+        self._before, after = division_factors(_dtype_name(flat.dtype), wire.ways)
+        # As a tensor: a Python number would be made one at every use, which takes longer than dividing a small unit.
+        self._share = torch.tensor(1.0 / after, dtype=torch.float64, device="cpu") if after != 1.0 else None
         self._arrival: Arrival | None = None
         self._missing: list[int] = []
         self._whole: list[tuple[int, Tensor]] = []
@@ -40,14 +45,22 @@ class Reduction:
         Args:
             gradients: one per slot, of the unsharded parameter's shape; None where autograd gave none.
         """
-        wanted = self._plan.flagged
-        if self._rows is None:
-            self._whole = [(i, g) for i in wanted if (g := gradients[i]) is not None]
+        rows = self._rows
+        if rows is None:
+            self._whole = [(i, g) for i in self._plan.flagged if (g := gradients[i]) is not None]
             return
         if self._before != 1.0:
             gradients = [None if g is None else g / self._before for g in gradients]
-        self._missing = [i for i in wanted if gradients[i] is None]
         self._shards.refresh()
+        parts: Sequence[ReducePart] = self._packed
+        if self._plan.direct:
+            parts = [*self._direct_parts(gradients), *self._packed]
+        if self._packed:
+            rows.buffer.allocate()
+            self._missing = rows.copy_in(gradients)
+        self._arrival = self._wire.reduce_scatter(parts, scratch=self.flat.pool, label=label, tag=channel.next_tag())
+
+    def _direct_parts(self, gradients: Sequence[Tensor | None]) -> list[ReducePart]:
         parts = []
         slots = self.flat.layout.slots
         for index, out in zip(self._plan.direct, self._shards.direct, strict=True):
@@ -55,11 +68,7 @@ class Reduction:
             if gradient is None:
                 gradient = torch.zeros(slot.shape, dtype=self.flat.dtype, device=self.flat.device)
             parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out))
-        if self._plan.flagged:
-            self._rows.buffer.allocate()
-            self._rows.copy_in(gradients)
-            parts.append(ReducePart(self._rows.buffer.tensor, self._plan.row_numel, self._rows.row))
-        self._arrival = self._wire.reduce_scatter(parts, scratch=self.flat.pool, label=label, tag=channel.next_tag())
+        return parts
 
     def finish(self) -> None:
         """Wait for the sum, divide it and put it on the sharded parameters. Nothing happens without a `launch`."""
@@ -72,8 +81,8 @@ class Reduction:
         arrival, self._arrival = self._arrival, None
         arrival.wait()
         self._rows.copy_out(self._shards.columns)
-        if self._after != 1.0:
-            self._shards.buffer.mul_(1.0 / self._after)
+        if self._share is not None:
+            self._shards.buffer.mul_(self._share)
         delivered: Sequence[int] = self._plan.flagged
         if self._missing:
             used = self._rows.used_anywhere()
@@ -91,10 +100,12 @@ class Reduction:
         """Wait for what is in flight and forget it."""
         arrival, self._arrival = self._arrival, None
         self._whole = []
-        if arrival is not None:
-            arrival.wait()
-        if self._rows is not None:
-            self._rows.buffer.free()
+        try:
+            if arrival is not None:
+                arrival.wait()
+        finally:
+            if self._rows is not None:
+                self._rows.buffer.free()
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:

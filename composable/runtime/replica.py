@@ -13,7 +13,7 @@ from composable.device.collectives import Wire
 from composable.device.parameters import Owner
 from composable.device.private import in_backward
 from composable.model.hooks import before_gradient, tensors_in
-from composable.runtime.handle import Ground
+from composable.runtime.ground import Ground
 from composable.runtime.reducer import Reducer
 
 
@@ -26,6 +26,7 @@ class ReplicatedUnit:
         self.names: tuple[str, ...] = ()
         self.ground: Ground | None = None
         self._owners: tuple[Owner, ...] = ()
+        self._places: list[tuple[dict[str, nn.Parameter | None], str]] | None = None  # of the owners; asked at every forward
         self._buffers: tuple[Owner, ...] = ()
         self._cap_bytes = 0
         self._reducer: Reducer | None = None
@@ -55,17 +56,26 @@ class ReplicatedUnit:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """The parameters as the module holds them now."""
-        held = [owner.module._parameters.get(owner.name) for owner in self._owners]
+        if self._places is None:
+            self._places = [(owner.module._parameters, owner.name) for owner in self._owners]
+        held = [registry.get(name) for registry, name in self._places]
         return [parameter for parameter in held if parameter is not None]
 
     @property
     def reducer(self) -> Reducer:
         parameters = self.parameters
         if self._reducer is None or not self._reducer.fits(parameters):
-            if self._reducer is not None:
-                self._reducer.detach()
-            self._reducer = Reducer(parameters, self.names, self.wire, cap_bytes=self._cap_bytes, unit=self.name or "root")
+            self._reducer = self._make_reducer(parameters, self._reducer)
         return self._reducer
+
+    def _make_reducer(self, parameters: Sequence[nn.Parameter], last: Reducer | None) -> Reducer:
+        agreement = None
+        if last is not None:
+            last.detach()
+            # Ranks replace parameters one by one, but what they have agreed on stands until they agree again.
+            agreement = last.agreement if len(last.parameters) == len(parameters) else None
+        unit = self.name or "root"
+        return Reducer(parameters, self.names, self.wire, cap_bytes=self._cap_bytes, unit=unit, agreement=agreement)
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 
@@ -84,7 +94,7 @@ class ReplicatedUnit:
             reducer = self._reducer
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
-                    before_gradient(tensor, lambda *_: reducer.open())
+                    before_gradient(tensor, reducer.open)
         return output
 
     def abandon(self, module: nn.Module) -> None:

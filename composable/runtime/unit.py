@@ -37,7 +37,7 @@ class ShardedUnit:
         self.spare_name = ""
         self._handle: Handle | None = None
         self._originals: list[weakref.ref[nn.Parameter]] = []
-        self._left_to_run: list[nn.Module] = []
+        self._left_to_run: tuple[nn.Module, ...] = ()
         self._calls: list[str] = []  # of the calls that are running: how each was entered
 
     def take_charge(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
@@ -56,15 +56,15 @@ class ShardedUnit:
         mine = [id(module) for module in modules]
         if handle.ground.mesh is not None:
             self.guards = [Guard(module, self._guard) for key, module in owners.items() if key not in mine]
-        handle.guards = self.guards
+        handle.guarded_by(self.guards)
 
     @property
     def handle(self) -> Handle:
         if self._handle is None:
             assert self.recipe is not None, "the unit is used before fully_shard has finished"
             self._handle = self.recipe.build(HOST_MEMORY)
-            self._handle.name = self.spare_name
-            self._handle.guards = self.guards
+            self._handle.rename(self.spare_name)
+            self._handle.guarded_by(self.guards)
         return self._handle
 
     @property
@@ -73,7 +73,8 @@ class ShardedUnit:
 
     def rename(self, name: str) -> None:
         """Take a name for messages: the FQN below whatever was annotated last."""
-        self.handle.name = self.spare_name = name
+        self.spare_name = name
+        self.handle.rename(name)
         for fqn, slot in zip(self.handle.names, self.handle.slots, strict=True):
             label(slot.sharded, name, fqn)
         for fqn, original in self.originals():
@@ -97,6 +98,7 @@ class ShardedUnit:
         if self._handle is None:
             return
         handle, self._handle = self._handle, None
+        handle.guarded_by(())
         originals = [reference() for reference in self._originals]
         for parameter in (*originals, *(slot.sharded for slot in handle.slots)):
             if parameter is not None:
@@ -114,7 +116,7 @@ class ShardedUnit:
         handle = self.handle
         if in_backward():
             # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
-            handle.unshard()
+            handle.unshard_in_step()
             handle.land()
             handle.show()
             self._calls[-1] = "recompute"
@@ -123,7 +125,7 @@ class ShardedUnit:
         root.open_forward(module)
         self._calls[-1] = "forward"
         if not self._left_to_run:
-            self._left_to_run = list(self.modules)
+            self._left_to_run = self.modules
         root.enter(handle)
         handle.show()
         if root.depth == 1 and handle.ground.mesh is not None and handle.ground.mesh.device_type != "cpu":
@@ -134,19 +136,19 @@ class ShardedUnit:
     def leave(self, module: nn.Module, output: Any) -> Any:
         how = self._calls.pop()
         handle = self.handle
-        self.handle.hide()
+        handle.hide()
         root = self.root
         assert root is not None
         if how == "recompute":
             if torch.is_grad_enabled():
                 root.watch(handle, output, count=False)
             return output
-        self._left_to_run = [other for other in self._left_to_run if other is not module]
+        self._left_to_run = tuple([other for other in self._left_to_run if other is not module])
         try:
             root.leave(handle, output, complete=not self._left_to_run and handle.depth == 0)
             root.close_forward()
         except BaseException:
-            self._left_to_run = []
+            self._left_to_run = ()
             root.abandon(self.name)
             raise
         return output
@@ -157,7 +159,7 @@ class ShardedUnit:
             self.handle.hide()  # checkpointing stops a recomputation by raising as soon as it has what it needs
         elif how == "forward":
             self.handle.hide()
-            self._left_to_run = []
+            self._left_to_run = ()
             assert self.root is not None
             self.root.abandon(self.name)
 
@@ -185,7 +187,7 @@ class ShardedUnit:
         inside = [unit.modules_inside() for unit in units]
         enclosing = []
         for index, unit in enumerate(units):
-            unit.handle.name = names.get(id(unit.modules[0]), unit.handle.name)
+            unit.handle.rename(names.get(id(unit.modules[0]), unit.handle.name))
             around = [i for i in range(len(units)) if i != index and any(id(m) in inside[i] for m in unit.modules)]
             enclosing.append(tuple(around))
         root = Root(module, units, enclosing)
@@ -199,7 +201,7 @@ class ShardedUnit:
     def forget_calls(self) -> None:
         """No call of this unit's modules is under way any more."""
         self._calls = ["entering"] if self._calls[-1:] == ["entering"] else []
-        self._left_to_run = []
+        self._left_to_run = ()
 
     def modules_inside(self) -> dict[int, None]:
         """The ids of this unit's modules and of everything below them."""
@@ -223,7 +225,7 @@ class ShardedUnit:
         self.check_hooks()
         if in_backward() and self.root is not None:
             # Part of this unit is recomputed, and its outputs were not on the way here.
-            self.root.enter_backward(self.handle)
+            self.handle.on_backward()
             return
         name = next(
             (

@@ -214,6 +214,12 @@ def test_one_kept_gradient_costs_one_new_buffer_and_no_more(how: str) -> None:
     _assert_reused_after_letting_go(how)
 
 
+@pytest.mark.parametrize("how", WAYS_TO_KEEP)
+def test_where_torch_cannot_count_users_every_gradient_passes_for_kept(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("composable.device.gradients.CAN_COUNT_USERS", False)
+    _keep_over_three_steps(how)
+
+
 def test_knowing_of_a_gradient_is_not_keeping_it() -> None:
     unit = Unit()
     before = unit.step(1.0)

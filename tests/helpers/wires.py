@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable.device.collectives import Arrival, GatherPart, ReducePart, Scratch, Wire
+from composable.device.collectives import Arrival, GatherPart, PairsWire, ReducePart, Scratch, SharedWire, Wire, shared_wire
 
 
 @dataclass
@@ -153,3 +153,17 @@ def _spoil(tensor: Tensor) -> None:
     if tensor.is_floating_point():
         with torch.no_grad():
             tensor.data.fill_(float("nan"))
+
+
+def all_shared(wire: Wire) -> Wire:
+    """A wire that moves messages of every size through shared memory, in place of one that moves large ones so."""
+    if not isinstance(wire, SharedWire):
+        return wire
+    every = shared_wire(wire.group, wire.device, worth_bytes=0)
+    assert every is not None
+    return every
+
+
+def all_sockets(wire: Wire) -> Wire:
+    """A wire that moves everything from point to point, in place of one that uses shared memory."""
+    return PairsWire(wire.group, wire.device) if isinstance(wire, SharedWire) else wire

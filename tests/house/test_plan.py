@@ -18,7 +18,7 @@ DEMO: Final = "demo/"  # written as a user would write it: it may do what users 
 
 LONGEST: Final = 400
 # Rooms that ought to be two by now; none may join them, and they leave when they are.
-TOO_LONG: Final = ("runtime/handle.py",)
+TOO_LONG: Final[tuple[str, ...]] = ()
 
 # Who uses what, by name. A new user of a power belongs into a room that has it, or this table tells why not.
 POWERS: Final[dict[str, tuple[str, ...]]] = {
@@ -27,12 +27,13 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
         "device/parameters.py",
         "model/traversal.py",
         "runtime/handle.py",
+        "runtime/parameters.py",
         "runtime/replica.py",
         "runtime/unit.py",
     ),
     "_buffers": ("api/replicate.py", "runtime/replica.py"),
     "_modules": ("model/record.py", "model/traversal.py"),
-    "__dict__": ("model/hooks.py", "runtime/unit.py"),
+    "__dict__": ("model/hooks.py", "runtime/unit.py", "state/step_on_shards.py"),
     # When we are called back.
     "register_forward_pre_hook": ("model/hooks.py",),
     "register_forward_hook": ("model/hooks.py",),
@@ -41,7 +42,7 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     "register_multi_grad_hook": (),
     "register_hook": ("model/hooks.py",),
     "register_prehook": ("model/hooks.py",),
-    "register_post_accumulate_grad_hook": ("runtime/handle.py", "runtime/reducer.py"),
+    "register_post_accumulate_grad_hook": ("runtime/parameters.py", "runtime/reducer.py"),
     "_forward_pre_hooks": ("model/hooks.py",),
     "_forward_hooks": ("model/hooks.py",),
     "queue_callback": ("device/private.py",),
@@ -49,12 +50,12 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     # Memory.
     "resize_": ("device/gradients.py", "device/memory.py"),
     "set_": ("device/memory.py",),
-    "untyped_storage": ("device/gradients.py", "device/memory.py", "device/private.py", "runtime/handle.py"),
+    "untyped_storage": ("device/gradients.py", "device/memory.py", "device/private.py", "runtime/part.py"),
     "UntypedStorage": ("device/memory.py", "device/private.py"),
     "_swap_data_ptr_": ("device/private.py",),
     "_local_tensor": ("device/private.py",),
     "set_local": ("device/parameters.py", "device/private.py"),
-    "_version": ("runtime/handle.py",),
+    "_version": ("runtime/parameters.py", "state/scalars.py"),
     # Time.
     "Stream": ("device/streams.py",),
     "Event": ("device/streams.py",),
@@ -65,7 +66,7 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     "synchronize": (),
     # Changes of state.
     "advance": ("plan/phases.py", "runtime/handle.py"),
-    "advance_gradients": ("plan/phases.py", "runtime/handle.py"),
+    "advance_gradients": ("plan/phases.py", "runtime/gradients.py"),
 }
 
 COLLECTIVES: Final = (

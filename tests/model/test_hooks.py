@@ -20,6 +20,7 @@ from composable.model.hooks import (
     OUTERMOST_FIRST,
     Dispatcher,
     Guard,
+    GuardRow,
     attach,
     before_gradient,
     dispatcher_of,
@@ -340,11 +341,12 @@ def test_a_guard_refuses_first_unless_it_stepped_aside() -> None:
         raise RuntimeError("sharded")
 
     guard = Guard(module, refuse)
+    row = GuardRow([guard])
     with pytest.raises(RuntimeError, match="sharded"):
         module(torch.ones(1, 2))
-    guard.step_aside()
+    row.step_aside()
     module(torch.ones(1, 2))
-    guard.stand()
+    row.stand()
     with pytest.raises(RuntimeError, match="sharded"):
         module(torch.ones(1, 2))
     guard.remove()

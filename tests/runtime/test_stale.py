@@ -126,3 +126,18 @@ def _labels_of_the_second_forward() -> list[str]:
 def test_parameters_that_did_not_change_are_not_gathered_again(pool: Pool, device: str) -> None:
     need_devices(device, 2)
     assert pool.run(2, _labels_of_the_second_forward, device=device) == [[], []]
+
+
+def _cast_while_kept() -> None:
+    model, x = _model()
+    with keep_unsharded(model), torch.no_grad():
+        model(x)
+        model.double()
+        after = model(x.double())
+        assert after.dtype is torch.float64
+        torch.testing.assert_close(after, _expected(model, x.double()))
+
+
+def test_parameters_cast_while_they_are_kept_are_gathered_again(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _cast_while_kept, device=device)

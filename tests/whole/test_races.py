@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Final
 
@@ -14,7 +15,7 @@ from composable.device.collectives import Wire, wires_wrapped_by
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_training, differences
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.wires import Impatient, LastMoment, Slow
+from tests.helpers.wires import Impatient, LastMoment, Slow, all_shared, all_sockets
 from tests.helpers.world import Pool, need_devices
 
 WRAPPERS: Final[dict[str, Callable[[Wire], Wire]]] = {
@@ -22,6 +23,8 @@ WRAPPERS: Final[dict[str, Callable[[Wire], Wire]]] = {
     "impatient": Impatient,
     "last moment": LastMoment,
 }
+# Which way bytes take depends on their number and on where the ranks run; small models would only ever see one way.
+WAYS: Final[dict[str, Callable[[Wire], Wire]]] = {"all through shared memory": all_shared, "all through sockets": all_sockets}
 _CASES: Final = (
     "transformer with tied embedding",
     "a unit used several times",
@@ -38,11 +41,13 @@ _SCHEMES: Final = (
 )
 
 
-def _train(case: str, scheme: str, wrapper: str) -> None:
+def _train(case: str, scheme: str, *wrappers: Callable[[Wire], Wire]) -> None:
     how = SCHEMES[scheme]
 
     def annotate(model: nn.Module, case: Case) -> None:
-        with wires_wrapped_by(WRAPPERS[wrapper]):
+        with ExitStack() as stack:
+            for wrapper in wrappers:
+                stack.enter_context(wires_wrapped_by(wrapper))
             how.annotate(model, case)
 
     assert_same_training(BATTERY[case], annotate, replicated=how.replicated)
@@ -55,7 +60,16 @@ def test_training_does_not_depend_on_when_collectives_arrive(
     pool: Pool, case: str, scheme: str, wrapper: str, device: str
 ) -> None:
     need_devices(device, 2)
-    pool.run(2, _train, case, scheme, wrapper, device=device)
+    pool.run(2, _train, case, scheme, WRAPPERS[wrapper], device=device)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "way"), [(2, "all through shared memory"), (3, "all through shared memory"), (3, "all through sockets")]
+)
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize("case", _CASES)
+def test_training_does_not_depend_on_the_way_that_bytes_take(pool: Pool, case: str, scheme: str, way: str, ranks: int) -> None:
+    pool.run(ranks, _train, case, scheme, WAYS[way], partial(Slow, rank=1, seconds=0.001))
 
 
 class _NeverArrives(LastMoment):

@@ -1,0 +1,36 @@
+"""Where a unit's parameters are spread: a mesh and the wires over it; knows no parameter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.device.collectives import Wire
+from composable.errors import AnnotationError
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """Where a unit's parameters are spread: a mesh, its wire, and the wire among neighbours for `Regroup`.
+
+    Without a mesh there is one rank and no process group: parameters stay the plain tensors that they are.
+    """
+
+    mesh: DeviceMesh | None
+    wire: Wire
+    near: Wire | None = None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Ground:
+        return self  # copies of a model train over the same ranks
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.mesh is not None:
+            raise AnnotationError(
+                "a sharded or replicated module stands on process groups and cannot be pickled; save its state_dict() "
+                "(torch.distributed.checkpoint writes it from all ranks), or call remove(module, fully_shard) first"
+            )
+        return Ground, (None, self.wire)

@@ -1,0 +1,196 @@
+"""How a unit's parameters come into its buffers, stay there and leave them; knows neither phases nor order."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from operator import attrgetter, is_
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.device.collectives import Channel
+from composable.device.memory import MemoryPool
+from composable.device.parameters import ParameterSlots, Stage, adopt_local, cut, make_sharded, make_unsharded
+from composable.device.private import local_of
+from composable.device.storage import FlatParameters
+from composable.plan.layout import Layout, ParamSpec, plan_layout
+from composable.runtime.ground import Ground
+from composable.runtime.part import Part
+
+_requires_grad: Final = attrgetter("requires_grad")
+_version: Final = attrgetter("_version")
+
+
+class UnitParameters:
+    """A unit's parameters: where they are registered, the parts (one per dtype) that hold them, what modules see of them.
+
+    Without a mesh there are no parts, and parameters stay what they are.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[ParameterSlots],
+        names: Sequence[str],
+        placements: Sequence[int | None],
+        ground: Ground,
+        pool: MemoryPool,
+        on_gradient: Callable[[Tensor], None],
+    ) -> None:
+        self.slots = tuple(slots)
+        self._names = names
+        self._placements = placements
+        self._ground = ground
+        self._pool = pool
+        self._on_gradient = on_gradient
+        self.parts: tuple[Part, ...] = ()
+        self.stage = Stage(())
+        self.trainable = False  # any of them
+        self._sharded: tuple[DTensor, ...] = ()
+        self._locals: tuple[Tensor, ...] = ()  # where the sharded parameters' data should be
+        self.rebuild()
+
+    # --- coming -----------------------------------------------------------------------------------------------------
+
+    def rebuild(self) -> None:
+        """(Re)build the buffers around the parameters as they are now: plain tensors, or DTensors of our placement."""
+        if self._ground.mesh is None:
+            self.follow()
+            return
+        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, slot in enumerate(self.slots):
+            tensor = slot.registered
+            assert tensor is not None
+            local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+            stays = local.device.type in ("meta", self._ground.device.type)
+            groups.setdefault((tensor.dtype, local.device if stays else self._ground.device), []).append(index)
+        # Everything that can fail happens before the first parameter of the module changes.
+        flats = [(indices, self._flat(dtype, device, indices)) for (dtype, device), indices in groups.items()]
+        parts = []
+        for indices, flat in flats:
+            for position, index in enumerate(indices):
+                self._settle_in(flat, position, self.slots[index])
+            parts.append(Part(flat, [self.slots[index] for index in indices], self._ground))
+        self.parts = tuple(parts)
+        self.stage = Stage(self.slots)
+        self._sharded = tuple(slot.sharded for slot in self.slots if isinstance(slot.sharded, DTensor))
+        self._locals = tuple(map(local_of, self._sharded))
+        self.follow()
+
+    def _flat(self, dtype: torch.dtype, device: torch.device, indices: Sequence[int]) -> FlatParameters:
+        wire = self._ground.wire
+        layout = self._layout(indices, dtype)
+        flat = FlatParameters(layout, dtype=dtype, device=device, wire=wire, pool=self._pool)
+        with torch.no_grad():
+            for position, index in enumerate(indices):
+                tensor = self.slots[index].registered
+                assert tensor is not None
+                view = flat.shard_view(position).data
+                if isinstance(tensor, DTensor):
+                    view.copy_(local_of(tensor).view(view.shape))
+                elif device.type != "meta":
+                    view.copy_(cut(tensor.data, layout.slots[position], wire.rank))
+        return flat
+
+    def _layout(self, indices: Sequence[int], dtype: torch.dtype) -> Layout:
+        wire = self._ground.wire
+        specs = []
+        for index in indices:
+            tensor = self.slots[index].registered
+            assert tensor is not None
+            specs.append(ParamSpec(self._names[index], tuple(tensor.shape), self._placements[index]))
+        direct = -(-wire.direct_bytes // dtype.itemsize)
+        if len(specs) > Channel.PARTS // 2:
+            direct = max(direct, sorted(max(1, math.prod(s.shape)) // wire.ways for s in specs)[-Channel.PARTS // 2])
+        return plan_layout(specs, ways=wire.ways, direct_numel=direct, align=max(1, 64 // dtype.itemsize))
+
+    def _settle_in(self, flat: FlatParameters, position: int, slot: ParameterSlots) -> None:
+        mesh = self._ground.mesh
+        assert mesh is not None
+        registered = slot.registered
+        assert isinstance(registered, nn.Parameter)
+        view = flat.shard_view(position)
+        if isinstance(registered, DTensor):
+            adopt_local(registered, view)
+            slot.sharded = registered
+        else:
+            sharded = make_sharded(view, flat.layout.slots[position], mesh, requires_grad=registered.requires_grad)
+            slot.replace(sharded)
+            slot.sharded = sharded
+        slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=True)
+        slot.unsharded.register_post_accumulate_grad_hook(self._on_gradient)
+
+    # --- staying ----------------------------------------------------------------------------------------------------
+
+    def intact(self) -> bool:
+        """Whether modules hold the parameters that we put there, and these hold our memory."""
+        if self._ground.mesh is None:
+            return False  # they are the user's own: what they are is looked up each time
+        return self.stage.intact() and all(map(is_, map(local_of, self._sharded), self._locals))
+
+    def accept(self) -> bool:
+        """Take parameters that somebody registered, or moved, for the unit's own; True when `rebuild` has to follow."""
+        if self._ground.mesh is None:
+            for slot in self.slots:
+                slot.sharded = slot.unsharded = slot.registered  # type: ignore[assignment]
+            return False
+        for slot in self.slots:
+            registered = slot.registered
+            if isinstance(registered, nn.Parameter):
+                for owner in slot.owners[1:]:
+                    if owner.module._parameters.get(owner.name) is slot.sharded:
+                        slot.replace(registered)
+                slot.sharded = registered
+        return all(isinstance(slot.registered, nn.Parameter) for slot in self.slots)
+
+    def follow(self) -> None:
+        """Unsharded parameters follow what users freeze and unfreeze on the sharded ones."""
+        if self._ground.mesh is None:
+            self.trainable = any(slot.sharded.requires_grad for slot in self.slots)
+            return
+        trainable = False
+        for part in self.parts:
+            part.follow(tuple(map(_requires_grad, part.sharded)))
+            trainable = trainable or part.awaited > 0
+        self.trainable = trainable
+
+    def edition(self) -> int:
+        """Changes whenever somebody wrote to a shard, but for optimizers; see Note [Stale parameters]."""
+        versions: int = sum(map(_version, self._sharded))
+        for part in self.parts:
+            versions += part.flat.shard._version
+        return versions
+
+    def aliased_by(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is, or views, an unsharded parameter."""
+        if not (tensor._is_view() or isinstance(tensor, nn.Parameter)):
+            return False
+        return any(part.holds(tensor) for part in self.parts)
+
+    # --- leaving ----------------------------------------------------------------------------------------------------
+
+    def leave(self, originals: Sequence[nn.Parameter | None], strides: Sequence[tuple[int, ...]]) -> None:
+        """Register whole plain parameters: `originals` where they still exist, new ones elsewhere. All must be unsharded."""
+        for slot, original, stride in zip(self.slots, originals, strides, strict=True):
+            _give_back(slot, original, stride)
+
+    def forget(self) -> None:
+        """The parameters are somebody else's."""
+        self.parts = ()
+
+
+def _give_back(slot: ParameterSlots, original: nn.Parameter | None, stride: tuple[int, ...]) -> None:
+    whole = slot.unsharded.data
+    if original is not None and original.shape == whole.shape and original.dtype == whole.dtype:
+        if original.device == whole.device and whole.device.type != "meta":
+            original.data.copy_(whole)
+    else:
+        copy = torch.empty_strided(whole.shape, stride, dtype=whole.dtype, device=whole.device)
+        original = nn.Parameter(copy.copy_(whole))
+    original.requires_grad_(slot.sharded.requires_grad)
+    gradient = slot.sharded.grad
+    if isinstance(gradient, DTensor):
+        original.grad = gradient.full_tensor()
+    slot.replace(original)

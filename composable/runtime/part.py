@@ -1,0 +1,134 @@
+"""The parameters of one unit and dtype: their buffers, how they are gathered, kept and reduced; knows no phase."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from composable.device.collectives import Arrival, Channel, GatherPart, Wire
+from composable.device.gradients import gradient_of, missing_in, take_gradients
+from composable.device.memory import ElasticBuffer
+from composable.device.parameters import ParameterSlots
+from composable.device.storage import FlatParameters
+from composable.runtime.ground import Ground
+from composable.runtime.reduction import Reduction
+
+
+class Part:
+    """The parameters of one dtype: their buffers, their reduction, and the coarse shard kept after forward."""
+
+    def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], ground: Ground) -> None:
+        self.flat = flat
+        self.sharded = [member.sharded for member in members]
+        self._unsharded = [member.unsharded for member in members]
+        self._wire = ground.wire
+        self._full = flat.full
+        self._gathered = flat.layout.gathered
+        self._trainable: tuple[bool, ...] = ()
+        self._awaited: list[nn.Parameter] = []  # unsharded parameters that will get a gradient
+        self._reductions: dict[tuple[bool, ...], Reduction] = {}
+        self._near = ground.near
+        self._coarse: ElasticBuffer | None = None
+        if self._near is not None and self._gathered:
+            self._plan_coarse(self._near)
+
+    def _plan_coarse(self, near: Wire) -> None:
+        flat = self.flat
+        self._coarse = ElasticBuffer(flat.layout.full_numel // near.ways, flat.dtype, flat.device, flat.pool)
+        flat.full.allocate()
+        whole = flat.full.tensor
+        start = near.rank * self._coarse.tensor.numel()
+        self._coarse_of_whole = whole[start : start + self._coarse.tensor.numel()]
+        self._near_plan = near.prepare([GatherPart(self._coarse.tensor, whole, whole.numel())])
+        flat.full.free()
+        self._coarse.free()
+
+    # --- parameters -------------------------------------------------------------------------------------------------
+
+    def gather(self, channel: Channel, label: str) -> Arrival | None:
+        """Launch the all-gather from everybody's shards; None if every rank holds everything anyway."""
+        if not self._gathered:
+            return None
+        self._full.allocate()
+        return self._wire.all_gather(self.flat.gather_plan, label=label, tag=channel.next_tag())
+
+    def gather_from_neighbours(self, channel: Channel, label: str) -> Arrival | None:
+        """Launch the all-gather from the coarse shards."""
+        if self._near is None or not self._gathered:
+            return None
+        self._full.allocate()
+        return self._near.all_gather(self._near_plan, label=label, tag=channel.next_tag())
+
+    def land(self, *, from_neighbours: bool) -> None:
+        """What was gathered has arrived: put it where modules read it."""
+        if not from_neighbours:
+            self.flat.copy_out()
+        elif self._coarse is not None:
+            self._coarse.free()
+
+    def free(self) -> None:
+        """Only the shards remain."""
+        self._full.free()
+        if self._coarse is not None:
+            self._coarse.free()
+
+    def regroup(self) -> None:
+        """Only the shards and the coarse shard remain."""
+        if self._coarse is not None:
+            self._coarse.allocate()
+            self._coarse.tensor.data.copy_(self._coarse_of_whole.data)
+            self._full.free()
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` lies in the unsharded buffer."""
+        return tensor.untyped_storage().data_ptr() == self._full.tensor.untyped_storage().data_ptr()
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def follow(self, trainable: tuple[bool, ...]) -> None:
+        """Unsharded parameters require the gradients that are wanted of the sharded ones."""
+        if trainable == self._trainable:
+            return
+        self._trainable = trainable
+        for parameter, wanted in zip(self._unsharded, trainable, strict=True):
+            parameter.requires_grad_(wanted)
+        self._awaited = [p for p, wanted in zip(self._unsharded, trainable, strict=True) if wanted]
+
+    @property
+    def awaited(self) -> int:
+        """How many gradients a backward brings, if it uses everything."""
+        return len(self._awaited)
+
+    def still_missing(self) -> int:
+        """How many of the awaited gradients are not here."""
+        return missing_in(list(map(gradient_of, self._awaited)))
+
+    def reduce(self, channel: Channel, label: str) -> None:
+        """Launch the reduction of what is here."""
+        if not self._awaited:
+            return
+        reduction = self._reductions.get(self._trainable)
+        if reduction is None:
+            reduction = Reduction(self.flat, self.sharded, self._wire, self._trainable)
+            self._reductions[self._trainable] = reduction
+        reduction.launch(take_gradients(self._unsharded), channel, label)
+
+    def finish(self) -> None:
+        """Wait for the reduction; the sharded parameters have their gradients afterwards."""
+        for reduction in self._reductions.values():
+            reduction.finish()
+
+    def forget_gradients(self) -> None:
+        """Forget what was not reduced yet."""
+        take_gradients(self._unsharded)
+
+    def drop_reduction(self) -> None:
+        """Wait for the reduction, if one is in flight, and forget it."""
+        for reduction in self._reductions.values():
+            reduction.drop()
+
+    def release_gradients(self) -> None:
+        """Give back the memory of sharded gradients that nobody holds any more."""
+        for reduction in self._reductions.values():
+            reduction.release()

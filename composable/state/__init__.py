@@ -1,0 +1,1 @@
+"""What is kept of parameters beside themselves: how optimizers step them; above the verbs, on which it builds."""
