@@ -85,6 +85,7 @@ def _ddp(views: bool) -> Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.M
 
 
 LOCAL: Final = "un-annotated"
+ON_SHARDS: Final = "composable-on-shards"  # for those who time clipping or optimizers and can opt in to what works on shards
 
 CONTENDERS: Final[dict[str, Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]]] = {
     LOCAL: _local,
@@ -104,6 +105,7 @@ MEANING: Final = {
     LOCAL: "the model as it is: each rank computes alone, nothing is communicated",
     "composable": "composable `fully_shard(model, policy={Block})`",
     "composable-keep": "the same with `reshard_after_forward=False`",
+    ON_SHARDS: "the same with `step_on_shards(optimizer)` and `composable.clip_grad_norm_`, which work on local shards",
     "composable-replicate": "composable `replicate(model)`",
     "fsdp2": "`torch.distributed.fsdp.fully_shard` on each block and the root",
     "fsdp2-keep": "the same with `reshard_after_forward=False`",
@@ -120,9 +122,9 @@ def scale(name: str, model: nn.Module, units: type[nn.Module], *, device: torch.
     return CONTENDERS[name](model, units, init_device_mesh(device.type, (world,)))
 
 
-def add_choice(options: argparse.ArgumentParser, default: Sequence[str]) -> None:
-    """Add `--contenders`."""
-    known = ", ".join(CONTENDERS)
+def add_choice(options: argparse.ArgumentParser, default: Sequence[str], also: Sequence[str] = ()) -> None:
+    """Add `--contenders`; `also`: contenders that only the caller can build."""
+    known = ", ".join([*CONTENDERS, *also])
     options.add_argument(
         "--contenders",
         default=",".join(default),
@@ -131,12 +133,13 @@ def add_choice(options: argparse.ArgumentParser, default: Sequence[str]) -> None
     )
 
 
-def chosen(options: argparse.ArgumentParser, patterns: str) -> list[str]:
-    """The contenders that `--contenders` names, each once, in the order of `CONTENDERS` for a glob."""
+def chosen(options: argparse.ArgumentParser, patterns: str, also: Sequence[str] = ()) -> list[str]:
+    """The contenders that `--contenders` names, each once, in the order of `CONTENDERS` and `also` for a glob."""
     names: list[str] = []
+    known = [*CONTENDERS, *also]
     for pattern in patterns.split(","):
-        matching = [name for name in CONTENDERS if fnmatchcase(name, pattern.strip())]
+        matching = [name for name in known if fnmatchcase(name, pattern.strip())]
         if not matching:
-            options.error(f"--contenders: {pattern!r} matches none of {', '.join(CONTENDERS)}")
+            options.error(f"--contenders: {pattern!r} matches none of {', '.join(known)}")
         names += [name for name in matching if name not in names]
     return names

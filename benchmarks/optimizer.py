@@ -13,7 +13,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from contenders import LOCAL, add_choice, chosen, scale
+from contenders import LOCAL, ON_SHARDS, add_choice, chosen, scale
 from harness import Measure, Sample, Stopwatch, compete, device_of, series, spread, world_of
 from models import ADAMW_FLAGS, adamw, gpt_task
 from options import parse, parser
@@ -21,7 +21,6 @@ from publish import Claim, bars, compared, emit, rounded, table
 from torch import nn
 
 PLAIN = "plain shards"
-ON_SHARDS = "composable-on-shards"
 DEFAULT = [LOCAL, "composable", "fsdp2", "fsdp1", "fsdp1-flat"]
 CLAIMS: list[Claim] = [
     (ON_SHARDS, "fsdp2", 0.50),

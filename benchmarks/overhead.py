@@ -2,6 +2,10 @@
 
 A fake process group answers every collective at once, and the units are so small that what remains is the host's work.
 `added` is a contender's time above the un-annotated model's in the same round, divided by the number of units.
+All clip and step with torch's own functions on what their parameters are; FSDP1 has a clip function of its own, and
+`composable-on-shards` is composable with `clip_grad_norm_` and `step_on_shards` of the library, which do the same to the local
+shards, where FSDP2 clips and steps DTensors. `un-annotated` clips and steps whole parameters with torch's, so what is added
+by work on shards may be less than nothing in these two phases.
 
     python benchmarks/overhead.py                          # 32 transformer blocks of 12 parameters
     python benchmarks/overhead.py --units 1..128           # how it grows with the units
@@ -11,18 +15,31 @@ A fake process group answers every collective at once, and the units are so smal
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 
 import torch
-from contenders import LOCAL, add_choice, chosen, scale
+from contenders import LOCAL, ON_SHARDS, add_choice, chosen, scale
 from harness import Measure, Rounds, Sample, Stopwatch, compete, device_of, series, spread, world_of
 from models import Chain, Chains, Task, adamw, add_adamw, gpt_task, vector_task
 from options import counts, parse, parser
 from publish import bars, curves, emit, rounded, table, times
 
-DEFAULT = [LOCAL, "composable", "fsdp2", "fsdp1", "composable-replicate", "ddp"]
+DEFAULT = [LOCAL, "composable", ON_SHARDS, "fsdp2", "fsdp1", "composable-replicate", "ddp"]
 PHASES = ("forward", "backward", "clip", "optimizer")
 LIMIT = 0.20
+# On shards, forward and backward are those of `composable`.
+RATIOS = [
+    ("composable", "fsdp2", ("step", "engine")),
+    (ON_SHARDS, "fsdp2", ("step",)),
+    ("composable", "fsdp1", ("step", "engine")),
+    ("composable-replicate", "ddp", ("step", "engine")),
+]
+WORDS = {
+    "step": "whole step",
+    "engine": "forward and backward",
+    ON_SHARDS: "composable, clipping and stepping on shards (opt-in)",
+}
 WIDTH = 32  # wider ones would measure arithmetic and memory, not the host's work
 
 
@@ -41,11 +58,18 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: seconds of the host; `engine`: forward and backward only."""
     device = device_of(options)
     task = make_task(options)
-    model = scale(contender, task.model, task.units, device=device, world=world_of(options))
+    model = scale(
+        "composable" if contender == ON_SHARDS else contender, task.model, task.units, device=device, world=world_of(options)
+    )
     parameters = list(model.parameters())
     optimizer = adamw(parameters, options.adamw, rate=1e-6)
     watch = Stopwatch(device, host=True)
     clip = getattr(model, "clip_grad_norm_", None)  # FSDP1 has its own; torch's would see one shard
+    if contender == ON_SHARDS:
+        from composable import clip_grad_norm_, step_on_shards
+
+        step_on_shards(optimizer)
+        clip = partial(clip_grad_norm_, parameters)
 
     def measure() -> Sample:
         watch.start()
@@ -83,15 +107,15 @@ def added_tables(rounds: Rounds, units: int) -> tuple[list[str], list[dict[str, 
     tables = [table(["added per unit, ms", "step", "min", "max", *PHASES], rows)]
     data: list[dict[str, object]] = []
     rows = []
-    for ours, theirs in (("composable", "fsdp2"), ("composable", "fsdp1"), ("composable-replicate", "ddp")):
-        for metric in ("step", "engine"):
+    for ours, theirs, metrics in RATIOS:
+        for metric in metrics:
             if ours in rounds and theirs in rounds:
                 # The medians' ratio: a single round's difference of two near numbers may be anything.
                 ratio = added(rounds, ours, metric, units)["median"] / added(rounds, theirs, metric, units)["median"]
                 limit = LIMIT if theirs == "fsdp2" else None
-                what = "whole step" if metric == "step" else "forward and backward"
                 verdict = "" if limit is None else ("yes" if ratio <= limit else "no")
-                rows.append([f"{ours} / {theirs}, {what}", f"{ratio:.2f}", f"{limit:.2f}" if limit else "", verdict])
+                what = f"{WORDS.get(ours, ours)} / {theirs}, {WORDS[metric]}"
+                rows.append([what, f"{ratio:.2f}", f"{limit:.2f}" if limit else "", verdict])
                 data.append({"ours": ours, "theirs": theirs, "metric": metric, "limit": limit, "median": round(ratio, 4)})
     if rows:
         tables.append(table(["ratio of added host time", "median", "limit", "reached"], rows))
@@ -139,9 +163,9 @@ def main() -> None:
     options.add_argument("--units", type=counts, default="32", help="number, list, or range such as 1..128")
     options.add_argument("--params", type=counts, default="0", help="parameters per unit; 0: a transformer block, which has 12")
     add_adamw(options, "foreach")
-    add_choice(options, DEFAULT)
+    add_choice(options, DEFAULT, also=[ON_SHARDS])
     found = parse(options, units=[2], rounds=2)
-    names = chosen(options, found.contenders)
+    names = chosen(options, found.contenders, also=[ON_SHARDS])
     if LOCAL not in names:
         options.error(f"--contenders: what is added is counted from {LOCAL!r}, which must be among them")
     units, params = (found.units, found.params)

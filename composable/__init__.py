@@ -8,6 +8,7 @@ from composable.api.scopes import keep_unsharded, register_forward_method, resha
 from composable.model.contract import contract, on_undo, registry, remove
 from composable.policies import CustomPolicy, ModuleWrapPolicy, NamePolicy, Policy, SizePolicy
 from composable.report.describe import describe
+from composable.state.clipping import clip_grad_norm_
 from composable.state.step_on_shards import ShardStepping, step_on_shards
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ShardStepping",
     "SizePolicy",
     "checkpoint",
+    "clip_grad_norm_",
     "contract",
     "describe",
     "errors",

@@ -57,6 +57,10 @@ class OptimizerError(ComposableError, ValueError):
     """The caller's: an optimizer cannot do what was asked of it; it is as it was before."""
 
 
+class ClippingError(ComposableError, ValueError):
+    """The caller's: gradients cannot be clipped as asked; they are as they were before."""
+
+
 # --- found while running ---------------------------------------------------------------------------------------------
 
 
@@ -82,6 +86,10 @@ class OutputError(ComposableError, RuntimeError):
 
 class HooksRemovedError(ComposableError, RuntimeError):
     """The caller's: the hooks that an annotation lives by were removed from its module."""
+
+
+class NonFiniteError(ComposableError, RuntimeError):
+    """The program's: gradients are infinite or NaN where they must not be; they are as they were before."""
 
 
 # --- words for messages ----------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ class GradientShards:
     def refresh(self) -> None:
         """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients."""
         if self._released:
-            self.buffer.untyped_storage().resize_(self._nbytes)
+            self._flat.pool.fill(self.buffer.untyped_storage(), self._nbytes)
             self._released = False
         elif self._kept_by_somebody():
             self._make()
@@ -170,7 +170,7 @@ class GradientShards:
     def release(self) -> None:
         """Give the memory back if nobody holds a gradient in it: during forward, activations need it more."""
         if not self._released and not self._kept_by_somebody():
-            self.buffer.untyped_storage().resize_(0)
+            self._flat.pool.drain(self.buffer.untyped_storage())
             self._released = True
 
     @property

@@ -1,8 +1,8 @@
 """Blocks of memory that one rank fills and the other ranks of its host read; knows no collective and no order of messages.
 
 A block is an anonymous file (`memfd_create`): no name to clash or to clean up, and gone with the last process that uses it.
-Others open it through `/proc/<pid>/fd`, which needs the same host, user and process namespace. A descriptor is never closed
-while its process lives, so that the number of a block that somebody has opened cannot come to mean another one.
+Others open it through `/proc/<pid>/fd`, which needs the same host, user and process namespace. A descriptor is closed only with
+the group of ranks that its block was shown to, so that a number that somebody has seen does not come to mean another block.
 """
 
 from __future__ import annotations
@@ -35,12 +35,18 @@ def _map(descriptor: int, nbytes: int) -> Tensor:
 class Block:
     """Memory of this rank's that others may read."""
 
+    descriptor = -1
+
     def __init__(self, nbytes: int) -> None:
         self.descriptor = os.memfd_create("composable")
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.readers: list[Callable[[], object]] = []  # each returns when one reader has finished
         self.settled = False  # whether this rank has received its own part of the collective that the block served
         self.grow(nbytes)
+
+    def __del__(self) -> None:
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
     @property
     def nbytes(self) -> int:

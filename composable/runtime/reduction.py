@@ -28,13 +28,12 @@ class Reduction:
         self._wire = wire
         self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=wire.even_only)
         self._rows = GradientRows(flat, self._plan, wire.ways) if wire.ways > 1 else None
+        self._before, after = division_factors(_dtype_name(flat.dtype), wire.ways)
+        self._share = 1.0 / after
         self._packed: tuple[ReducePart, ...] = ()
         if self._rows is not None and self._plan.flagged:
-            self._packed = (ReducePart(self._rows.buffer.tensor, self._plan.row_numel, self._rows.row),)
+            self._packed = (ReducePart(self._rows.buffer.tensor, self._plan.row_numel, self._rows.row, self._share),)
         self._shards = GradientShards(flat, sharded, self._plan)
-        self._before, after = division_factors(_dtype_name(flat.dtype), wire.ways)
-        # As a tensor: a Python number would be made one at every use, which takes longer than dividing a small unit.
-        self._share = torch.tensor(1.0 / after, dtype=torch.float64, device="cpu") if after != 1.0 else None
         self._arrival: Arrival | None = None
         self._missing: list[int] = []
         self._whole: list[tuple[int, Tensor]] = []
@@ -67,11 +66,11 @@ class Reduction:
             slot, gradient = slots[index], gradients[index]
             if gradient is None:
                 gradient = torch.zeros(slot.shape, dtype=self.flat.dtype, device=self.flat.device)
-            parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out))
+            parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, self._share))
         return parts
 
     def finish(self) -> None:
-        """Wait for the sum, divide it and put it on the sharded parameters. Nothing happens without a `launch`."""
+        """Wait for the mean and put it on the sharded parameters. Nothing happens without a `launch`."""
         if self._whole:
             for index, gradient in self._whole:
                 _add_gradient(self._sharded[index], gradient)
@@ -81,8 +80,6 @@ class Reduction:
         arrival, self._arrival = self._arrival, None
         arrival.wait()
         self._rows.copy_out(self._shards.columns)
-        if self._share is not None:
-            self._shards.buffer.mul_(self._share)
         delivered: Sequence[int] = self._plan.flagged
         if self._missing:
             used = self._rows.used_anywhere()

@@ -100,12 +100,12 @@ def _reduce(kind: str) -> None:
                 numel = chunk * ways
             mine = max(0, min(chunk, numel - rank * chunk))
             out = torch.full((mine,), 99.0).to(dtype)
-            parts.append(ReducePart(_numbers(numel, 10 * index + rank, dtype), chunk, out))
+            parts.append(ReducePart(_numbers(numel, 10 * index + rank, dtype), chunk, out, scale=(1.0, 0.5, 3.0)[index]))
         expected = []
         for part in parts:
             total = part.source.clone()
             dist.all_reduce(total)
-            expected.append(total[rank * part.chunk :][: part.out.numel()])
+            expected.append(total[rank * part.chunk :][: part.out.numel()] * part.scale)
         wire.reduce_scatter(parts, scratch=scratch, label="reduction", tag=channel.next_tag()).wait()
         for part, total in zip(parts, expected, strict=True):
             assert torch.equal(part.out, total)

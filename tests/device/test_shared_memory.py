@@ -198,3 +198,24 @@ def _small_and_large(worth_bytes: int) -> list[Any]:
 
 def test_small_messages_go_through_sockets(pool: Pool) -> None:
     assert pool.run(2, _small_and_large, 1000) == [["Works", "_Handover"]] * 2
+
+
+def _use_and_leave() -> None:
+    """A group that is used and destroyed at once: what its ranks had yet to tell each other is never told."""
+    group = dist.new_group()
+    wire = shared_wire(group, CPU, worth_bytes=0)
+    assert wire is not None
+    channel = wire.open_channel()
+    for _ in range(SPARE_BLOCKS + 3):
+        whole = torch.empty(2 * 100)
+        plan = wire.prepare([GatherPart(torch.ones(100), whole, 200)])
+        wire.all_gather(plan, label="", tag=channel.next_tag()).wait()
+        assert torch.equal(whole, torch.ones(200))
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+@spmd(ranks=2)
+def test_a_new_group_does_not_wait_for_readers_in_an_old_one() -> None:
+    for _ in range(5):
+        _use_and_leave()

@@ -48,7 +48,7 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     "queue_callback": ("device/private.py",),
     "at_end_of_backward": ("device/private.py", "runtime/iteration.py", "runtime/reducer.py"),
     # Memory.
-    "resize_": ("device/gradients.py", "device/memory.py"),
+    "resize_": ("device/memory.py",),
     "set_": ("device/memory.py",),
     "untyped_storage": ("device/gradients.py", "device/memory.py", "device/private.py", "runtime/part.py"),
     "UntypedStorage": ("device/memory.py", "device/private.py"),

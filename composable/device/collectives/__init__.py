@@ -9,6 +9,7 @@ Anything else: plain tensor collectives, asynchronous where the backend is.
 
 from composable.device.collectives.choice import PAIRS_UP_TO, wire_of, wires_wrapped_by
 from composable.device.collectives.groups import backend_of, communicator_like, is_distributed, neighbours, world_group
+from composable.device.collectives.numbers import reduce_numbers
 from composable.device.collectives.pairs import PairsWire
 from composable.device.collectives.shared import SharedWire, shared_wire
 from composable.device.collectives.tensors import StreamsWire, TensorsWire
@@ -31,6 +32,7 @@ __all__ = [
     "communicator_like",
     "is_distributed",
     "neighbours",
+    "reduce_numbers",
     "shared_wire",
     "wire_of",
     "wires_wrapped_by",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire
-from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Scratch, Works, failed
+from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Scratch, Works, failed, scale_sums
 
 DIRECT_BYTES: Final = 512 << 10  # bytes in a shard from which its own message pays
 
@@ -87,6 +87,7 @@ class PairsWire(GroupWire):
                 for other in by_rank[2:]:  # in the order of ranks, so that every run rounds alike
                     part.out.add_(other)
                 scratch.give(lent)
+            scale_sums([part for part, _, _ in incoming])
 
         return Works(works, label, rank, add_up)
 

@@ -10,10 +10,12 @@ Nothing that a user can reach lives in shared memory: an optimizer may write to 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, field
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -30,10 +32,20 @@ SWITCH: Final = "COMPOSABLE_SHARED_MEMORY"  # "0" in the environment of any rank
 _ALIGN: Final = 64
 _DONE: Final = 1  # added to a message's tag: word that it has been read
 
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhood:
+    """What lives as long as a process group: windows on the other ranks, by rank, and the blocks that this one shows.
+
+    A block comes back when its readers say so, through the group that it was shown to; with that group, it is gone.
+    """
+
+    windows: dict[int, Window]
+    outbox: Outbox
+
+
 Fill = Callable[[Block], None]
 Receive = Callable[[dict[int, Tensor]], None]  # what the peers show, by rank, as uint8
-
-_OUTBOX: Final = Outbox()  # one for the process: units of many models and groups take turns
 
 
 def _offsets(tensors: Sequence[Tensor], numels: Sequence[int]) -> tuple[list[int], int]:
@@ -91,7 +103,7 @@ class _Handover:
                 receive(wire.look(self._words))
             wire.say_done(self._tag)
         except (RuntimeError, OSError) as error:
-            _OUTBOX.lost(self._block)
+            wire.outbox.lost(self._block)
             raise failed(self._label, wire.rank, error) from error
         self._block.settled = True
 
@@ -103,12 +115,13 @@ class SharedWire(GroupWire):
     direct_bytes = DIRECT_BYTES
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, windows: dict[int, Window], worth_bytes: int = WORTH_BYTES
+        self, group: dist.ProcessGroup, device: torch.device, neighbourhood: Neighbourhood, worth_bytes: int = WORTH_BYTES
     ) -> None:
         super().__init__(group, device)
         self._worth_bytes = worth_bytes
         self._pairs = PairsWire(group, device)
-        self._windows = windows
+        self._windows = neighbourhood.windows
+        self.outbox = neighbourhood.outbox
         self._peers = tuple((self.rank + step) % self.ways for step in range(1, self.ways))
         self._channel: Channel = self.open_channel()  # for what has no unit's tag
         self._said: list[Any] = []
@@ -128,7 +141,7 @@ class SharedWire(GroupWire):
         works = [group.recv([words[peer]], peer, tag) for peer in self._peers]
         works += [group.send([word], peer, tag) for peer in self._peers]
         done = [torch.empty_like(self._nothing) for _ in self._peers]
-        _OUTBOX.lend(
+        self.outbox.lend(
             block, [_waiting(group.recv([at], peer, tag + _DONE), at) for at, peer in zip(done, self._peers, strict=True)]
         )
         return words, works
@@ -202,7 +215,11 @@ class SharedWire(GroupWire):
                 for part, start in zip(parts, starts, strict=True):
                     piece = part.source[peer * part.chunk : (peer + 1) * part.chunk]
                     if piece.numel():
-                        _piece(block.memory, column(peer, me) + start, piece.numel(), piece.dtype).copy_(piece)
+                        place = _piece(block.memory, column(peer, me) + start, piece.numel(), piece.dtype)
+                        if _exact(part.scale):
+                            torch.mul(piece, part.scale, out=place)
+                        else:
+                            place.copy_(piece)
 
         def receive(messages: dict[int, Tensor]) -> None:
             for part, start in zip(parts, starts, strict=True):
@@ -211,7 +228,14 @@ class SharedWire(GroupWire):
                 terms = {me: own}
                 for peer, message in messages.items():
                     terms[peer] = _piece(message, column(me, peer) + start, numel, own.dtype)
+                if self.ways == 2 and _exact(part.scale):
+                    torch.add(terms[1 - me], own, alpha=part.scale, out=part.out)
+                    continue
+                if _exact(part.scale):
+                    terms[me] = own * part.scale
                 add_up([terms[rank] for rank in range(self.ways)], out=part.out)
+                if not _exact(part.scale):
+                    part.out.mul_(part.scale)
 
         return self._hand_over(stride * len(self._peers), fill, receive, label, tag)
 
@@ -256,7 +280,7 @@ class SharedWire(GroupWire):
         tag: int,
     ) -> Arrival:
         try:
-            block = _OUTBOX.take(nbytes)
+            block = self.outbox.take(nbytes)
             with torch.no_grad():
                 fill(block)
             return _Handover(self, block, tag, label, receive)
@@ -273,6 +297,11 @@ def _waiting(work: Any, received: Tensor) -> Callable[[], object]:
     return wait
 
 
+def _exact(scale: float) -> bool:
+    """Whether multiplying by `scale` before the sum rounds as multiplying after it does: for powers of two."""
+    return math.frexp(scale)[0] == 0.5
+
+
 def add_up(terms: Sequence[Tensor], *, out: Tensor) -> None:
     """The sum, in the order of ranks, so that every run rounds alike. `out` may be one of the terms."""
     if len(terms) == 2:
@@ -286,7 +315,7 @@ def add_up(terms: Sequence[Tensor], *, out: Tensor) -> None:
 
 # --- who sees whose memory --------------------------------------------------------------------------------------------
 
-_WINDOWS: dict[dist.ProcessGroup, dict[int, Window] | None] = {}
+_NEIGHBOURHOODS: WeakKeyDictionary[dist.ProcessGroup, Neighbourhood | None] = WeakKeyDictionary()
 
 
 def shared_wire(group: dist.ProcessGroup, device: torch.device, *, worth_bytes: int = WORTH_BYTES) -> SharedWire | None:
@@ -295,14 +324,14 @@ def shared_wire(group: dist.ProcessGroup, device: torch.device, *, worth_bytes: 
     Args:
         worth_bytes: bytes to one peer from which a message goes through shared memory; smaller ones go through gloo.
     """
-    if group not in _WINDOWS:
-        _WINDOWS[group] = _open_windows(GroupWire(group, device))
-    windows = _WINDOWS[group]
-    return SharedWire(group, device, windows, worth_bytes) if windows is not None else None
+    if group not in _NEIGHBOURHOODS:
+        _NEIGHBOURHOODS[group] = _look_around(GroupWire(group, device))
+    neighbourhood = _NEIGHBOURHOODS[group]
+    return SharedWire(group, device, neighbourhood, worth_bytes) if neighbourhood is not None else None
 
 
-def _open_windows(wire: GroupWire) -> dict[int, Window] | None:
-    """Windows on all other ranks, by rank; None on every rank if any rank cannot look at any other."""
+def _look_around(wire: GroupWire) -> Neighbourhood | None:
+    """The ranks' memory; None on every rank if any rank cannot look at any other."""
     mine = my_identity() if os.environ.get(SWITCH, "1") != "0" else None
     row = [1, *astuple(mine)] if mine is not None else [0] * 5
     label = "exchange of where each rank's shared memory is"
@@ -314,4 +343,4 @@ def _open_windows(wire: GroupWire) -> dict[int, Window] | None:
             windows[rank] = Window(identity.process)
             seen = identity.visible(windows[rank])
     everywhere = all(ok for (ok,) in wire.exchange([int(seen)], label=label))
-    return windows if everywhere else None
+    return Neighbourhood(windows, Outbox()) if everywhere else None

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire, all_gather_single, reduce_scatter_single
-from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Scratch, Works, failed
+from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Scratch, Works, failed, scale_sums
 from composable.device.private import coalesced
 from composable.device.streams import Mark, Streams
 
@@ -33,13 +33,13 @@ class TensorsWire(GroupWire):
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
         calls = [partial(reduce_scatter_single, p.out, p.source, group=self.group, async_op=True) for p in parts]
-        return self._run(label, calls)
+        return self._run(label, calls, partial(scale_sums, parts))
 
     def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
         return self._run(label, [partial(dist.all_reduce, tensor, group=self.group, async_op=True)])
 
-    def _run(self, label: str, calls: Sequence[Callable[[], Any]]) -> Arrival:
-        return Works([self._launch(label, call) for call in calls], label, self.rank)
+    def _run(self, label: str, calls: Sequence[Callable[[], Any]], finish: Callable[[], None] | None = None) -> Arrival:
+        return Works([self._launch(label, call) for call in calls], label, self.rank, finish)
 
 
 class _OnStream:
@@ -81,12 +81,20 @@ class StreamsWire(GroupWire):
             for part in parts:
                 reduce_scatter_single(part.out, part.source, group=self.group)
 
-        return self._on_stream("reduce_scatter", label, calls, len(parts), parts)
+        return self._on_stream("reduce_scatter", label, calls, len(parts), parts, partial(scale_sums, parts))
 
     def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
         return self._on_stream("all_reduce", label, lambda: dist.all_reduce(tensor, group=self.group), 1, tensor)
 
-    def _on_stream(self, stream: str, label: str, calls: Callable[[], Any], count: int, kept: object) -> Arrival:
+    def _on_stream(
+        self,
+        stream: str,
+        label: str,
+        calls: Callable[[], Any],
+        count: int,
+        kept: object,
+        finish: Callable[[], None] | None = None,
+    ) -> Arrival:
         try:
             with self._streams.fork(stream):
                 if count == 1:
@@ -94,6 +102,8 @@ class StreamsWire(GroupWire):
                 else:
                     with coalesced(self.group):
                         calls()
+                if finish is not None:
+                    finish()
                 return _OnStream(self._streams.mark(), kept)
         except RuntimeError as error:
             raise failed(label, self.rank, error) from error

@@ -26,11 +26,15 @@ class GatherPart:
 
 @dataclass(frozen=True, slots=True)
 class ReducePart:
-    """One tensor to reduce: rank r's chunk of `source` (1-D, contiguous), summed over the ranks, lands in r's `out`."""
+    """One tensor to reduce: rank r's chunk of `source` (1-D, contiguous), summed over the ranks, lands in r's `out`.
+
+    `scale`: what the sum is multiplied by; a wire may do so wherever it reads or writes the numbers anyway.
+    """
 
     source: Tensor
     chunk: int
     out: Tensor
+    scale: float = 1.0
 
 
 class Scratch(Protocol):
@@ -39,6 +43,13 @@ class Scratch(Protocol):
     def take(self, numel: int, dtype: torch.dtype) -> Tensor: ...
 
     def give(self, tensor: Tensor) -> None: ...
+
+
+def scale_sums(parts: Sequence[ReducePart]) -> None:
+    """Multiply what has been summed, for wires that have no better moment for it."""
+    for part in parts:
+        if part.scale != 1.0:
+            part.out.mul_(part.scale)
 
 
 class Arrival(Protocol):
@@ -95,7 +106,7 @@ class Wire(Protocol):
     def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival: ...
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
-        """Sums; dividing is the caller's business."""
+        """Sums, each multiplied by its part's scale."""
 
     def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
         """Sums in place, in the order of the calls."""
@@ -160,6 +171,7 @@ class LocalWire:
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
         for part in parts:
             part.out.copy_(part.source[: part.out.numel()])
+        scale_sums(parts)
         return Works([], label, 0)
 
     def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
