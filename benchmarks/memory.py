@@ -139,7 +139,8 @@ def main() -> None:
     ways = world_of(found)
     forecast = {name: predicted(name, task, ways=ways, activations=activations) for name in PREDICTABLE}
     world = f"{found.fake_world} ranks, communication faked" if found.fake_world else f"{found.ranks} ranks"
-    title = f"Peak memory per rank: {task.title} per rank, AdamW, {world}, {found.device}"
+    allocator = ", glibc as it is" if found.allocator == "default" else ""
+    title = f"Peak memory per rank: {task.title} per rank, AdamW, {world}, {found.device}{allocator}"
     if found.allocator == "exact":
         os.environ["MALLOC_MMAP_THRESHOLD_"] = str(64 << 10)  # read by every process at its start
     rounds = compete(build, names, found, key="peak", together=False)
@@ -162,7 +163,8 @@ def main() -> None:
         "predictions": prediction_data,
         "bytes": rounded(rounds),
     }
-    emit("memory", found, title=title, tables=tables, data=data, draw=draw)
+    suffix = "" if found.allocator == "exact" else "-default"
+    emit(f"memory{suffix}", found, title=title, tables=tables, data=data, draw=draw)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ JOBS = (
         ("--units", "2", "--params", "1,2", "--contenders", "un-annotated,composable"),
     ),
     Job("memory", "memory.py", ("--rounds", "2"), ("--contenders", "un-annotated,composable*,fsdp2")),
+    Job("memory-default", "memory.py", ("--rounds", "2", "--warmup", "6", "--allocator", "default"), None),
     Job("floor", "floor.py", ("--rounds", "4", "--steps", "2")),
     Job("floor-keep", "floor.py", ("--keep", "--rounds", "4", "--steps", "2"), None),
     Job("optimizer", "optimizer.py", ("--rounds", "7")),
