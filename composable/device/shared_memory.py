@@ -77,8 +77,10 @@ class Outbox:
         with self._lock:
             block = self._idle_block(nbytes)
             waiting = None
-            if block is None and len(self._read) > SPARE_BLOCKS and self._read[0].settled:
-                waiting = self._read.popleft()
+            if block is None and len(self._read) > SPARE_BLOCKS:
+                waiting = next((read for read in self._read if read.settled), None)  # the oldest
+                if waiting is not None:
+                    self._read.remove(waiting)
         if waiting is not None:
             for finished in waiting.readers:
                 finished()

@@ -97,6 +97,18 @@ def test_nobody_waits_for_readers_of_a_collective_that_it_has_not_finished_itsel
     assert reader.waited == 0
 
 
+def test_a_collective_that_nobody_finishes_does_not_keep_later_blocks_from_coming_back() -> None:
+    outbox = Outbox()
+    outbox.lend(outbox.take(100), [_Reader()])
+    later = []
+    for _ in range(SPARE_BLOCKS):
+        block = outbox.take(100)
+        outbox.lend(block, [_Reader()])
+        block.settled = True
+        later.append(block)
+    assert outbox.take(100) is later[0]
+
+
 def test_idle_blocks_are_used_again_the_smallest_that_fits_or_else_the_largest_grown() -> None:
     outbox = Outbox()
     small, large = Block(GRAIN), Block(3 * GRAIN)
