@@ -169,6 +169,18 @@ def test_an_all_reduce_adds_in_the_order_of_ranks_and_gives_everybody_the_same()
     assert torch.equal(message, (values[0] + values[1]) + values[2])
 
 
+@spmd(ranks=[2, 3])
+def test_readers_of_a_wire_that_is_gone_still_say_that_they_have_finished() -> None:
+    """A model may be dropped right after its last step; the next one on the same group uses its blocks."""
+    for step in range(40):
+        wire = shared_wire(world_group(), CPU, worth_bytes=0)
+        assert wire is not None
+        message = torch.full((100_000,), float(step))
+        wire.all_reduce(message, label="").wait()
+        assert message[-1] == step * wire.ways
+        del wire
+
+
 @spmd(ranks=2)
 def test_an_all_reduce_of_a_tensor_that_is_not_contiguous_changes_it_in_place() -> None:
     wire = shared_wire(world_group(), CPU, worth_bytes=0)

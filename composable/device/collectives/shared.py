@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import math
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -42,6 +44,8 @@ class Neighbourhood:
 
     windows: dict[int, Window]
     outbox: Outbox
+    said: deque[Any] = field(default_factory=deque)
+    """Words on their way. gloo forgets a message whose work is dropped: a model that is gone may still have readers to thank."""
 
 
 Fill = Callable[[Block], None]
@@ -121,10 +125,10 @@ class SharedWire(GroupWire):
         self._worth_bytes = worth_bytes
         self._pairs = PairsWire(group, device)
         self._windows = neighbourhood.windows
+        self._said = neighbourhood.said
         self.outbox = neighbourhood.outbox
         self._peers = tuple((self.rank + step) % self.ways for step in range(1, self.ways))
         self._channel: Channel = self.open_channel()  # for what has no unit's tag
-        self._said: list[Any] = []
         with torch.inference_mode(False):
             self._nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
 
@@ -133,9 +137,9 @@ class SharedWire(GroupWire):
     def show(self, block: Block, tag: int) -> tuple[dict[int, Tensor], list[Any]]:
         """Tell everybody that `block` is filled. The words that they tell, by peer, and the works to wait for."""
         group = self.group
-        for work in self._said:
-            work.wait()
-        self._said = []
+        with suppress(IndexError):  # rather than a look first: another thread may take the last
+            while True:
+                self._said.popleft().wait()
         word = torch.tensor([block.descriptor, block.nbytes], device="cpu")
         words = {peer: torch.empty_like(word) for peer in self._peers}
         works = [group.recv([words[peer]], peer, tag) for peer in self._peers]
@@ -152,7 +156,7 @@ class SharedWire(GroupWire):
 
     def say_done(self, tag: int) -> None:
         """Tell everybody that their message has been read."""
-        self._said += [self.group.send([self._nothing], peer, tag + _DONE) for peer in self._peers]
+        self._said.extend(self.group.send([self._nothing], peer, tag + _DONE) for peer in self._peers)
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
