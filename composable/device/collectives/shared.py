@@ -45,7 +45,7 @@ class Neighbourhood:
     windows: dict[int, Window]
     outbox: Outbox
     said: deque[Any] = field(default_factory=deque)
-    """Words on their way. gloo forgets a message whose work is dropped: a model that is gone may still have readers to thank."""
+    """Words on their way. gloo forgets a message whose work is dropped; a model that is gone still has to let blocks go."""
 
 
 Fill = Callable[[Block], None]
