@@ -115,7 +115,7 @@ def reduce_all(source: Tensor, out: Tensor) -> Move:
 
 def _shared() -> SharedWire:
     """The library's own wire through shared memory, used for messages of every size."""
-    wire = shared_wire(dist.group.WORLD, torch.device("cpu"), worth_bytes=0)
+    wire = shared_wire(dist.group.WORLD, torch.device("cpu"))
     if wire is None:
         raise RuntimeError("these ranks do not see each other's memory")
     return wire

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import astuple, replace
-from typing import Any
 
 import pytest
 import torch
@@ -138,7 +137,7 @@ def test_a_block_whose_collective_failed_is_left_alone() -> None:
 @spmd(ranks=[2, 3])
 def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
     """Blocks are used again, grow, and serve gathers, reductions and all-reduces in turns."""
-    wire = shared_wire(world_group(), CPU, worth_bytes=0)
+    wire = shared_wire(world_group(), CPU)
     assert wire is not None
     ways, rank, channel, scratch = wire.ways, wire.rank, wire.open_channel(), MemoryPool()
     for step, numel in enumerate([10, 100_000, 7, 1_000_000, 3, 700_001, 1_000_000, 50]):
@@ -161,7 +160,7 @@ def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
 
 @spmd(ranks=3)
 def test_an_all_reduce_adds_in_the_order_of_ranks_and_gives_everybody_the_same() -> None:
-    wire = shared_wire(world_group(), CPU, worth_bytes=0)
+    wire = shared_wire(world_group(), CPU)
     assert wire is not None
     values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [1e4], [1e-4]])
     message = values[wire.rank].clone()
@@ -173,7 +172,7 @@ def test_an_all_reduce_adds_in_the_order_of_ranks_and_gives_everybody_the_same()
 def test_readers_of_a_wire_that_is_gone_still_say_that_they_have_finished() -> None:
     """A model may be dropped right after its last step; the next one on the same group uses its blocks."""
     for step in range(40):
-        wire = shared_wire(world_group(), CPU, worth_bytes=0)
+        wire = shared_wire(world_group(), CPU)
         assert wire is not None
         message = torch.full((100_000,), float(step))
         wire.all_reduce(message, label="").wait()
@@ -183,7 +182,7 @@ def test_readers_of_a_wire_that_is_gone_still_say_that_they_have_finished() -> N
 
 @spmd(ranks=2)
 def test_an_all_reduce_of_a_tensor_that_is_not_contiguous_changes_it_in_place() -> None:
-    wire = shared_wire(world_group(), CPU, worth_bytes=0)
+    wire = shared_wire(world_group(), CPU)
     assert wire is not None
     message = torch.arange(6.0).view(2, 3).t()
     wire.all_reduce(message, label="").wait()
@@ -205,29 +204,10 @@ def test_one_rank_without_shared_memory_makes_all_of_them_use_sockets(pool: Pool
     assert pool.run(2, _wires_when_switched_off_on, -1) == [SharedWire.__name__] * 2
 
 
-def _small_and_large(worth_bytes: int) -> list[Any]:
-    """Whether a message of 400 bytes, and one of 4000, leaves a trace in shared memory."""
-    wire = shared_wire(dist.new_group(), CPU, worth_bytes=worth_bytes)
-    assert wire is not None
-    channel, traces = wire.open_channel(), []
-    for numel in (100, 1000):
-        whole = torch.empty(2 * numel)
-        plan = wire.prepare([GatherPart(torch.ones(numel), whole, 2 * numel)])
-        arrival = wire.all_gather(plan, label="", tag=channel.next_tag())
-        traces.append(type(arrival).__name__)
-        arrival.wait()
-        assert torch.equal(whole, torch.ones(2 * numel))
-    return traces
-
-
-def test_small_messages_go_through_sockets(pool: Pool) -> None:
-    assert pool.run(2, _small_and_large, 1000) == [["Works", "_Handover"]] * 2
-
-
 def _use_and_leave() -> None:
     """A group that is used and destroyed at once: what its ranks had yet to tell each other is never told."""
     group = dist.new_group()
-    wire = shared_wire(group, CPU, worth_bytes=0)
+    wire = shared_wire(group, CPU)
     assert wire is not None
     channel = wire.open_channel()
     for _ in range(SPARE_BLOCKS + 3):

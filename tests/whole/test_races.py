@@ -23,7 +23,7 @@ WRAPPERS: Final[dict[str, Callable[[Wire], Wire]]] = {
     "impatient": Impatient,
     "last moment": LastMoment,
 }
-# Which way bytes take depends on their number and on where the ranks run; small models would only ever see one way.
+# Which way bytes take depends on where the ranks run; tests would only ever see one way.
 WAYS: Final[dict[str, Callable[[Wire], Wire]]] = {"all through shared memory": all_shared, "all through sockets": all_sockets}
 _CASES: Final = (
     "transformer with tied embedding",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire
-from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Scratch, Works, failed, scale_sums
+from composable.device.collectives.wire import Arrival, Channel, GatherPart, ReducePart, Scratch, Works, failed, scale_sums
 
 DIRECT_BYTES: Final = 512 << 10  # bytes in a shard from which its own message pays
 
@@ -50,7 +50,7 @@ class PairsWire(GroupWire):
 
     def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
         receives, sends, copies = prepared
-        group = self.group
+        group, tag = self.group, tag & Channel.LOWEST
         try:
             works = [group.recv(tensor, peer, tag + index) for tensor, peer, index in receives]
             works += [group.send(tensor, peer, tag + index) for tensor, peer, index in sends]
@@ -61,7 +61,7 @@ class PairsWire(GroupWire):
         return Works(works, label, self.rank)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
-        group, rank, peers = self.group, self.rank, self._peers
+        group, rank, peers, tag = self.group, self.rank, self._peers, tag & Channel.LOWEST
         incoming: list[tuple[ReducePart, Tensor, Tensor]] = []
         works: list[Any] = []
         try:

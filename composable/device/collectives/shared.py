@@ -1,10 +1,10 @@
-"""gloo among ranks of one host: bytes go through memory that both ends see, and only word of them through gloo.
+"""Ranks of one host: bytes go through memory that both ends see, and word of them through pipes; calls no backend.
 
 Note [Shared memory]
 A message over the loopback device is copied into the kernel and out again, by threads that compete with the model for the
-cores. Here the sender copies it into a block of shared memory and sends sixteen bytes that say which; the receiver reads it
-at the first use of the result, straight into its final place (gathers) or straight into the sum (reductions), and sends word
-that the block may be filled again. Words carry tags like all messages, so ranks that diverge still wait and time out by name.
+cores. Here the sender copies it into a block of shared memory and says which in a word; the receiver reads it at the first
+use of the result, straight into its final place (gathers) or straight into the sum (reductions), and says that the block may
+be filled again. Words carry tags like all messages, so ranks that diverge still wait and time out by name.
 Nothing that a user can reach lives in shared memory: an optimizer may write to a shard while others read the last message.
 """
 
@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -24,28 +24,38 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire
-from composable.device.collectives.pairs import PairsWire
+from composable.device.collectives.numbers import reduce_numbers
 from composable.device.collectives.wire import Arrival, Channel, GatherPart, ReducePart, Scratch, failed
+from composable.device.private import timeout_of
 from composable.device.shared_memory import Block, Identity, Outbox, Window, my_identity
+from composable.device.words import Inbox, Outlet, Word
 
 DIRECT_BYTES: Final = 64 << 10  # bytes in a shard from which copying it by itself pays
-WORTH_BYTES: Final = 64 << 10  # bytes to one peer from which two words cost less than the bytes themselves
 SWITCH: Final = "COMPOSABLE_SHARED_MEMORY"  # "0" in the environment of any rank: all of them use sockets
 _ALIGN: Final = 64
+_LABEL: Final = "exchange of where each rank's shared memory is"
+_FAILURES: Final = (RuntimeError, OSError, EOFError)
 _DONE: Final = 1  # added to a message's tag: word that it has been read
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbourhood:
-    """What lives as long as a process group: windows on the other ranks, by rank, and the blocks that this one shows.
+class Neighbour:
+    """Another rank of the group on this host."""
 
-    A block comes back when its readers say so, through the group that it was shown to; with that group, it is gone.
+    window: Window
+    inbox: Inbox
+    outlet: Outlet
+
+
+@dataclass(frozen=True, slots=True)
+class Neighbourhood:
+    """What lives as long as a process group: the other ranks, by rank, and the blocks that this one shows.
+
+    A block comes back when its readers say so, through pipes of that group; with the group, both are gone.
     """
 
-    windows: dict[int, Window]
+    neighbours: dict[int, Neighbour]
     outbox: Outbox
-    said: deque[Any] = field(default_factory=deque)
-    """Words on their way. gloo forgets a message whose work is dropped; a model that is gone still has to let blocks go."""
 
 
 Fill = Callable[[Block], None]
@@ -69,7 +79,6 @@ def _piece(memory: Tensor, start: int, numel: int, dtype: torch.dtype) -> Tensor
 class _GatherPlan:
     """One all-gather, prepared: what this rank shows, and what it copies from whom."""
 
-    pairs: Any
     nbytes: int
     shards: list[Tensor]
     starts: list[int]
@@ -82,7 +91,7 @@ class _GatherPlan:
 class _Handover:
     """A message that this rank has shown, and those that it waits for from all others."""
 
-    __slots__ = ("_block", "_label", "_receive", "_tag", "_wire", "_words", "_works")
+    __slots__ = ("_block", "_label", "_receive", "_tag", "_wire")
 
     def __init__(
         self, wire: SharedWire, block: Block, tag: int, label: str, receive: Callable[[dict[int, Tensor]], None]
@@ -92,7 +101,7 @@ class _Handover:
         self._tag = tag
         self._label = label
         self._receive: Receive | None = receive
-        self._words, self._works = wire.show(block, tag)
+        wire.show(block, tag)
 
     def wait(self) -> None:
         if self._receive is None:
@@ -100,63 +109,50 @@ class _Handover:
         receive, self._receive = self._receive, None
         wire = self._wire
         try:
-            for work in self._works:
-                work.wait()
-            self._works = []
+            messages = wire.look(self._tag)
             with torch.no_grad():
-                receive(wire.look(self._words))
+                receive(messages)
             wire.say_done(self._tag)
-        except (RuntimeError, OSError) as error:
+        except _FAILURES as error:
             wire.outbox.lost(self._block)
             raise failed(self._label, wire.rank, error) from error
         self._block.settled = True
 
 
 class SharedWire(GroupWire):
-    """gloo on one host. Make it with `shared_wire`, which finds out whether the ranks see each other's memory."""
+    """All ranks on one host. Make it with `shared_wire`, which finds out whether the ranks see each other's memory."""
 
     even_only = False
     direct_bytes = DIRECT_BYTES
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, neighbourhood: Neighbourhood, worth_bytes: int = WORTH_BYTES
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, neighbourhood: Neighbourhood) -> None:
         super().__init__(group, device)
-        self._worth_bytes = worth_bytes
-        self._pairs = PairsWire(group, device)
-        self._windows = neighbourhood.windows
-        self._said = neighbourhood.said
+        self._neighbours = neighbourhood.neighbours
         self.outbox = neighbourhood.outbox
         self._peers = tuple((self.rank + step) % self.ways for step in range(1, self.ways))
         self._channel: Channel = self.open_channel()  # for what has no unit's tag
-        with torch.inference_mode(False):
-            self._nothing = torch.zeros(1, dtype=torch.int64, device="cpu")
 
     # --- words ------------------------------------------------------------------------------------------------------
 
-    def show(self, block: Block, tag: int) -> tuple[dict[int, Tensor], list[Any]]:
-        """Tell everybody that `block` is filled. The words that they tell, by peer, and the works to wait for."""
-        group = self.group
-        with suppress(IndexError):  # rather than a look first: another thread may take the last
-            while True:
-                self._said.popleft().wait()
-        word = torch.tensor([block.descriptor, block.nbytes], device="cpu")
-        words = {peer: torch.empty_like(word) for peer in self._peers}
-        works = [group.recv([words[peer]], peer, tag) for peer in self._peers]
-        works += [group.send([word], peer, tag) for peer in self._peers]
-        done = [torch.empty_like(self._nothing) for _ in self._peers]
-        self.outbox.lend(
-            block, [_waiting(group.recv([at], peer, tag + _DONE), at) for at, peer in zip(done, self._peers, strict=True)]
-        )
-        return words, works
+    def show(self, block: Block, tag: int) -> None:
+        """Tell everybody that `block` is filled."""
+        for peer in self._peers:
+            self._neighbours[peer].outlet.say(tag, block.descriptor, block.nbytes)
+        self.outbox.lend(block, [partial(self._hear, peer, tag + _DONE) for peer in self._peers])
 
-    def look(self, words: dict[int, Tensor]) -> dict[int, Tensor]:
-        """The peers' messages."""
-        return {peer: self._windows[peer].look(*word.tolist()) for peer, word in words.items()}
+    def look(self, tag: int) -> dict[int, Tensor]:
+        """The peers' messages, by peer, when they are there."""
+        return {peer: self._neighbours[peer].window.look(*self._hear(peer, tag)) for peer in self._peers}
 
     def say_done(self, tag: int) -> None:
         """Tell everybody that their message has been read."""
-        self._said.extend(self.group.send([self._nothing], peer, tag + _DONE) for peer in self._peers)
+        for peer in self._peers:
+            with suppress(BrokenPipeError):  # who has ended does not need its block any more
+                self._neighbours[peer].outlet.say(tag + _DONE)
+
+    def _hear(self, peer: int, tag: int) -> Word:
+        inbox = self._neighbours[peer].inbox
+        return inbox.next(tag) or inbox.wait(tag, timeout_of(self.group, self.device))
 
     # --- collectives ------------------------------------------------------------------------------------------------
 
@@ -175,12 +171,10 @@ class SharedWire(GroupWire):
                     own[1].append(part.shard[: place.numel()])
                 else:
                     wanted[rank].append((place, start))
-        return _GatherPlan(self._pairs.prepare(parts), nbytes, [part.shard for part in parts], starts, own, wanted)
+        return _GatherPlan(nbytes, [part.shard for part in parts], starts, own, wanted)
 
     def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
         plan: _GatherPlan = prepared
-        if plan.nbytes < self._worth_bytes:
-            return self._pairs.all_gather(plan.pairs, label=label, tag=tag)
 
         def receive(messages: dict[int, Tensor]) -> None:
             for peer, message in messages.items():
@@ -206,8 +200,6 @@ class SharedWire(GroupWire):
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
         starts, stride = _offsets([part.source for part in parts], [part.chunk for part in parts])
-        if stride < self._worth_bytes:
-            return self._pairs.reduce_scatter(parts, scratch=scratch, label=label, tag=tag)
         me = self.rank
 
         def column(reader: int, owner: int) -> int:
@@ -244,8 +236,6 @@ class SharedWire(GroupWire):
         return self._hand_over(stride * len(self._peers), fill, receive, label, tag)
 
     def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
-        if tensor.numel() * tensor.element_size() < self._worth_bytes:
-            return self._pairs.all_reduce(tensor, label=label)
         flat = tensor.detach().contiguous().view(-1)
         # Each rank adds up one chunk and shows the sum; between two ranks it is as quick that both add up everything.
         chunk = flat.numel() if self.ways == 2 else -(-flat.numel() // self.ways)
@@ -288,17 +278,8 @@ class SharedWire(GroupWire):
             with torch.no_grad():
                 fill(block)
             return _Handover(self, block, tag, label, receive)
-        except (RuntimeError, OSError) as error:
+        except _FAILURES as error:
             raise failed(label, self.rank, error) from error
-
-
-def _waiting(work: Any, received: Tensor) -> Callable[[], object]:
-    """What waits for `work`; it keeps the tensor alive that the work writes to."""
-
-    def wait() -> object:
-        return work.wait(), received
-
-    return wait
 
 
 def _exact(scale: float) -> bool:
@@ -322,29 +303,39 @@ def add_up(terms: Sequence[Tensor], *, out: Tensor) -> None:
 _NEIGHBOURHOODS: WeakKeyDictionary[dist.ProcessGroup, Neighbourhood | None] = WeakKeyDictionary()
 
 
-def shared_wire(group: dist.ProcessGroup, device: torch.device, *, worth_bytes: int = WORTH_BYTES) -> SharedWire | None:
-    """The wire for a gloo group whose ranks all see each other's memory, None for any other. All ranks call it together.
-
-    Args:
-        worth_bytes: bytes to one peer from which a message goes through shared memory; smaller ones go through gloo.
-    """
+def shared_wire(group: dist.ProcessGroup, device: torch.device) -> SharedWire | None:
+    """The wire for a group whose ranks all see each other's memory, None for any other. All ranks call it together."""
     if group not in _NEIGHBOURHOODS:
         _NEIGHBOURHOODS[group] = _look_around(GroupWire(group, device))
     neighbourhood = _NEIGHBOURHOODS[group]
-    return SharedWire(group, device, neighbourhood, worth_bytes) if neighbourhood is not None else None
+    return SharedWire(group, device, neighbourhood) if neighbourhood is not None else None
 
 
 def _look_around(wire: GroupWire) -> Neighbourhood | None:
     """The ranks' memory; None on every rank if any rank cannot look at any other."""
     mine = my_identity() if os.environ.get(SWITCH, "1") != "0" else None
-    row = [1, *astuple(mine)] if mine is not None else [0] * 5
-    label = "exchange of where each rank's shared memory is"
-    rows = wire.exchange(row, label=label)
-    windows, seen = {}, all(here for here, *_ in rows)
-    for rank, (_, *values) in enumerate(rows):
-        if seen and rank != wire.rank:
-            identity = Identity(*values)
-            windows[rank] = Window(identity.process)
-            seen = identity.visible(windows[rank])
-    everywhere = all(ok for (ok,) in wire.exchange([int(seen)], label=label))
-    return Neighbourhood(windows, Outbox()) if everywhere else None
+    host = float(mine.host if mine is not None else -1)
+    # First what costs the same for any number of ranks: most large groups are no neighbourhoods.
+    highest, lowest = reduce_numbers(torch.tensor([host, -host], dtype=torch.float64), wire.group, largest=True, label=_LABEL)
+    if mine is None or highest != host or -lowest != host:
+        return None
+    inboxes = {rank: Inbox(f"rank {rank}") for rank in range(wire.ways) if rank != wire.rank}
+    doors = [inboxes[rank].descriptor if rank in inboxes else -1 for rank in range(wire.ways)]
+    rows = wire.exchange([*astuple(mine), *doors], label=_LABEL)
+    met = {rank: _meet(Identity(*rows[rank][:4]), rows[rank][4 + wire.rank], inbox) for rank, inbox in inboxes.items()}
+    neighbours = {rank: neighbour for rank, neighbour in met.items() if neighbour is not None}
+    if not all(found for (found,) in wire.exchange([int(len(neighbours) == len(met))], label=_LABEL)):
+        return None
+    for inbox in inboxes.values():
+        inbox.seal()
+    return Neighbourhood(neighbours, Outbox())
+
+
+def _meet(identity: Identity, door: int, inbox: Inbox) -> Neighbour | None:
+    window = Window(identity.process)
+    if not identity.visible(window):
+        return None
+    try:
+        return Neighbour(window, inbox, Outlet(identity.process, door, inbox.writer))
+    except OSError:
+        return None

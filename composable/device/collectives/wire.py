@@ -64,9 +64,11 @@ class Channel:
 
     A tag holds the channel, a running number and the part of the message, so that messages of another unit or of another
     step can never be taken for the expected ones: ranks that diverge wait (and time out by name), and compute nothing wrong.
+    Tags never repeat. Backends whose tags are C ints get the lowest 31 bits, which repeat after a thousand messages.
     """
 
     PARTS: Final = 1 << 10
+    LOWEST: Final = (1 << 31) - 1
     _FLAG: Final = 1 << 30  # apart from the small tags that users choose
 
     __slots__ = ("_base", "_count")
@@ -76,8 +78,9 @@ class Channel:
         self._count = 0
 
     def next_tag(self) -> int:
-        self._count = (self._count + 1) % (1 << 10)
-        return self._base | self._count << 10
+        self._count += 1
+        rounds, count = divmod(self._count, 1 << 10)
+        return rounds << 31 | self._base | count << 10
 
 
 class Wire(Protocol):
