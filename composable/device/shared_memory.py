@@ -11,11 +11,10 @@ import hashlib
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -32,6 +31,16 @@ def _map(descriptor: int, nbytes: int) -> Tensor:
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
+class Readers(Protocol):
+    """Those who have been shown a block."""
+
+    def finished(self) -> bool:
+        """Whether all of them have finished; does not wait."""
+
+    def wait(self) -> None:
+        """Return when all of them have finished."""
+
+
 class Block:
     """Memory of this rank's that others may read."""
 
@@ -40,7 +49,7 @@ class Block:
     def __init__(self, nbytes: int) -> None:
         self.descriptor = os.memfd_create("composable")
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.readers: list[Callable[[], object]] = []  # each returns when one reader has finished
+        self.readers: Readers | None = None
         self.settled = False  # whether this rank has received its own part of the collective that the block served
         self.grow(nbytes)
 
@@ -75,6 +84,7 @@ class Outbox:
     def take(self, nbytes: int) -> Block:
         """A block of at least `nbytes` that nobody reads."""
         with self._lock:
+            self._collect()
             block = self._idle_block(nbytes)
             waiting = None
             if block is None and len(self._read) > SPARE_BLOCKS:
@@ -82,15 +92,22 @@ class Outbox:
                 if waiting is not None:
                     self._read.remove(waiting)
         if waiting is not None:
-            for finished in waiting.readers:
-                finished()
-            waiting.readers = []
+            if waiting.readers is not None:
+                waiting.readers.wait()
             block = waiting
         if block is None:
             return Block(nbytes)
+        block.readers = None
         if block.nbytes < nbytes:
             block.grow(nbytes)
         return block
+
+    def _collect(self) -> None:
+        """Find out which blocks nobody reads any more."""
+        for block in tuple(self._read):
+            if block.settled and (block.readers is None or block.readers.finished()):
+                self._read.remove(block)
+                self._idle.append(block)
 
     def _idle_block(self, nbytes: int) -> Block | None:
         """The smallest idle block that is large enough, or else the largest."""
@@ -101,8 +118,8 @@ class Outbox:
         self._idle.remove(block)
         return block
 
-    def lend(self, block: Block, readers: list[Callable[[], object]]) -> None:
-        """`block` is being read until all `readers` return."""
+    def lend(self, block: Block, readers: Readers) -> None:
+        """`block` is being read until all `readers` have finished."""
         block.readers = readers
         block.settled = False
         with self._lock:

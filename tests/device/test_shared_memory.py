@@ -63,48 +63,58 @@ def test_a_process_is_recognised_and_no_other_is_taken_for_it() -> None:
 # --- the outbox -------------------------------------------------------------------------------------------------------
 
 
-class _Reader:
-    def __init__(self) -> None:
+class _Readers:
+    def __init__(self, *, finished: bool = False) -> None:
         self.waited = 0
+        self.are_finished = finished
 
-    def __call__(self) -> None:
+    def finished(self) -> bool:
+        return self.are_finished
+
+    def wait(self) -> None:
         self.waited += 1
 
 
+def _lent(outbox: Outbox, nbytes: int, readers: _Readers, *, settled: bool = True) -> Block:
+    block = outbox.take(nbytes)
+    outbox.lend(block, readers)
+    block.settled = settled
+    return block
+
+
 def test_a_block_is_filled_again_only_after_its_readers_were_waited_for() -> None:
-    outbox, readers, blocks = Outbox(), [], []
-    for _ in range(SPARE_BLOCKS + 1):
-        block, reader = outbox.take(100), _Reader()
-        outbox.lend(block, [reader])
-        block.settled = True
-        blocks.append(block)
-        readers.append(reader)
+    outbox, readers = Outbox(), [_Readers() for _ in range(SPARE_BLOCKS + 1)]
+    blocks = [_lent(outbox, 100, each) for each in readers]
     assert len({id(block) for block in blocks}) == SPARE_BLOCKS + 1, "none is taken away from its readers"
-    assert [reader.waited for reader in readers] == [0] * (SPARE_BLOCKS + 1)
+    assert [each.waited for each in readers] == [0] * (SPARE_BLOCKS + 1)
     assert outbox.take(100) is blocks[0]
-    assert [reader.waited for reader in readers] == [1] + [0] * SPARE_BLOCKS
+    assert [each.waited for each in readers] == [1] + [0] * SPARE_BLOCKS
+
+
+def test_a_block_that_nobody_reads_any_more_is_filled_again_at_once() -> None:
+    outbox, readers = Outbox(), _Readers()
+    first = _lent(outbox, 100, readers)
+    second = _lent(outbox, 100, _Readers(finished=True))
+    assert second is not first
+    assert _lent(outbox, 100, _Readers()) is second
+    readers.are_finished = True
+    assert outbox.take(100) is first
+    assert readers.waited == 0
+    assert outbox.nbytes == GRAIN, "what was taken is not the outbox's; what is read is"
 
 
 def test_nobody_waits_for_readers_of_a_collective_that_it_has_not_finished_itself() -> None:
     """They may wait for this very rank: a new block is made instead."""
-    outbox, reader = Outbox(), _Reader()
-    blocks = []
-    for _ in range(SPARE_BLOCKS + 3):
-        blocks.append(outbox.take(100))
-        outbox.lend(blocks[-1], [reader])
+    outbox, readers = Outbox(), _Readers()
+    blocks = [_lent(outbox, 100, readers, settled=False) for _ in range(SPARE_BLOCKS + 3)]
     assert len({id(block) for block in blocks}) == SPARE_BLOCKS + 3
-    assert reader.waited == 0
+    assert readers.waited == 0
 
 
 def test_a_collective_that_nobody_finishes_does_not_keep_later_blocks_from_coming_back() -> None:
     outbox = Outbox()
-    outbox.lend(outbox.take(100), [_Reader()])
-    later = []
-    for _ in range(SPARE_BLOCKS):
-        block = outbox.take(100)
-        outbox.lend(block, [_Reader()])
-        block.settled = True
-        later.append(block)
+    _lent(outbox, 100, _Readers(finished=True), settled=False)
+    later = [_lent(outbox, 100, _Readers()) for _ in range(SPARE_BLOCKS)]
     assert outbox.take(100) is later[0]
 
 
@@ -112,21 +122,23 @@ def test_idle_blocks_are_used_again_the_smallest_that_fits_or_else_the_largest_g
     outbox = Outbox()
     small, large = Block(GRAIN), Block(3 * GRAIN)
     for block in (small, large):
-        outbox.lend(block, [])
+        outbox.lend(block, _Readers(finished=True))
         block.settled = True
-    more = [outbox.take(GRAIN) for _ in range(SPARE_BLOCKS)]
-    for block in more:
-        outbox.lend(block, [])
-        block.settled = True
-    assert outbox.take(4 * GRAIN) is small, "the oldest, grown"
-    assert small.nbytes == 4 * GRAIN
+    taken = outbox.take(GRAIN)
+    assert taken is small
+    outbox.lend(taken, _Readers(finished=True))
+    taken.settled = True
+    assert outbox.take(4 * GRAIN) is large
+    assert large.nbytes == 4 * GRAIN
+    assert outbox.take(2 * GRAIN) is small
+    assert small.nbytes == 2 * GRAIN
 
 
 def test_a_block_whose_collective_failed_is_left_alone() -> None:
     outbox = Outbox()
-    lost = outbox.take(100)
-    outbox.lend(lost, [_Reader()])
+    lost = _lent(outbox, 100, _Readers(finished=True), settled=False)
     outbox.lost(lost)
+    lost.settled = True
     taken = [outbox.take(100) for _ in range(SPARE_BLOCKS + 3)]
     assert all(block is not lost for block in taken)
 

@@ -15,7 +15,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field
-from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -119,6 +118,27 @@ class _Handover:
         self._block.settled = True
 
 
+class _Thanks:
+    """The words of peers that they have read a message; those who have yet to say so are `left`."""
+
+    __slots__ = ("_left", "_tag", "_wire")
+
+    def __init__(self, wire: SharedWire, tag: int, left: list[int]) -> None:
+        self._wire = wire
+        self._tag = tag
+        self._left = left
+
+    def finished(self) -> bool:
+        while self._left and self._wire.has_heard(self._left[-1], self._tag):
+            self._left.pop()
+        return not self._left
+
+    def wait(self) -> None:
+        while self._left:
+            self._wire.hear(self._left[-1], self._tag)
+            self._left.pop()
+
+
 class SharedWire(GroupWire):
     """All ranks on one host. Make it with `shared_wire`, which finds out whether the ranks see each other's memory."""
 
@@ -138,11 +158,11 @@ class SharedWire(GroupWire):
         """Tell everybody that `block` is filled."""
         for peer in self._peers:
             self._neighbours[peer].outlet.say(tag, block.descriptor, block.nbytes)
-        self.outbox.lend(block, [partial(self._hear, peer, tag + _DONE) for peer in self._peers])
+        self.outbox.lend(block, _Thanks(self, tag + _DONE, [*self._peers]))
 
     def look(self, tag: int) -> dict[int, Tensor]:
         """The peers' messages, by peer, when they are there."""
-        return {peer: self._neighbours[peer].window.look(*self._hear(peer, tag)) for peer in self._peers}
+        return {peer: self._neighbours[peer].window.look(*self.hear(peer, tag)) for peer in self._peers}
 
     def say_done(self, tag: int) -> None:
         """Tell everybody that their message has been read."""
@@ -150,7 +170,10 @@ class SharedWire(GroupWire):
             with suppress(BrokenPipeError):  # who has ended does not need its block any more
                 self._neighbours[peer].outlet.say(tag + _DONE)
 
-    def _hear(self, peer: int, tag: int) -> Word:
+    def has_heard(self, peer: int, tag: int) -> bool:
+        return self._neighbours[peer].inbox.next(tag) is not None
+
+    def hear(self, peer: int, tag: int) -> Word:
         inbox = self._neighbours[peer].inbox
         return inbox.next(tag) or inbox.wait(tag, timeout_of(self.group, self.device))
 
