@@ -18,6 +18,8 @@ from composable.device.private import CAN_COUNT_USERS, chunk_cat, local_of, stor
 from composable.device.storage import FlatParameters, note_shards, pair_rows, shape_like_rows
 from composable.plan.layout import ReduceLayout, Route
 
+WORTH_RELEASING: Final = 64 << 10  # bytes below which giving memory back, and getting it again, costs more than it brings
+
 gradient_of: Final = attrgetter("grad")
 
 
@@ -132,6 +134,7 @@ class GradientShards:
         self._dtensors: list[Tensor] = []
         self._unused: tuple[int, list[int], list[int]] = (0, [], [])  # what `_users` says when nobody kept anything
         self._released = False
+        self._nbytes = flat.layout.shard_numel * flat.dtype.itemsize
 
     def _make(self) -> None:
         flat = self._flat
@@ -169,7 +172,7 @@ class GradientShards:
 
     def release(self) -> None:
         """Give the memory back if nobody holds a gradient in it: during forward, activations need it more."""
-        if not self._released and not self._kept_by_somebody():
+        if not self._released and self._nbytes >= WORTH_RELEASING and not self._kept_by_somebody():
             self._flat.pool.drain(self.buffer.untyped_storage())
             self._released = True
 
@@ -200,7 +203,3 @@ class GradientShards:
     def nbytes(self) -> int:
         """Bytes that the gradients hold now."""
         return self._buffer.untyped_storage().nbytes() if self._buffer is not None else 0
-
-    @property
-    def _nbytes(self) -> int:
-        return self._flat.layout.shard_numel * self._flat.dtype.itemsize

@@ -21,23 +21,28 @@ class MemoryPool:
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[torch.UntypedStorage]] = {}
+        self._husks: list[torch.UntypedStorage] = []  # empty ones, left when a block's memory went elsewhere
 
     def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """Give `storage`, which is empty, `nbytes` of memory with undefined contents."""
-        if storage.device.type == "cpu":
-            blocks = self._blocks.get(nbytes)
-            if blocks and swap_memory(storage, blocks[-1]):
-                blocks.pop()
+        blocks = self._blocks.get(nbytes)  # host memory: nothing else comes back here
+        if blocks and storage.device.type == "cpu":
+            block = blocks.pop()
+            if swap_memory(storage, block):
+                self._husks.append(block)
                 return
         storage.resize_(nbytes)
 
     def drain(self, storage: torch.UntypedStorage) -> None:
         """Take `storage`'s memory back and leave it empty."""
         nbytes = storage.nbytes()
-        if storage.device.type == "cpu" and nbytes:
-            block = torch.UntypedStorage(0)
-            if swap_memory(storage, block):
-                self._blocks.setdefault(nbytes, []).append(block)
+        if nbytes and storage.device.type == "cpu":
+            husk = self._husks.pop() if self._husks else torch.UntypedStorage(0)
+            if swap_memory(storage, husk):
+                blocks = self._blocks.get(nbytes)
+                if blocks is None:
+                    blocks = self._blocks[nbytes] = []
+                blocks.append(husk)
                 return
         storage.resize_(0)
 
@@ -55,6 +60,7 @@ class MemoryPool:
     def clear(self) -> None:
         """Return all idle blocks to the system."""
         self._blocks.clear()
+        self._husks.clear()
 
     @property
     def idle_bytes(self) -> int:

@@ -16,7 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
+
+Launch = Callable[[torch.Tensor, torch.Tensor], Any]
 
 
 def in_backward() -> bool:
@@ -41,6 +44,25 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     except (AttributeError, RuntimeError):
         return None
     return timeout
+
+
+def launchers(group: dist.ProcessGroup) -> tuple[Launch, Launch]:
+    """The group's own all-gather and reduce-scatter of single tensors, asynchronous: `launch(output, input)` returns a work.
+
+    The functions of `torch.distributed` end in these, after checks that are the same at every call: 9 us of Python.
+    """
+    gather_options, scatter_options = AllgatherOptions(), ReduceScatterOptions()
+    gather_options.asyncOp = scatter_options.asyncOp = True
+    gather = getattr(group, "all_gather_single", None) or group._allgather_base  # torch 2.13 renamed them
+    scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    return (
+        lambda output, shard: gather(_as_real(output), _as_real(shard), gather_options),
+        lambda output, whole: scatter(_as_real(output), _as_real(whole), scatter_options),
+    )
+
+
+def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def chunk_cat(tensors: Sequence[torch.Tensor], ways: int, out: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composable.device.collectives.group import GroupWire, all_gather_single, reduce_scatter_single
 from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Scratch, Works, failed, scale_sums
-from composable.device.private import coalesced
+from composable.device.private import coalesced, launchers
 from composable.device.streams import Mark, Streams
 
 DIRECT_BYTES: Final = 1 << 20  # bytes in a shard from which its own message pays
@@ -24,22 +24,33 @@ class TensorsWire(GroupWire):
     even_only = True
     direct_bytes = DIRECT_BYTES
 
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        self._gather, self._scatter = launchers(group)
+
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
-        return tuple(parts)
+        return [(part.whole, part.shard) for part in parts]
 
     def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
-        calls = [partial(all_gather_single, p.whole, p.shard, group=self.group, async_op=True) for p in prepared]
-        return self._run(label, calls)
+        return self._run(label, self._gather, prepared)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
-        calls = [partial(reduce_scatter_single, p.out, p.source, group=self.group, async_op=True) for p in parts]
-        return self._run(label, calls, partial(scale_sums, parts))
+        return self._run(label, self._scatter, [(part.out, part.source) for part in parts], partial(scale_sums, parts))
 
     def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
-        return self._run(label, [partial(dist.all_reduce, tensor, group=self.group, async_op=True)])
+        return self._run(label, partial(dist.all_reduce, group=self.group, async_op=True), [(tensor,)])
 
-    def _run(self, label: str, calls: Sequence[Callable[[], Any]], finish: Callable[[], None] | None = None) -> Arrival:
-        return Works([self._launch(label, call) for call in calls], label, self.rank, finish)
+    def _run(
+        self,
+        label: str,
+        launch: Callable[..., Any],
+        calls: Sequence[tuple[Tensor, ...]],
+        finish: Callable[[], None] | None = None,
+    ) -> Arrival:
+        try:
+            return Works([launch(*tensors) for tensors in calls], label, self.rank, finish)
+        except RuntimeError as error:
+            raise failed(label, self.rank, error) from error
 
 
 class _OnStream:
