@@ -1,8 +1,9 @@
 """Whether all ranks hold the same parameters, and how they come to; knows names and values, no units.
 
 Note [Fingerprints]
-Agreement is checked with one small all-gather of numbers per annotation: a digest of all names, shapes and dtypes, and a
-digest of all values. Only when they differ do the ranks compare parameter by parameter, to name the first difference.
+Agreement is checked with the extremes of three numbers per annotation: how many parameters there are, a digest of all names,
+shapes and dtypes, and a digest of all values. Their cost does not depend on the number of ranks or parameters. Only when they
+differ do the ranks compare parameter by parameter, to name the first difference.
 """
 
 from __future__ import annotations
@@ -53,21 +54,20 @@ def synchronise(verb: str, parameters: Sequence[ManagedParameter], wire: Wire, m
     values = [fingerprint(p.parameter) for p in parameters] if mode == "check" else []
     summary = [len(parameters), zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(values).encode())]
     label = f"check of {verb}() across ranks"
-    everybody = wire.exchange(summary, label=label)
-    if any(row[:2] != everybody[0][:2] for row in everybody):
-        _refuse_shapes(verb, parameters, shapes, [row[0] for row in everybody], wire, label)
+    lowest, highest = wire.extremes(summary, label=label)
+    if lowest[:2] != highest[:2]:
+        _refuse_shapes(verb, parameters, shapes, wire, label)
     if mode == "broadcast":
         for managed in parameters:
             if managed.parameter.device.type != "meta":
                 wire.broadcast(managed.parameter.data, label=f"broadcast of parameter '{managed.fqn}'")
         return
-    if any(row[2] != everybody[0][2] for row in everybody):
+    if lowest != highest:
         _refuse_values(verb, parameters, values, wire, label)
 
 
-def _refuse_shapes(
-    verb: str, parameters: Sequence[ManagedParameter], shapes: list[int], counts: list[int], wire: Wire, label: str
-) -> None:
+def _refuse_shapes(verb: str, parameters: Sequence[ManagedParameter], shapes: list[int], wire: Wire, label: str) -> None:
+    counts = [row[0] for row in wire.exchange([len(parameters)], label=label)]
     longest = max(counts)
     rows = wire.exchange(shapes + [0] * (longest - len(shapes)), label=label)
     other = next(r for r, row in enumerate(rows) if row != rows[0] or counts[r] != counts[0])

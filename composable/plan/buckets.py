@@ -32,18 +32,3 @@ def fill_buckets(sizes: Sequence[int], kinds: Sequence[Hashable], *, cap: int, f
         members.append(index)
         open_bucket[kind] = (members, used + size)
     return buckets
-
-
-def agree_on_order(rows: Sequence[Sequence[int]], default: Sequence[int]) -> list[int]:
-    """The order in which gradients become ready, from what every rank saw: the first rank's that saw all of them.
-
-    Args:
-        rows: by rank, the order of arrival; a rank that did not see every gradient gives anything else.
-        default: what to return if no rank has seen them all.
-
-    Example:
-        >>> agree_on_order([[-1, -1], [0, 1]], default=[1, 0])
-        [0, 1]
-    """
-    wanted = sorted(default)
-    return next((list(row) for row in rows if sorted(row) == wanted), list(default))

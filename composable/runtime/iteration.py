@@ -179,8 +179,10 @@ class Root:
         """In the first forward, make sure that every rank runs the same unit; later ones are gathered by name."""
         if wire.ways == 1:
             return
-        running = [row[0] for row in wire.exchange([index], label="check of the order of units")]
-        if len(dict.fromkeys(running)) > 1:
+        label = "check of the order of units"
+        lowest, highest = wire.extremes([index], label=label)
+        if lowest != highest:
+            running = [row[0] for row in wire.exchange([index], label=label)]
             names = [f"'{self.handles[i].name}'" if i < len(self.handles) else "no further unit" for i in running]
             seen = "; ".join(f"rank {rank} runs {name}" for rank, name in enumerate(names))
             raise RanksDisagreeError(

@@ -17,7 +17,6 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from operator import attrgetter, is_
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ from composable.device.buckets import GradientBucket, Strides, gradient_strides
 from composable.device.collectives import Wire
 from composable.device.private import at_end_of_backward
 from composable.errors import CommunicationError, PhaseError
-from composable.plan.buckets import agree_on_order, fill_buckets
+from composable.plan.buckets import fill_buckets
 from composable.plan.scaling import division_factors
 from composable.runtime.bucket import AWAITED, SENT, Bucket
 
@@ -238,13 +237,18 @@ class Reducer:
 
     def _agree(self) -> None:
         """Find out in which order gradients become ready, and fill the buckets in that order from now on."""
-        count = len(self._trainable)
-        mine = self._arrivals if len(self._arrivals) == count else [-1] * count
+        unit, wire, default = f"of unit '{self.unit}'", self._wire, self._order()
+        complete = sorted(self._arrivals) == sorted(default)
         strides = {i: gradient_strides(self.parameters[i]) for i in self._trainable}
         prints = [zlib.crc32(repr(strides[i]).encode()) for i in self._trainable]
-        rows = self._wire.exchange([*mine, *prints], label=f"exchange of the order of gradients of unit '{self.unit}'")
-        order = agree_on_order([row[:count] for row in rows], self._order())
-        alike = [all(one == other for one, other in pairwise(column)) for column in zip(*rows, strict=True)][count:]
+        # The first rank that saw every gradient decides about the order.
+        lowest, highest = wire.extremes(
+            [wire.rank if complete else wire.ways, *prints], label=f"search for a rank that saw every gradient {unit}"
+        )
+        first, alike = lowest[0], [low == high for low, high in zip(lowest[1:], highest[1:], strict=True)]
+        # (None did if gradients came twice on all of them; then the order stays what it was.)
+        mine = {wire.rank: self._arrivals, wire.ways: default}.get(first, [-1] * len(default))
+        _, order = wire.extremes(mine, label=f"exchange of the order of gradients {unit}")
         agreed = {i: found for i, same in zip(self._trainable, alike, strict=True) if same and (found := strides[i])}
         # A parameter that is frozen now keeps what was agreed about it before.
         others = [i for i in self.agreement.order if i not in order]

@@ -126,6 +126,10 @@ def _others(kind: str) -> None:
     tensor = torch.full((3,), float(rank))
     wire.broadcast(tensor, label="broadcast")
     assert tensor.tolist() == [0.0] * 3
+    assert wire.extremes([rank, -rank, 2**60 + rank], label="") == (
+        [0, 1 - ways, 2**60],
+        [ways - 1, 0, 2**60 + ways - 1],
+    )
     assert wire.exchange([rank, 2**40 + rank], label="exchange") == [[r, 2**40 + r] for r in range(ways)]
 
 
@@ -344,6 +348,7 @@ def test_without_a_group_a_wire_talks_to_nobody() -> None:
     wire.broadcast(tensor, label="")
     assert tensor.tolist() == [1.0, 1.0]
     assert wire.exchange([4, 5], label="") == [[4, 5]]
+    assert wire.extremes([4, 5], label="") == ([4, 5], [4, 5])
     assert wire.open_channel().next_tag() >= 0
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable.plan.buckets import agree_on_order, fill_buckets
+from composable.plan.buckets import fill_buckets
 
 _SETTINGS = settings(max_examples=60, deadline=None)
 _ITEMS = st.lists(st.tuples(st.integers(0, 20), st.sampled_from(["float32", "float16"])), max_size=12)
@@ -76,15 +76,3 @@ def test_a_cap_that_holds_nothing_is_refused() -> None:
 def test_sizes_without_kinds_are_refused() -> None:
     with pytest.raises(ValueError, match="shorter"):
         fill_buckets([1, 2], ["f"], cap=8)
-
-
-# --- order ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_first_rank_that_saw_every_gradient_decides_about_the_order() -> None:
-    assert agree_on_order([[-1, -1, -1], [5, 3, 4], [3, 4, 5]], default=[5, 4, 3]) == [5, 3, 4]
-
-
-@pytest.mark.parametrize("row", [[-1, -1, -1], [3, 4], [3, 4, 4], [3, 4, 6], []])
-def test_what_is_no_order_of_all_gradients_decides_nothing(row: list[int]) -> None:
-    assert agree_on_order([row, row], default=[5, 4, 3]) == [5, 4, 3]

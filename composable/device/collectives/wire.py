@@ -117,8 +117,14 @@ class Wire(Protocol):
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         """Rank 0's values everywhere, in place."""
 
+    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
+        """The lowest and the highest of everybody's `values` (as many on each rank), one by one.
+
+        Blocks: for checks, never per step. Costs the same whatever the number of ranks.
+        """
+
     def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
-        """Everybody's `values` (as many on each rank), by rank. Blocks: for checks, never per step."""
+        """Everybody's `values` (as many on each rank), by rank. Blocks, and grows with the ranks: for what went wrong."""
 
 
 def failed(label: str, rank: int, error: Exception) -> CommunicationError:
@@ -182,6 +188,9 @@ class LocalWire:
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         return None
+
+    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
+        return list(values), list(values)
 
     def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
         return [list(values)]
