@@ -23,12 +23,16 @@ GRAIN: Final = 2 << 20  # blocks are multiples of a huge page
 SPARE_BLOCKS: Final = 2  # beyond those that are being read, before a rank waits for its readers
 
 
-def _map(descriptor: int, nbytes: int) -> Tensor:
+def _map(descriptor: int, nbytes: int) -> mmap.mmap:
     mapped = mmap.mmap(descriptor, nbytes)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         mapped.madvise(mmap.MADV_HUGEPAGE)  # a fault per 2 MiB instead of one per 4 KiB
+    return mapped
+
+
+def _bytes_of(mapped: mmap.mmap, count: int = -1) -> Tensor:
     with torch.inference_mode(False):
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        return torch.frombuffer(mapped, dtype=torch.uint8, count=count)
 
 
 class Readers(Protocol):
@@ -65,7 +69,7 @@ class Block:
         """Make room for `nbytes`. Nobody may be reading."""
         nbytes = -(-nbytes // GRAIN) * GRAIN
         os.ftruncate(self.descriptor, nbytes)
-        self.memory = _map(self.descriptor, nbytes)
+        self.memory = _bytes_of(_map(self.descriptor, nbytes))
 
 
 class Outbox:
@@ -142,6 +146,62 @@ def _size(block: Block) -> int:
     return block.nbytes
 
 
+class Common:
+    """Memory of a fixed size that processes of one host have in common: one makes it, the others open it.
+
+    Attributes:
+        memory: all of it, as uint8.
+        storage: all of it once more, for tensors to live in; empty while it is lent.
+        descriptor, mark: by which others find it, and make sure that it is what they were told of.
+    """
+
+    _keeper: int = -1  # this process's descriptor, if it made the memory
+
+    def __init__(self, nbytes: int, descriptor: int, mark: int) -> None:
+        mapped = _map(descriptor, _room_for(nbytes))
+        self.memory = _bytes_of(mapped, nbytes)
+        self.storage = _bytes_of(mapped, nbytes).untyped_storage()
+        self.descriptor = descriptor
+        self.mark = mark
+        self._mark = _bytes_of(mapped)[-8:].view(torch.int64)
+
+    @classmethod
+    def make(cls, nbytes: int) -> Common:
+        descriptor = os.memfd_create("composable")
+        os.ftruncate(descriptor, _room_for(nbytes))
+        made = cls(nbytes, descriptor, int.from_bytes(os.urandom(7), "little"))
+        made._keeper = descriptor
+        made._mark.fill_(made.mark)
+        return made
+
+    @classmethod
+    def open(cls, process: int, descriptor: int, nbytes: int, mark: int) -> Common:
+        """What another process has made.
+
+        Raises:
+            OSError: it is not there any more.
+        """
+        here = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
+        try:
+            if os.fstat(here).st_size != _room_for(nbytes):
+                raise OSError(f"memory {descriptor} of process {process} has another size")
+            opened = cls(nbytes, here, mark)
+        finally:
+            os.close(here)
+        if int(opened._mark.item()) != mark:
+            raise OSError(f"memory {descriptor} of process {process} is something else now")
+        return opened
+
+    def __del__(self) -> None:
+        if self._keeper >= 0:
+            os.close(self._keeper)
+
+
+def _room_for(nbytes: int) -> int:
+    """Whole huge pages, with the mark at their end."""
+    return -(-(nbytes + 8) // GRAIN) * GRAIN
+
+
 class Window:
     """What another process on this host shows: its blocks, opened at first sight."""
 
@@ -159,7 +219,7 @@ class Window:
         if block is None or block.numel() < nbytes:
             here = os.open(f"/proc/{self._process}/fd/{descriptor}", os.O_RDWR)
             try:
-                block = self._blocks[descriptor] = _map(here, nbytes)
+                block = self._blocks[descriptor] = _bytes_of(_map(here, nbytes))
             finally:
                 os.close(here)
         return block

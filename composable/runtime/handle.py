@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from composable.config import AfterForward, Free, Regroup
+from composable.config import AfterForward, Free, Keep, Regroup
 from composable.device.collectives import Arrival, Channel
 from composable.device.memory import MemoryPool
 from composable.device.parameters import Owner, ParameterSlots
+from composable.errors import PhaseError
 from composable.model.hooks import Guard, GuardRow
 from composable.plan.layout import Layout
 from composable.plan.phases import Event, Phase, advance
@@ -68,7 +69,13 @@ class Handle:
         self._edition = self._gathered = (-1, -1, -1)  # of the shards: as last looked at, and when they were gathered
         self.gradients = UnitGradients(self._channel)
         self.parameters = UnitParameters(
-            self.slots, recipe.names, recipe.placements, ground, pool, on_gradient=self.gradients.arrived
+            self.slots,
+            recipe.names,
+            recipe.placements,
+            ground,
+            pool,
+            on_gradient=self.gradients.arrived,
+            stay=isinstance(recipe.after_forward, Keep),
         )
         self.gradients.parts = self.parameters.parts
         self.rename("")
@@ -119,11 +126,11 @@ class Handle:
     # --- unshard and reshard ----------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Launch the all-gather unless the parameters are, or will be, there."""
+        """Launch the all-gather unless the parameters are, or will be, there. Users may write to what is gathered."""
         self._edition = self._look_up_edition()
-        self.unshard_in_step()
+        self.unshard_in_step(private=True)
 
-    def unshard_in_step(self) -> None:
+    def unshard_in_step(self, *, private: bool = False) -> None:
         """`unshard`, after `prepare`: what is written to a shard from there on counts as written after the gather."""
         before = self.phase
         self.phase = advance(before, Event.UNSHARD, unit=self.name)
@@ -136,7 +143,7 @@ class Handle:
                 assert self._near_channel is not None
                 arrival = part.gather_from_neighbours(self._near_channel, self._label)
             else:
-                arrival = part.gather(self._channel, self._label)
+                arrival = part.gather(self._channel, self._label, private=private)
             if arrival is not None:
                 self._arrivals.append(arrival)
 
@@ -160,8 +167,18 @@ class Handle:
         if self.phase is Phase.GATHERING:
             self.land()
         self.phase = advance(self.phase, Event.RESHARD, unit=self.name)
+        self._free()
+
+    def _free(self) -> None:
+        written = [name for part in self.parameters.parts for name in part.find_writes()]
         for part in self.parameters.parts:
             part.free()
+        if written:
+            raise PhaseError(
+                f"parameter '{written[0]}' of unit '{self.name}' was written to in place while it was unsharded. What is "
+                "written there is lost, and the ranks of this host compute with the same memory: the step that has just run is "
+                "not to be trusted. Write to the sharded parameter, outside of forward."
+            )
 
     def settle_after_forward(self) -> None:
         """Free, keep or regroup, as the user asked."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
 
 from torch import Tensor, nn
 
@@ -14,6 +16,8 @@ from composable.device.storage import FlatParameters
 from composable.runtime.ground import Ground
 from composable.runtime.reduction import Reduction
 
+_version: Final = attrgetter("_version")
+
 
 class Part:
     """The parameters of one dtype: their buffers, their reduction, and the coarse shard kept after forward."""
@@ -22,6 +26,7 @@ class Part:
         self.flat = flat
         self.sharded = [member.sharded for member in members]
         self._unsharded = [member.unsharded for member in members]
+        self._versions: list[int] = []  # of the unsharded parameters when they were gathered
         self._wire = ground.wire
         self._full = flat.full
         self._gathered = flat.layout.gathered
@@ -46,11 +51,20 @@ class Part:
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
-    def gather(self, channel: Channel, label: str) -> Arrival | None:
-        """Launch the all-gather from everybody's shards; None if every rank holds everything anyway."""
+    def gather(self, channel: Channel, label: str, *, private: bool) -> Arrival | None:
+        """Launch the all-gather from everybody's shards; None if every rank holds everything anyway.
+
+        Args:
+            private: the user may write to what is gathered, so no other rank may see it.
+        """
         if not self._gathered:
             return None
-        self._full.allocate()
+        if private:
+            self._full.allocate()
+        else:
+            self._wire.make_room(self.flat.gather_plan, self._full)
+            if self._full.lodged:
+                self._versions = list(map(_version, self._unsharded))
         return self._wire.all_gather(self.flat.gather_plan, label=label, tag=channel.next_tag())
 
     def gather_from_neighbours(self, channel: Channel, label: str) -> Arrival | None:
@@ -66,6 +80,16 @@ class Part:
             self.flat.copy_out()
         elif self._coarse is not None:
             self._coarse.free()
+
+    def find_writes(self) -> list[str]:
+        """The unsharded parameters that somebody has written to although other ranks compute with the same memory."""
+        if not self._full.lodged:
+            return []
+        versions = list(map(_version, self._unsharded))
+        if versions == self._versions:
+            return []
+        changed = zip(self.flat.layout.slots, versions, self._versions, strict=True)
+        return [slot.name for slot, now, before in changed if now != before]
 
     def free(self) -> None:
         """Only the shards remain."""

@@ -170,6 +170,19 @@ def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
         assert torch.equal(message, torch.full_like(message, 2.0**ways - 1))
 
 
+@spmd(ranks=2)
+def test_a_gather_may_be_used_in_inference_mode_first_and_outside_of_it_later() -> None:
+    wire = shared_wire(dist.new_group(), CPU)
+    assert wire is not None
+    channel, whole = wire.open_channel(), torch.empty(200)
+    plan = wire.prepare([GatherPart(torch.ones(100), whole, 200)])
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            wire.all_gather(plan, label="", tag=channel.next_tag()).wait()
+        dist.barrier()  # the first block has come back: the second gather takes the same one
+        assert torch.equal(whole, torch.ones(200))
+
+
 @spmd(ranks=3)
 def test_an_all_reduce_adds_in_the_order_of_ranks_and_gives_everybody_the_same() -> None:
     wire = shared_wire(world_group(), CPU)

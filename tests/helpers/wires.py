@@ -10,7 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composable.device.collectives import Arrival, GatherPart, PairsWire, ReducePart, Scratch, SharedWire, TensorsWire, Wire
+from composable.device.collectives import (
+    Arrival,
+    Buffer,
+    GatherPart,
+    PairsWire,
+    ReducePart,
+    Room,
+    Scratch,
+    SharedWire,
+    TensorsWire,
+    Wire,
+)
 
 
 @dataclass
@@ -122,8 +133,11 @@ class LastMoment(_Around):
     """Moves no byte before the wait, and leaves NaN where the result will be: who reads too early, or changes what is
     being sent, computes something else than expected, every time and not once in a thousand runs."""
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
         return self._inner.prepare(parts), list(parts)
+
+    def make_room(self, prepared: Any, buffer: Buffer) -> None:
+        buffer.allocate()  # what is spoiled here must not be what other ranks compute with
 
     def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
         plan, parts = prepared
@@ -158,6 +172,13 @@ def _spoil(tensor: Tensor) -> None:
 def all_shared(wire: Wire) -> Wire:
     """The wire that ranks of one host have anyway; that it is the one through shared memory is made sure of."""
     assert not isinstance(wire, (PairsWire, TensorsWire))
+    return wire
+
+
+def all_in_common(wire: Wire) -> Wire:
+    """Unsharded parameters of every size in memory that the ranks have in common, in place of only large ones."""
+    assert isinstance(wire, SharedWire)
+    wire.common_bytes = 0
     return wire
 
 

@@ -50,12 +50,18 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     # Memory.
     "resize_": ("device/memory.py",),
     "set_": ("device/memory.py",),
-    "untyped_storage": ("device/gradients.py", "device/memory.py", "device/private.py", "runtime/part.py"),
-    "UntypedStorage": ("device/memory.py", "device/private.py"),
+    "untyped_storage": (
+        "device/gradients.py",
+        "device/memory.py",
+        "device/private.py",
+        "device/shared_memory.py",
+        "runtime/part.py",
+    ),
+    "UntypedStorage": ("device/collectives/wire.py", "device/memory.py", "device/private.py"),
     "_swap_data_ptr_": ("device/private.py",),
     "_local_tensor": ("device/private.py",),
     "set_local": ("device/parameters.py", "device/private.py"),
-    "_version": ("runtime/parameters.py", "state/scalars.py"),
+    "_version": ("runtime/parameters.py", "runtime/part.py", "state/scalars.py"),
     # Time.
     "Stream": ("device/streams.py",),
     "Event": ("device/streams.py",),

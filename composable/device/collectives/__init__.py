@@ -13,16 +13,28 @@ from composable.device.collectives.numbers import reduce_numbers
 from composable.device.collectives.pairs import PairsWire
 from composable.device.collectives.shared import SharedWire, shared_wire
 from composable.device.collectives.tensors import StreamsWire, TensorsWire
-from composable.device.collectives.wire import Arrival, Channel, GatherPart, LocalWire, ReducePart, Scratch, Wire
+from composable.device.collectives.wire import (
+    Arrival,
+    Buffer,
+    Channel,
+    GatherPart,
+    LocalWire,
+    ReducePart,
+    Room,
+    Scratch,
+    Wire,
+)
 
 __all__ = [
     "PAIRS_UP_TO",
     "Arrival",
+    "Buffer",
     "Channel",
     "GatherPart",
     "LocalWire",
     "PairsWire",
     "ReducePart",
+    "Room",
     "Scratch",
     "SharedWire",
     "StreamsWire",

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.wire import Channel, failed
+from composable.device.collectives.wire import Buffer, Channel, failed
 
 # torch 2.13 renamed these two; both names mean the same collective.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -32,6 +32,9 @@ class GroupWire:
         number = _CHANNELS.get(self.group, 0)
         _CHANNELS[self.group] = number + 1
         return Channel(number)
+
+    def make_room(self, prepared: Any, buffer: Buffer) -> None:
+        buffer.allocate()
 
     def _launch(self, label: str, call: Callable[[], Any]) -> Any:
         try:

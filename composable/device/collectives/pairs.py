@@ -15,7 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire
-from composable.device.collectives.wire import Arrival, Channel, GatherPart, ReducePart, Scratch, Works, failed, scale_sums
+from composable.device.collectives.wire import (
+    Arrival,
+    Channel,
+    GatherPart,
+    ReducePart,
+    Room,
+    Scratch,
+    Works,
+    failed,
+    scale_sums,
+)
 
 DIRECT_BYTES: Final = 512 << 10  # bytes in a shard from which its own message pays
 
@@ -31,7 +41,7 @@ class PairsWire(GroupWire):
         # Each rank starts with its right neighbour, so that nobody is everybody's first.
         self._peers = tuple((self.rank + step) % self.ways for step in range(1, self.ways))
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
         receives: list[tuple[list[Tensor], int, int]] = []
         sends: list[tuple[list[Tensor], int, int]] = []
         copies: list[tuple[Tensor, Tensor]] = []

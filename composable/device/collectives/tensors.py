@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire, all_gather_single, reduce_scatter_single
-from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Scratch, Works, failed, scale_sums
+from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Room, Scratch, Works, failed, scale_sums
 from composable.device.private import coalesced, launchers
 from composable.device.streams import Mark, Streams
 
@@ -28,7 +28,7 @@ class TensorsWire(GroupWire):
         super().__init__(group, device)
         self._gather, self._scatter = launchers(group)
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
         return [(part.whole, part.shard) for part in parts]
 
     def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
@@ -77,7 +77,7 @@ class StreamsWire(GroupWire):
         super().__init__(group, device)
         self._streams = streams
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
         return tuple(parts)
 
     def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:

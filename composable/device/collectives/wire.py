@@ -37,6 +37,33 @@ class ReducePart:
     scale: float = 1.0
 
 
+class Buffer(Protocol):
+    """A buffer whose memory comes and goes, or is somebody else's for a time; see `composable.device.memory`."""
+
+    @property
+    def lodged(self) -> bool: ...
+
+    def allocate(self) -> None: ...
+
+    def lodge(self, memory: torch.UntypedStorage, on_leave: Callable[[], None]) -> bool: ...
+
+    def move_out(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a wire that has memory to offer must know of the buffer that all of a gather's `whole` lie in.
+
+    `nbytes`: its size.
+    `layout`: describes where every rank's chunks lie in it; buffers that are described alike take turns in the same memory.
+    `stays`: the buffer is needed for so long that others cannot wait for it.
+    """
+
+    nbytes: int
+    layout: str
+    stays: bool
+
+
 class Scratch(Protocol):
     """Lends memory that is used again and again."""
 
@@ -103,10 +130,14 @@ class Wire(Protocol):
     def open_channel(self) -> Channel:
         """Tags for one unit's messages; every rank opens its channels in the same order."""
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
-        """What `all_gather` needs, made once."""
+    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
+        """What `all_gather` needs, made once. Every rank prepares gathers with a `room` in the same order."""
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival: ...
+    def make_room(self, prepared: Any, buffer: Buffer) -> None:
+        """Give `buffer`, in which the parts of `prepared` land, memory for the next `all_gather`."""
+
+    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+        """Launch. The parts' memory must be there."""
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
         """Sums, each multiplied by its part's scale."""
@@ -125,6 +156,9 @@ class Wire(Protocol):
 
     def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
         """Everybody's `values` (as many on each rank), by rank. Blocks, and grows with the ranks: for what went wrong."""
+
+
+FAILURES: Final = (RuntimeError, OSError, EOFError)  # of backends, of memory and of pipes
 
 
 def failed(label: str, rank: int, error: Exception) -> CommunicationError:
@@ -169,8 +203,11 @@ class LocalWire:
     def open_channel(self) -> Channel:
         return Channel(0)
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
         return tuple(parts)
+
+    def make_room(self, prepared: Any, buffer: Buffer) -> None:
+        buffer.allocate()
 
     def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
         for part in prepared:
