@@ -142,7 +142,6 @@ class _Gathers:
         whole = self.buffer.tensor
         self.plan = wire.prepare([GatherPart(self.shard, whole, whole.numel())], Room(self.buffer.nbytes, f"{numel}", stays))
         self.buffer.free()
-        dist.barrier()  # so that everybody has been told of the place
 
     def launch(self, value: float, *, private: bool = False) -> Callable[[], None]:
         self.shard.fill_(value + self.wire.rank)

@@ -71,9 +71,7 @@ class GatherPlan:
         if word[0] >= 0:
             memory = near.look(peer, word)
         elif self.place is not None and word == word_for(self.place):
-            common = near.opened(self.place, wait=True)
-            assert common is not None
-            memory = common.memory
+            memory = near.opened(self.place).memory
         else:
             raise RuntimeError(f"rank {peer} gathers somewhere else: the ranks annotated different modules, or in other orders")
         key = peer, memory.data_ptr()
@@ -115,9 +113,9 @@ def make_room(plan: GatherPlan, buffer: Buffer, near: Neighbourhood) -> None:
     if place is not None and place.enter():
         common = None
         try:
-            common = near.opened(place, wait=False)
-        except OSError:
-            plan.place = None  # the rank that made it has let it go
+            common = near.opened(place)
+        except (OSError, EOFError):
+            plan.place = None  # the rank that made it has let it go, or has ended
         if common is not None and buffer.lodge(common.storage, lambda: _leave(plan, place, near)):
             plan.lodger = buffer
             return

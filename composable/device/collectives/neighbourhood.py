@@ -109,17 +109,16 @@ class Neighbourhood:
         for peer in self.peers:
             self._neighbours[peer].outlet.say(_tag_of(place), place.common.descriptor, place.common.mark)
 
-    def opened(self, place: Place, *, wait: bool) -> Common | None:
-        """The memory of `place`; None if this rank has not been told of it yet, and does not `wait` for that.
+    def opened(self, place: Place) -> Common:
+        """The memory of `place`. The rank that makes it tells of it when it prepares the same gather.
 
         Raises:
-            OSError: the rank that made it has let it go.
+            OSError: it has not, or has let the memory go.
+            EOFError: it has ended.
         """
-        if place.common is None and self.rank != _MAKER:
-            maker = self._neighbours[_MAKER]
-            word = self.hear(_MAKER, _tag_of(place)) if wait else maker.inbox.next(_tag_of(place))
-            if word is not None:
-                place.common = Common.open(maker.process, word[0], place.nbytes, word[1])
+        if place.common is None:
+            descriptor, mark = self.hear(_MAKER, _tag_of(place))
+            place.common = Common.open(self._neighbours[_MAKER].process, descriptor, place.nbytes, mark)
         return place.common
 
 
