@@ -39,7 +39,7 @@ class Job:
 
 SWEEP = ("--contenders", "un-annotated,composable,fsdp2,fsdp1")
 JOBS = (
-    Job("step", "step.py", ("--rounds", "5", "--steps", "2")),
+    Job("step", "step.py", ("--rounds", "3", "--steps", "2")),
     Job("step-small", "step.py", ("--model", "small", "--rounds", "9"), None),
     Job(
         "step-conv",
@@ -55,8 +55,13 @@ JOBS = (
         ("--rounds", "3", "--units", "16", "--params", "1,4,16", *SWEEP),
         ("--units", "2", "--params", "1,2", "--contenders", "un-annotated,composable"),
     ),
-    Job("memory", "memory.py", ("--rounds", "2"), ("--contenders", "un-annotated,composable*,fsdp2")),
-    Job("memory-default", "memory.py", ("--rounds", "2", "--warmup", "6", "--allocator", "default"), None),
+    Job("memory", "memory.py", ("--rounds", "1"), ("--contenders", "un-annotated,composable*,fsdp2")),
+    Job(
+        "memory-default",
+        "memory.py",
+        ("--rounds", "1", "--warmup", "5", "--allocator", "default", "--contenders", "composable*,fsdp2*,fsdp1,ddp-views"),
+        None,
+    ),
     Job("floor", "floor.py", ("--rounds", "4", "--steps", "2")),
     Job("floor-keep", "floor.py", ("--keep", "--rounds", "4", "--steps", "2"), None),
     Job("optimizer", "optimizer.py", ("--rounds", "7")),
