@@ -31,6 +31,9 @@ def saved_bytes(task: Task) -> int:
     return size
 
 
+TURNS: Final = 3  # buffers that units of one layout take turns in
+BLOCKS: Final = 2  # messages of a rank that are filled or read at the same time
+
 PREDICTABLE: Final = ("un-annotated", "composable", "composable-keep", "composable-replicate")
 
 
@@ -53,8 +56,13 @@ def predicted(contender: str, task: Task, *, ways: int, activations: int) -> flo
         return 3 * total + max(activity, total)
     if contender == "composable-replicate":
         return 4 * total + activity  # gradients live in buckets, which stay
-    # On the host, memory for gradients and for what passes through is kept and used again, so it is there all the time:
-    # two units' gradients (one grows, one is being reduced), and what the other ranks send of each.
-    reducing = 2 * unit + 2 * unit * (ways - 1) / ways
-    gathered = root + 2 * unit if contender == "composable" else total
+    # On the host, memory for what passes through is kept and used again, so it is there all the time. Ranks of one host have
+    # the unsharded parameters in common: three units take turns, the root and what is kept has a place of its own. A gather
+    # that finds its place in use needs a buffer of this rank's: it happens to one unit where forward turns into backward.
+    if contender == "composable":
+        gathered = (root + TURNS * unit) / ways + unit
+    else:
+        gathered = total / ways
+    # Gradients of two units (one grows, one is being reduced), and what of them is on its way to other ranks.
+    reducing = 2 * unit + BLOCKS * unit * (ways - 1) / ways
     return 4 * total / ways + gathered + reducing + activity

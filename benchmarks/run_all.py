@@ -35,37 +35,40 @@ class Job:
     script: str
     arguments: tuple[str, ...] = ()
     smoke: tuple[str, ...] | None = ()  # beside --smoke; None: another job shows already that this script runs
+    selected: bool = True  # part of what runs when nobody asks for more
 
 
-SWEEP = ("--contenders", "un-annotated,composable,fsdp2,fsdp1")
+SWEEP = ("--contenders", "un-annotated,composable,fsdp2")
 JOBS = (
-    Job("step", "step.py", ("--rounds", "3", "--steps", "2")),
-    Job("step-small", "step.py", ("--model", "small", "--rounds", "9"), None),
+    Job("step", "step.py", ("--rounds", "3", "--steps", "2", "--settle", "2", "--contenders", "[!f]*,fsdp2*,fsdp1")),
+    Job("step-small", "step.py", ("--model", "small", "--rounds", "5"), None, selected=False),
     Job(
         "step-conv",
         "step.py",
         ("--model", "conv", "--rounds", "3", "--steps", "2", "--contenders", "*composable*,fsdp2,fsdp1,ddp-views"),
         None,
+        selected=False,
     ),
     Job("overhead", "overhead.py", ("--rounds", "7")),
-    Job("overhead-units", "overhead.py", ("--rounds", "3", "--units", "1,8,32,128", *SWEEP), None),
+    Job("overhead-units", "overhead.py", ("--rounds", "3", "--units", "1,8,32,128", *SWEEP), None, selected=False),
     Job(
         "overhead-params",
         "overhead.py",
         ("--rounds", "3", "--units", "16", "--params", "1,4,16", *SWEEP),
         ("--units", "2", "--params", "1,2", "--contenders", "un-annotated,composable"),
+        selected=False,
     ),
-    Job("memory", "memory.py", ("--rounds", "1"), ("--contenders", "un-annotated,composable*,fsdp2")),
+    Job("memory", "memory.py", ("--rounds", "1"), ("--contenders", "un-annotated,composable*,fsdp2"), selected=False),
     Job(
         "memory-default",
         "memory.py",
         ("--rounds", "1", "--warmup", "5", "--allocator", "default", "--contenders", "composable*,fsdp2*,fsdp1,ddp-views"),
         None,
     ),
-    Job("floor", "floor.py", ("--rounds", "4", "--steps", "2")),
-    Job("floor-keep", "floor.py", ("--keep", "--rounds", "4", "--steps", "2"), None),
+    Job("floor", "floor.py", ("--rounds", "3", "--steps", "2")),
+    Job("floor-keep", "floor.py", ("--keep", "--rounds", "3", "--steps", "2"), None, selected=False),
     Job("optimizer", "optimizer.py", ("--rounds", "7")),
-    Job("scale", "scale.py", ("--rounds", "7", "--worlds", "8,64,1024,4096")),
+    Job("scale", "scale.py", ("--rounds", "7", "--worlds", "8,1024,16384", "--contenders", "composable")),
     Job("collectives", "collectives.py", ("--rounds", "3", "--sizes", "1024,16384,262144,4194304,67108864")),
 )
 
@@ -120,12 +123,14 @@ def put(readme: str, name: str, text: str) -> str:
 
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--only", default=",".join(job.name for job in JOBS), help="sections, separated by commas")
+    options.add_argument("--only", help="sections, separated by commas; 'all': every one, which takes some twenty minutes")
     options.add_argument("--out", type=Path, default=RESULTS)
     options.add_argument("--limit", type=float, default=400.0, help="seconds that one benchmark may take")
     options.add_argument("--smoke", action="store_true")
     found = options.parse_args()
-    names = found.only.split(",")
+    everything = found.only == "all" or (found.smoke and not found.only)
+    names = (found.only or "").split(",") if found.only and not everything else []
+    names = names or [job.name for job in JOBS if job.selected or everything]
     unknown = [name for name in names if name not in {job.name for job in JOBS}]
     if unknown:
         options.error(f"--only: no section named {', '.join(unknown)}; there are {', '.join(job.name for job in JOBS)}")
