@@ -137,7 +137,9 @@ def main() -> None:
     task = task_of(found.model, seed=found.seed, rank=0, device=torch.device("cpu"))
     activations = saved_bytes(task)
     ways = world_of(found)
-    forecast = {name: predicted(name, task, ways=ways, activations=activations) for name in PREDICTABLE}
+    forecast = {
+        name: predicted(name, task, ways=ways, activations=activations, on_host=found.device == "cpu") for name in PREDICTABLE
+    }
     world = f"{found.fake_world} ranks, communication faked" if found.fake_world else f"{found.ranks} ranks"
     allocator = ", glibc as it is" if found.allocator == "default" else ""
     title = f"Peak memory per rank: {task.title} per rank, AdamW, {world}, {found.device}{allocator}"

@@ -27,7 +27,7 @@ from composable.device.collectives.wire import FAILURES, Arrival, Buffer, Channe
 from composable.device.shared_memory import Block
 from composable.device.words import Word
 
-DIRECT_BYTES: Final = 64 << 10  # bytes in a shard from which copying it by itself pays
+DIRECT_BYTES: Final = 32 << 10  # bytes in a shard from which copying it by itself pays; benchmarks/collectives.py
 COMMON_BYTES: Final = 1 << 20  # bytes in an unsharded buffer from which a place in common, in whole huge pages, pays
 
 Fill = Callable[[Block], object]
