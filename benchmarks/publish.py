@@ -223,6 +223,9 @@ def stacked(path: Path, title: str, label: str, values: Mapping[str, Mapping[str
     _save(figure, path)
 
 
+STYLES = ("-", "--", ":")  # when the colours are used up
+
+
 def curves(
     path: Path,
     title: str,
@@ -238,8 +241,8 @@ def curves(
     for axis, (panel, lines) in zip(axes, panels.items(), strict=True):
         for name, points in lines.items():
             rivals = [other for other in names if not other.startswith("composable")]
-            colour = OURS if name.startswith("composable") else SERIES[1 + rivals.index(name) % (len(SERIES) - 1)]
-            style = "--" if name.startswith("composable-") else "-"
+            lap, place = divmod(rivals.index(name), len(SERIES) - 1) if name in rivals else (int(name != "composable"), -1)
+            colour, style = SERIES[1 + place] if place >= 0 else OURS, STYLES[lap % len(STYLES)]
             axis.plot(
                 list(points),
                 list(points.values()),
