@@ -262,5 +262,5 @@ def curves(
         axis.set_xlabel(x_label)
         axis.grid(color=ALONE, linewidth=0.5)
     axes[0].set_ylabel(y_label)
-    axes[0].legend(frameon=False, fontsize=8)
+    axes[0].legend(frameon=False, fontsize=8, handlelength=3)
     _save(figure, path)
