@@ -135,7 +135,7 @@ def main() -> int:
     if unknown:
         options.error(f"--only: no section named {', '.join(unknown)}; there are {', '.join(job.name for job in JOBS)}")
     out = Path(tempfile.mkdtemp(prefix="composable-bench-")) if found.smoke else found.out
-    readme = put(README.read_text(), "contenders", table(["name", "what it is"], [[k, v] for k, v in MEANING.items()]))
+    sections = {"contenders": table(["name", "what it is"], [[k, v] for k, v in MEANING.items()])}
     failed = []
     for job in JOBS:
         if job.name not in names or (found.smoke and job.smoke is None):
@@ -143,7 +143,10 @@ def main() -> int:
         if not run(job, out, smoke=found.smoke, limit=found.limit):
             failed.append(job.name)
             continue
-        readme = put(readme, job.name, section(job.name, out))
+        sections[job.name] = section(job.name, out)
+        readme = README.read_text()  # anew: somebody may have written on the page meanwhile
+        for name, text in sections.items():
+            readme = put(readme, name, text)
         if not found.smoke and out.resolve() == RESULTS:
             README.write_text(readme)
     if failed:
