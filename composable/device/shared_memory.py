@@ -265,10 +265,10 @@ def my_identity() -> Identity | None:
 
 
 def _host() -> int:
-    """A number below 2 ** 48 for this boot of this machine and this namespace of process numbers."""
+    """A number for this boot of this machine and this namespace of process numbers."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
         return -1
-    return int.from_bytes(hashlib.sha256((boot + namespace).encode()).digest()[:6], "little")
+    return int.from_bytes(hashlib.sha256((boot + namespace).encode()).digest()[:7], "little")

@@ -245,6 +245,15 @@ def test_tags_of_different_units_steps_and_parts_are_different_and_fit() -> None
             assert tag + Channel.PARTS - 1 <= Channel.LOWEST, "a tag is a C int"
 
 
+def test_channels_whose_lowest_bits_are_alike_have_other_tags() -> None:
+    one, other = Channel(5), Channel(5 + 1024)
+    for _ in range(2500):
+        tag, another = one.next_tag(), other.next_tag()
+        assert tag != another
+        assert tag & Channel.LOWEST == another & Channel.LOWEST
+    assert Channel((1 << 20) - 1).next_tag() < 1 << 63
+
+
 def test_tags_do_not_repeat_but_their_lowest_bits_may() -> None:
     channel = Channel(1023)
     tags = [channel.next_tag() for _ in range(5000)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from composable.device.collectives.wire import FAILURES, Buffer, GatherPart, fai
 from composable.device.shared_memory import Block
 from composable.device.words import Word
 
-ALIGN = 64
+_ALIGN: Final = 64  # bytes
 
 
 def offsets(tensors: Sequence[Tensor], numels: Sequence[int]) -> tuple[list[int], int]:
@@ -22,7 +23,7 @@ def offsets(tensors: Sequence[Tensor], numels: Sequence[int]) -> tuple[list[int]
     starts, end = [], 0
     for tensor, numel in zip(tensors, numels, strict=True):
         starts.append(end)
-        end += -(-numel * tensor.element_size() // ALIGN) * ALIGN
+        end += -(-numel * tensor.element_size() // _ALIGN) * _ALIGN
     return starts, end
 
 

@@ -8,11 +8,9 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire
-from composable.device.collectives.numbers import reduce_numbers
 from composable.device.collectives.places import Place, Places
 from composable.device.private import timeout_of
 from composable.device.shared_memory import Block, Common, Identity, Outbox, Window, my_identity
@@ -133,10 +131,10 @@ def _tag_of(place: Place) -> int:
 def look_around(wire: GroupWire) -> Neighbourhood | None:
     """The group's neighbourhood; None on every rank if any rank cannot look at any other. All ranks call it together."""
     mine = my_identity() if os.environ.get(SWITCH, "1") != "0" else None
-    host = float(mine.host if mine is not None else -1)
+    host = mine.host if mine is not None else -1
     # First what costs the same for any number of ranks: most large groups are no neighbourhoods.
-    highest, lowest = reduce_numbers(torch.tensor([host, -host], dtype=torch.float64), wire.group, largest=True, label=_LABEL)
-    if mine is None or highest != host or -lowest != host:
+    lowest, highest = wire.extremes([host], label=_LABEL)
+    if mine is None or lowest != highest:
         return None
     inboxes = {rank: Inbox(f"rank {rank}") for rank in range(wire.ways) if rank != wire.rank}
     doors = [inboxes[rank].descriptor if rank in inboxes else -1 for rank in range(wire.ways)]

@@ -91,7 +91,8 @@ class Channel:
 
     A tag holds the channel, a running number and the part of the message, so that messages of another unit or of another
     step can never be taken for the expected ones: ranks that diverge wait (and time out by name), and compute nothing wrong.
-    Tags never repeat. Backends whose tags are C ints get the lowest 31 bits, which repeat after a thousand messages.
+    Tags do not repeat within a million channels and two milliards of messages. Backends whose tags are C ints get the lowest
+    31 bits, which repeat after a thousand of either.
     """
 
     PARTS: Final = 1 << 10
@@ -101,13 +102,14 @@ class Channel:
     __slots__ = ("_base", "_count")
 
     def __init__(self, number: int) -> None:
-        self._base = self._FLAG | (number % (1 << 10)) << 20
+        high, low = divmod(number, 1 << 10)
+        self._base = self._FLAG | low << 20 | (high % (1 << 10)) << 52
         self._count = 0
 
     def next_tag(self) -> int:
         self._count += 1
         rounds, count = divmod(self._count, 1 << 10)
-        return rounds << 31 | self._base | count << 10
+        return self._base | (rounds % (1 << 21)) << 31 | count << 10
 
 
 class Wire(Protocol):
