@@ -44,26 +44,24 @@ def _picker(indices: Sequence[int]) -> Any:
 
 
 class GradientRows:
-    """The message of one reduction: one row per rank with that rank's chunk of every column, then the flags."""
+    """The message of one reduction: one row per rank with that rank's chunk of every column, then the flags.
+
+    It does not hold the reduced row: that lands in the gradients' own buffer where the plan says so, see `GradientShards`.
+    """
 
     def __init__(self, flat: FlatParameters, plan: ReduceLayout, ways: int) -> None:
         self.plan = plan
         self._slots = flat.layout.slots
-        self._rank = flat.rank
         self._ways = ways
         self.buffer = ElasticBuffer(ways * plan.row_numel, flat.dtype, flat.device, flat.pool)
         self._rows = self.buffer.tensor.view(ways, plan.row_numel)
         with torch.inference_mode(False):
-            self.row = torch.empty(plan.row_numel, dtype=flat.dtype, device=flat.device)
             self._all_used = torch.ones(ways, len(plan.flagged), dtype=flat.dtype, device=flat.device)
         # One kernel cuts, pads and packs all tensors whose dimension 0 is cut.
         self._cut_together = all(self._slots[column.slot].dim == 0 for column in plan.columns)
         self._as_they_are = self._cut_together and all(self._slots[c.slot].route is not Route.WHOLE for c in plan.columns)
         self._pick_columns = _picker([column.slot for column in plan.columns])
         self._pick_flagged = _picker(plan.flagged)
-        self._own_columns = [
-            self.row[column.start : column.start + self._slots[column.slot].local_numel(self._rank)] for column in plan.columns
-        ]
         self.buffer.free()
 
     def copy_in(self, gradients: Sequence[Tensor | None]) -> list[int]:
@@ -88,7 +86,7 @@ class GradientRows:
         for column in self.plan.columns:
             slot, gradient = self._slots[column.slot], gradients[column.slot]
             if gradient is None:
-                gradient = self.row.new_zeros(slot.shape)
+                gradient = self._all_used.new_zeros(slot.shape)
             wanted.append(gradient.expand(self._ways, *slot.shape) if slot.route is Route.WHOLE else gradient)
         flags = self._all_used
         if missing:
@@ -110,16 +108,6 @@ class GradientRows:
                 sources.append(source)
         torch._foreach_copy_(targets, sources)
 
-    def copy_out(self, targets: list[Tensor]) -> None:
-        """Copy this rank's columns of the reduced row to `targets`, one 1-D tensor per column."""
-        if targets:
-            torch._foreach_copy_(targets, self._own_columns)
-
-    def used_anywhere(self) -> dict[int, bool]:
-        """For each slot, whether any rank had a gradient. Reads memory: on an accelerator the host waits."""
-        flags = self.row[self.plan.flags_start :].tolist()
-        return {slot: flag > 0 for slot, flag in zip(self.plan.flagged, flags, strict=True)}
-
 
 class GradientShards:
     """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them."""
@@ -129,18 +117,21 @@ class GradientShards:
         self._sharded = parameters
         self._plan = plan
         self._buffer: Tensor | None = None
-        self.columns: list[Tensor] = []  # where the columns of a reduced row belong
         self.direct: list[Tensor] = []  # where direct gradients belong, in the plan's order
+        self.row = torch.empty(0)  # where the reduced row lands: in the buffer itself if it can
+        self._columns: list[tuple[Tensor, Tensor]] = []  # otherwise: where in the row, and where they belong
         self._dtensors: list[Tensor] = []
         self._unused: tuple[int, list[int], list[int]] = (0, [], [])  # what `_users` says when nobody kept anything
         self._released = False
-        self._nbytes = flat.layout.shard_numel * flat.dtype.itemsize
+        self._numel = flat.layout.shard_numel if plan.straight is None else plan.straight + plan.row_numel
+        self._nbytes = self._numel * flat.dtype.itemsize
+        self._shelf = flat.pool.shelf(self._nbytes, flat.device)
 
     def _make(self) -> None:
         flat = self._flat
         self._released = False
         with torch.inference_mode(False), torch.no_grad():
-            self._buffer = torch.empty(flat.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+            self._buffer = torch.empty(self._numel, dtype=flat.dtype, device=flat.device)
             note_shards(self._buffer, flat.layout, flat.rank)
             self._dtensors = [
                 like_parameter(shape_like_rows(self._buffer, slot, flat.rank), parameter)
@@ -149,10 +140,19 @@ class GradientShards:
             shards = [
                 self._buffer[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots
             ]
-            self.columns = [shards[column.slot] for column in self._plan.columns]
             self.direct = [shards[index] for index in self._plan.direct]
+            self._make_row(self._buffer, shards)
             del shards
         self._unused = self._users()
+
+    def _make_row(self, buffer: Tensor, shards: Sequence[Tensor]) -> None:
+        plan = self._plan
+        if plan.straight is not None:
+            self.row = buffer[plan.straight :]
+            return
+        self.row = buffer.new_empty(plan.row_numel)
+        columns = [(column.start, shards[column.slot]) for column in plan.columns]
+        self._columns = [(self.row[start : start + shard.numel()], shard) for start, shard in columns]
 
     def _kept_by_somebody(self) -> bool:
         """Whether a gradient handed out earlier may still be read: it must not change under its reader."""
@@ -162,24 +162,38 @@ class GradientShards:
         """Who holds what: the memory (views of it, too), the gradients from Python, and from C++ (`.grad`, a graph)."""
         return storage_users(self.buffer), list(map(sys.getrefcount, self._dtensors)), tensor_users(self._dtensors)
 
-    def refresh(self) -> None:
-        """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients."""
+    def refresh(self) -> bool:
+        """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients; True if it is another one."""
         if self._released:
-            self._flat.pool.fill(self.buffer.untyped_storage(), self._nbytes)
+            self._shelf.fill(self.buffer.untyped_storage())
             self._released = False
-        elif self._kept_by_somebody():
-            self._make()
+            return False
+        if not self._kept_by_somebody():
+            return False
+        self._make()
+        return True
 
     def release(self) -> None:
         """Give the memory back if nobody holds a gradient in it: during forward, activations need it more."""
         if not self._released and self._nbytes >= WORTH_RELEASING and not self._kept_by_somebody():
-            self._flat.pool.drain(self.buffer.untyped_storage())
+            self._shelf.drain(self.buffer.untyped_storage())
             self._released = True
 
     @property
     def buffer(self) -> Tensor:
         assert self._buffer is not None
         return self._buffer
+
+    def take_from_row(self) -> None:
+        """Copy what landed in the row to where it belongs, unless it landed there."""
+        if self._columns:
+            targets, sources = [shard for _, shard in self._columns], [landed for landed, _ in self._columns]
+            torch._foreach_copy_(targets, sources)
+
+    def used_anywhere(self) -> dict[int, bool]:
+        """For each slot, whether any rank had a gradient. Reads memory: on an accelerator the host waits."""
+        flags = self.row[self._plan.flags_start :].tolist()
+        return {slot: flag > 0 for slot, flag in zip(self._plan.flagged, flags, strict=True)}
 
     def deliver(self, indices: Sequence[int]) -> None:
         """Put the buffer's contents on the parameters: as their gradient, or added to the one they have."""

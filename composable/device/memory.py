@@ -15,38 +15,63 @@ from torch import Tensor
 from composable.device.private import swap_memory
 
 
-class MemoryPool:
-    """Lends blocks of host memory of exact sizes, so that CPU steps do not fault the same pages in again and again.
+class Shelf:
+    """Blocks of host memory of one size, for storages that take turns."""
 
-    An accelerator's caching allocator is such a pool already; there, storages are resized in place.
-    """
+    __slots__ = ("_blocks", "_husks", "_nbytes")
+
+    def __init__(self, nbytes: int, blocks: list[torch.UntypedStorage], husks: list[torch.UntypedStorage]) -> None:
+        self._nbytes = nbytes
+        self._blocks = blocks
+        self._husks = husks
+
+    def fill(self, storage: torch.UntypedStorage) -> None:
+        """Give `storage`, which is empty, memory with undefined contents."""
+        if self._blocks:
+            block = self._blocks.pop()
+            if swap_memory(storage, block):
+                self._husks.append(block)
+                return
+        storage.resize_(self._nbytes)
+
+    def drain(self, storage: torch.UntypedStorage) -> None:
+        """Take `storage`'s memory back and leave it empty."""
+        husk = self._husks.pop() if self._husks else torch.UntypedStorage(0)
+        if swap_memory(storage, husk):
+            self._blocks.append(husk)
+        else:
+            storage.resize_(0)
+
+
+class Resizing:
+    """No shelf at all: an accelerator's caching allocator is a pool already, and nothing is worth no block."""
+
+    __slots__ = ("_nbytes",)
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+
+    def fill(self, storage: torch.UntypedStorage) -> None:
+        """Give `storage`, which is empty, memory with undefined contents."""
+        storage.resize_(self._nbytes)
+
+    def drain(self, storage: torch.UntypedStorage) -> None:
+        """Give `storage`'s memory back and leave it empty."""
+        storage.resize_(0)
+
+
+class MemoryPool:
+    """Lends blocks of host memory of exact sizes, so that CPU steps do not fault the same pages in again and again."""
 
     def __init__(self) -> None:
         self._blocks: dict[int, list[torch.UntypedStorage]] = {}
         self._husks: list[torch.UntypedStorage] = []  # empty ones, left when a block's memory went elsewhere
 
-    def fill(self, storage: torch.UntypedStorage, nbytes: int) -> None:
-        """Give `storage`, which is empty, `nbytes` of memory with undefined contents."""
-        blocks = self._blocks.get(nbytes)  # host memory: nothing else comes back here
-        if blocks and storage.device.type == "cpu":
-            block = blocks.pop()
-            if swap_memory(storage, block):
-                self._husks.append(block)
-                return
-        storage.resize_(nbytes)
-
-    def drain(self, storage: torch.UntypedStorage) -> None:
-        """Take `storage`'s memory back and leave it empty."""
-        nbytes = storage.nbytes()
-        if nbytes and storage.device.type == "cpu":
-            husk = self._husks.pop() if self._husks else torch.UntypedStorage(0)
-            if swap_memory(storage, husk):
-                blocks = self._blocks.get(nbytes)
-                if blocks is None:
-                    blocks = self._blocks[nbytes] = []
-                blocks.append(husk)
-                return
-        storage.resize_(0)
+    def shelf(self, nbytes: int, device: torch.device) -> Shelf | Resizing:
+        """Where storages of `nbytes` on `device` get their memory and leave it."""
+        if device.type != "cpu" or not nbytes:
+            return Resizing(nbytes)
+        return Shelf(nbytes, self._blocks.setdefault(nbytes, []), self._husks)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D host tensor with undefined contents; give it back with `give`."""
@@ -61,7 +86,8 @@ class MemoryPool:
 
     def clear(self) -> None:
         """Return all idle blocks to the system."""
-        self._blocks.clear()
+        for blocks in self._blocks.values():
+            blocks.clear()
         self._husks.clear()
 
     @property
@@ -78,10 +104,10 @@ class ElasticBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: MemoryPool) -> None:
         self._nbytes = numel * dtype.itemsize
         self._storage = torch.UntypedStorage(0, device=device)
-        pool.fill(self._storage, self._nbytes)
+        self._shelf = pool.shelf(self._nbytes, device)
+        self._shelf.fill(self._storage)
         with torch.inference_mode(False):
             self.tensor = torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,), (1,)).data
-        self._pool = pool
         self._held = True
         self._lender: torch.UntypedStorage | None = None
         self._on_leave: Callable[[], None] = _nothing
@@ -102,7 +128,7 @@ class ElasticBuffer:
 
     def allocate(self) -> None:
         if not self._held:
-            self._pool.fill(self._storage, self._nbytes)
+            self._shelf.fill(self._storage)
             self._held = True
 
     def lodge(self, memory: torch.UntypedStorage, on_leave: Callable[[], None]) -> bool:
@@ -119,7 +145,7 @@ class ElasticBuffer:
     def move_out(self) -> None:
         """Go on in memory of the pool's, with undefined contents."""
         self._part()
-        self._pool.fill(self._storage, self._nbytes)
+        self._shelf.fill(self._storage)
 
     def _part(self) -> Callable[[], None]:
         assert self._lender is not None
@@ -134,7 +160,7 @@ class ElasticBuffer:
         if self._lender is not None:
             self._part()()
         else:
-            self._pool.drain(self._storage)
+            self._shelf.drain(self._storage)
 
 
 def _nothing() -> None:

@@ -46,18 +46,21 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return timeout
 
 
-def launchers(group: dist.ProcessGroup) -> tuple[Launch, Launch]:
-    """The group's own all-gather and reduce-scatter of single tensors, asynchronous: `launch(output, input)` returns a work.
+def launchers(group: dist.ProcessGroup) -> tuple[Launch, Launch, Launch]:
+    """The group's own all-gather, reduce-scatter and averaging reduce-scatter of single tensors, asynchronous.
 
-    The functions of `torch.distributed` end in these, after checks that are the same at every call: 9 us of Python.
+    `launch(output, input)` returns a work. The functions of `torch.distributed` end in these, after checks that are the same
+    at every call: 9 us of Python.
     """
-    gather_options, scatter_options = AllgatherOptions(), ReduceScatterOptions()
-    gather_options.asyncOp = scatter_options.asyncOp = True
+    gather_options, sum_options, mean_options = AllgatherOptions(), ReduceScatterOptions(), ReduceScatterOptions()
+    gather_options.asyncOp = sum_options.asyncOp = mean_options.asyncOp = True
+    mean_options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
     gather = getattr(group, "all_gather_single", None) or group._allgather_base  # torch 2.13 renamed them
     scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return (
         lambda output, shard: gather(_as_real(output), _as_real(shard), gather_options),
-        lambda output, whole: scatter(_as_real(output), _as_real(whole), scatter_options),
+        lambda output, whole: scatter(_as_real(output), _as_real(whole), sum_options),
+        lambda output, whole: scatter(_as_real(output), _as_real(whole), mean_options),
     )
 
 

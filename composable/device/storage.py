@@ -7,7 +7,8 @@ all our writes go through tensors made from `.data`, whose version counters are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -89,7 +90,8 @@ class FlatParameters:
         if layout.packed_numel:
             total = layout.ways * layout.packed_numel
             staging = full[layout.staging_start : layout.staging_start + total]
-            parts.append(GatherPart(shard[: layout.packed_numel], staging, total))
+            mine = shard[layout.packed_start : layout.packed_start + layout.packed_numel]
+            parts.append(GatherPart(mine, staging, total))
         for slot in layout.of(Route.DIRECT):
             parts.append(
                 GatherPart(
@@ -106,22 +108,32 @@ class FlatParameters:
         sources: list[Tensor] = []
         staging = full[layout.staging_start : layout.staging_start + layout.ways * layout.packed_numel]
         rows = staging.view(layout.ways, layout.packed_numel) if layout.packed_numel else staging
-        for slot in layout.of(Route.PACKED):
-            if not slot.numel:
+        packed = sorted((slot for slot in layout.of(Route.PACKED) if slot.numel), key=lambda slot: slot.shard_start)
+        for chunk_numel, group in groupby(packed, key=lambda slot: slot.chunk_numel if slot.dim == 0 else 0):
+            alike = list(group)
+            if chunk_numel and len(alike) > 1:
+                targets.append(_stack(full, [slot.full_start for slot in alike], layout.ways, chunk_numel, chunk_numel))
+                starts = [layout.staging_start + slot.shard_start - layout.packed_start for slot in alike]
+                sources.append(_stack(full, starts, layout.ways, layout.packed_numel, chunk_numel))
                 continue
-            columns = rows[:, slot.shard_start : slot.shard_start + slot.chunk_numel]
-            whole = full[slot.full_start : slot.full_start + slot.full_numel]
-            for target, source in pair_rows(slot, whole, columns):
-                targets.append(target)
-                sources.append(source)
+            for slot in alike:
+                start = slot.shard_start - layout.packed_start
+                whole = full[slot.full_start : slot.full_start + slot.full_numel]
+                for target, source in pair_rows(slot, whole, rows[:, start : start + slot.chunk_numel]):
+                    targets.append(target)
+                    sources.append(source)
         return targets, sources
 
     def copy_out(self) -> None:
         """Copy the packed parameters from where their message landed to where modules read them."""
         targets, sources = self._packed_copies
         if targets:
-            with torch.no_grad():
-                torch._foreach_copy_(targets, sources)
+            torch._foreach_copy_(targets, sources)
+
+
+def _stack(buffer: Tensor, starts: Sequence[int], rows: int, row_stride: int, row_numel: int) -> Tensor:
+    """Equal stretches of rows, which start at equal distances in `buffer`, as one (stretches, rows, row_numel) view."""
+    return buffer.as_strided((len(starts), rows, row_numel), (starts[1] - starts[0], row_stride, 1), starts[0])
 
 
 def pair_rows(slot: Slot, whole: Tensor, columns: Tensor) -> list[tuple[Tensor, Tensor]]:

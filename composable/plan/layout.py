@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -106,14 +106,16 @@ class Slot:
 class Layout:
     """The shard buffer and the unsharded buffer of one unit and dtype.
 
-    The shard buffer holds the packed slots first, so that one message can carry them, then the direct ones, then the whole
-    ones. The unsharded buffer holds the direct and the packed slots, then the staging area where packed messages land.
+    The shard buffer holds the direct slots, then the packed ones side by side, so that one message can carry them, then the
+    whole ones. Packed slots of one size are neighbours, so that one copy can serve them all. The unsharded buffer holds the
+    direct and the packed slots in the same order, then the staging area where packed messages land.
     """
 
     slots: tuple[Slot, ...]
     ways: int
     shard_numel: int
     full_numel: int
+    packed_start: int
     packed_numel: int
     staging_start: int
 
@@ -138,40 +140,54 @@ def choose_route(spec: ParamSpec, *, ways: int, direct_numel: int) -> Route:
     return Route.DIRECT if spec.dim == 0 and chunk_numel >= max(direct_numel, 1) else Route.PACKED
 
 
-def plan_layout(specs: Sequence[ParamSpec], *, ways: int, direct_numel: int = 0, align: int = 16) -> Layout:
+def plan_layout(
+    specs: Sequence[ParamSpec], *, ways: int, direct_numel: int = 0, align: int = 16, packed_align: int | None = None
+) -> Layout:
     """Lay `specs` out over `ways` ranks.
 
     Args:
         specs: the parameters of one unit and one dtype, in the order of their FQNs.
         ways: number of ranks that the parameters are cut over.
         direct_numel: elements in one shard from which a parameter travels in a message of its own.
-        align: every slot starts at a multiple of this many elements.
+        align: every slot of the unsharded buffer, and every direct slot, starts at a multiple of this many elements.
+        packed_align: the same for the other slots of the shard buffer, a divisor of `align`; by default `align`. The less,
+            the more often they lie without gaps, as in a message.
 
     Example:
         >>> plan_layout([ParamSpec("weight", (5, 4))], ways=2, align=4).slots[0].local_shape(1)
         (2, 4)
     """
+    packed_align = align if packed_align is None else packed_align
     if ways < 1 or align < 1:
         raise ValueError(f"ways and align must be at least 1, got ways={ways}, align={align}")
+    if packed_align < 1 or align % packed_align:
+        raise ValueError(f"packed_align must divide align={align}, got {packed_align}")
     routes = [choose_route(spec, ways=ways, direct_numel=direct_numel) for spec in specs]
-    shard_cursor = full_cursor = packed_numel = 0
+    shard_cursor = full_cursor = packed_start = packed_end = 0
     placed: dict[int, Slot] = {}
-    for route in (Route.PACKED, Route.DIRECT, Route.WHOLE):
-        for index, spec in enumerate(specs):
-            if routes[index] is not route:
-                continue
-            slot = Slot(spec.name, spec.shape, spec.dim or 0, ways, route, shard_cursor, full_cursor)
-            placed[index] = slot
-            shard_cursor = _round_up(shard_cursor + slot.chunk_numel, align)
+    for route, shard_align in ((Route.DIRECT, align), (Route.PACKED, packed_align), (Route.WHOLE, packed_align)):
+        slots = [
+            (index, Slot(spec.name, spec.shape, spec.dim or 0, ways, route, 0, 0))
+            for index, spec in enumerate(specs)
+            if routes[index] is route
+        ]
+        if route is Route.PACKED:
+            packed_start = packed_end = shard_cursor
+            slots.sort(key=lambda pair: -pair[1].chunk_numel)
+        for index, slot in slots:
+            placed[index] = replace(slot, shard_start=shard_cursor, full_start=full_cursor)
+            shard_cursor = _round_up(shard_cursor + slot.chunk_numel, shard_align)
             full_cursor = _round_up(full_cursor + slot.full_numel, align)
         if route is Route.PACKED:
-            packed_numel = shard_cursor
+            packed_end = shard_cursor
+    packed_numel = packed_end - packed_start
     return Layout(
         slots=tuple(placed[index] for index in range(len(specs))),
         ways=ways,
         shard_numel=shard_cursor,
         # A multiple of `ways` too, so that neighbours can keep equal cuts of the whole buffer after forward.
         full_numel=_round_up(full_cursor + (ways * packed_numel), ways * align),
+        packed_start=packed_start,
         packed_numel=packed_numel,
         staging_start=full_cursor,
     )
@@ -192,6 +208,15 @@ class ReduceLayout:
 
     Each row ends with one flag per gradient. A rank that has no gradient for a parameter contributes zeros and a
     zero flag, so the sum of the flags tells every rank whether *any* rank used the parameter, at the price of no message.
+
+    Attributes:
+        direct: slots whose gradients travel as they are.
+        columns: what a row holds, in the order of the shard buffer.
+        flagged: slots that have a flag.
+        flags_start: where in a row the flags are.
+        row_numel: elements in a row.
+        straight: where in a buffer that is laid out like the shard buffer a reduced row may land as it is, since its columns
+            are there in the same order, without gaps, and nothing follows them; None if there is no such place.
     """
 
     direct: tuple[int, ...]
@@ -199,6 +224,7 @@ class ReduceLayout:
     flagged: tuple[int, ...]
     flags_start: int
     row_numel: int
+    straight: int | None
 
 
 def plan_reduction(layout: Layout, *, trainable: Sequence[bool], even_only: bool) -> ReduceLayout:
@@ -209,16 +235,23 @@ def plan_reduction(layout: Layout, *, trainable: Sequence[bool], even_only: bool
         trainable: for each slot, whether its gradient is wanted.
         even_only: the backend can only cut tensors evenly, so an uneven direct parameter joins the packed ones.
     """
-    direct: list[int] = []
+    slots = layout.slots
+    flagged = tuple(index for index in range(len(slots)) if trainable[index])
+    direct = tuple(i for i in flagged if slots[i].route is Route.DIRECT and (slots[i].even or not even_only))
+    carried = sorted((i for i in flagged if i not in direct and slots[i].numel), key=lambda i: slots[i].shard_start)
     columns: list[Column] = []
     cursor = 0
-    for index, slot in enumerate(layout.slots):
-        if not trainable[index]:
-            continue
-        if slot.route is Route.DIRECT and (slot.even or not even_only):
-            direct.append(index)
-        elif slot.numel:
-            columns.append(Column(index, cursor, slot.chunk_numel))
-            cursor += slot.chunk_numel
-    flagged = tuple(index for index in range(len(layout.slots)) if trainable[index])
-    return ReduceLayout(tuple(direct), tuple(columns), flagged, flags_start=cursor, row_numel=cursor + len(flagged))
+    for index in carried:
+        columns.append(Column(index, cursor, slots[index].chunk_numel))
+        cursor += slots[index].chunk_numel
+    return ReduceLayout(direct, tuple(columns), flagged, cursor, cursor + len(flagged), _landing_place(layout, columns))
+
+
+def _landing_place(layout: Layout, columns: Sequence[Column]) -> int | None:
+    slots = layout.slots
+    start = slots[columns[0].slot].shard_start if columns else layout.shard_numel
+    if any(slots[column.slot].shard_start != start + column.start for column in columns):
+        return None
+    carried = [column.slot for column in columns]
+    others = [slot for index, slot in enumerate(slots) if index not in carried and slot.numel]
+    return start if all(slot.shard_start + slot.chunk_numel <= start for slot in others) else None

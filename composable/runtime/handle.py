@@ -60,6 +60,7 @@ class Handle:
         self.backwards = 0  # that have ended
         self.uses = 0  # forwards whose backward has not been entered yet
         self.depth = 0  # calls of its modules that are running, and its backward
+        self._calls = 0  # the former alone
         self.on_backward: Callable[[], None] = _ignore  # backward is about to go through an output
         self._guards = GuardRow(())
         self._channel: Channel = ground.wire.open_channel()
@@ -199,13 +200,25 @@ class Handle:
         self.depth += 1
         if self.depth == 1:
             self.parameters.stage.show()
-            self._guards.step_aside()
 
     def hide(self) -> None:
         """Modules hold the sharded parameters again, whether or not the unsharded ones still exist."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
             self.parameters.stage.hide()
+
+    def begin_call(self) -> None:
+        """`show`, for a call of one of its modules: the modules inside, too, are called as they should be."""
+        self.show()
+        self._calls += 1
+        if self._calls == 1:
+            self._guards.step_aside()
+
+    def end_call(self) -> None:
+        """`hide`, at the end of a call."""
+        self.hide()
+        self._calls = max(0, self._calls - 1)
+        if self._calls == 0:
             self._guards.stand()
 
     def aliases(self, tensor: Tensor) -> bool:
@@ -216,8 +229,8 @@ class Handle:
 
     def reset(self) -> None:
         """After an error: nothing in flight, nothing unsharded, no unreduced gradient, modules hold sharded parameters."""
-        self.depth = 1
-        self.hide()
+        self.depth = self._calls = 1
+        self.end_call()
         self.uses = 0
         try:
             self._await_arrivals()

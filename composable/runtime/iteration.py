@@ -214,7 +214,7 @@ class Root:
         self._prefetch(iteration.finished.next_units(PREFETCH_DEPTH))
         handle.land()
         if entering:
-            handle.show()  # parts of the unit may be recomputed by themselves
+            handle.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
 
     def _leave_backward(self, iteration: Iteration, entered: int) -> None:
         """See Note [When a unit is left in backward]. A unit may share its outputs with the one around it: neither is left."""

@@ -22,6 +22,8 @@ from composable.runtime.part import Part
 
 _requires_grad: Final = attrgetter("requires_grad")
 _version: Final = attrgetter("_version")
+_CACHE_LINE: Final = 64  # bytes
+_VECTOR: Final = 16  # bytes that an accelerator reads at once
 
 
 class UnitParameters:
@@ -109,7 +111,8 @@ class UnitParameters:
         direct = -(-wire.direct_bytes // dtype.itemsize)
         if len(specs) > Channel.PARTS // 2:
             direct = max(direct, sorted(max(1, math.prod(s.shape)) // wire.ways for s in specs)[-Channel.PARTS // 2])
-        return plan_layout(specs, ways=wire.ways, direct_numel=direct, align=max(1, 64 // dtype.itemsize))
+        align, packed_align = (max(1, nbytes // dtype.itemsize) for nbytes in (_CACHE_LINE, _VECTOR))
+        return plan_layout(specs, ways=wire.ways, direct_numel=direct, align=align, packed_align=packed_align)
 
     def _settle_in(self, flat: FlatParameters, position: int, slot: ParameterSlots) -> None:
         mesh = self._ground.mesh
@@ -170,7 +173,8 @@ class UnitParameters:
 
     def aliased_by(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, an unsharded parameter."""
-        if not (tensor._is_view() or isinstance(tensor, nn.Parameter)):
+        # What is computed is neither; asked first, since the second question takes Python.
+        if not tensor._is_view() and (type(tensor) is Tensor or not isinstance(tensor, nn.Parameter)):
             return False
         return any(part.holds(tensor) for part in self.parts)
 

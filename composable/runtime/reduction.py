@@ -30,9 +30,7 @@ class Reduction:
         self._rows = GradientRows(flat, self._plan, wire.ways) if wire.ways > 1 else None
         self._before, after = division_factors(_dtype_name(flat.dtype), wire.ways)
         self._share = 1.0 / after
-        self._packed: tuple[ReducePart, ...] = ()
-        if self._rows is not None and self._plan.flagged:
-            self._packed = (ReducePart(self._rows.buffer.tensor, self._plan.row_numel, self._rows.row, self._share),)
+        self._packed: tuple[ReducePart, ...] = ()  # the message of rows, if there is one
         self._shards = GradientShards(flat, sharded, self._plan)
         self._arrival: Arrival | None = None
         self._missing: list[int] = []
@@ -50,7 +48,8 @@ class Reduction:
             return
         if self._before != 1.0:
             gradients = [None if g is None else g / self._before for g in gradients]
-        self._shards.refresh()
+        if self._shards.refresh() and self._plan.flagged:
+            self._packed = (ReducePart(rows.buffer.tensor, self._plan.row_numel, self._shards.row, self._share),)
         parts: Sequence[ReducePart] = self._packed
         if self._plan.direct:
             parts = [*self._direct_parts(gradients), *self._packed]
@@ -79,10 +78,10 @@ class Reduction:
             return
         arrival, self._arrival = self._arrival, None
         arrival.wait()
-        self._rows.copy_out(self._shards.columns)
+        self._shards.take_from_row()
         delivered: Sequence[int] = self._plan.flagged
         if self._missing:
-            used = self._rows.used_anywhere()
+            used = self._shards.used_anywhere()
             unused = [i for i in self._missing if not used[i]]
             delivered = [i for i in delivered if i not in unused]
         self._rows.buffer.free()

@@ -118,7 +118,7 @@ class ShardedUnit:
             # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
             handle.unshard_in_step()
             handle.land()
-            handle.show()
+            handle.begin_call()
             self._calls[-1] = "recompute"
             return args, kwargs
         root = self._root_for_call(module)
@@ -127,7 +127,7 @@ class ShardedUnit:
         if not self._left_to_run:
             self._left_to_run = self.modules
         root.enter(handle)
-        handle.show()
+        handle.begin_call()
         if root.depth == 1 and handle.ground.mesh is not None and handle.ground.mesh.device_type != "cpu":
             device = handle.device
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
@@ -136,7 +136,7 @@ class ShardedUnit:
     def leave(self, module: nn.Module, output: Any) -> Any:
         how = self._calls.pop()
         handle = self.handle
-        handle.hide()
+        handle.end_call()
         root = self.root
         assert root is not None
         if how == "recompute":
@@ -156,9 +156,9 @@ class ShardedUnit:
     def abandon(self, module: nn.Module) -> None:
         how = self._calls.pop()
         if how == "recompute":
-            self.handle.hide()  # checkpointing stops a recomputation by raising as soon as it has what it needs
+            self.handle.end_call()  # checkpointing stops a recomputation by raising as soon as it has what it needs
         elif how == "forward":
-            self.handle.hide()
+            self.handle.end_call()
             self._left_to_run = ()
             assert self.root is not None
             self.root.abandon(self.name)
@@ -221,7 +221,9 @@ class ShardedUnit:
     # --- misuse -----------------------------------------------------------------------------------------------------
 
     def _guard(self, module: nn.Module) -> None:
-        """A module with parameters of this unit computes while they are at rest."""
+        """A module with parameters of this unit computes while no module of the unit itself is called."""
+        if self.handle.depth:
+            return  # it is recomputed by itself, within the unit's backward
         self.check_hooks()
         if in_backward() and self.root is not None:
             # Part of this unit is recomputed, and its outputs were not on the way here.

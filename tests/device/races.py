@@ -8,8 +8,8 @@ other, so a missing wait is found every time and not once in a thousand runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable.device.memory import MemoryPool
+from composable.device.memory import Resizing, Shelf
 
 COMPUTE = "compute"
 Clock = dict[str, int]
@@ -198,18 +198,26 @@ class RaceWatch(TorchDispatchMode):
 def watched(streams: ClockedStreams) -> Iterator[RaceWatch]:
     """Watch all operations of the body, and all memory that it frees."""
     watch = RaceWatch(streams)
-    fill, drain = MemoryPool.fill, MemoryPool.drain
+    with ExitStack() as patches:
+        for kind in (Shelf, Resizing):
+            patches.enter_context(mock.patch.multiple(kind, **_noting(kind, watch)))
+        patches.enter_context(watch)
+        yield watch
 
-    def noted_fill(pool: MemoryPool, storage: torch.UntypedStorage, nbytes: int) -> None:
-        fill(pool, storage, nbytes)
+
+def _noting(kind: type[Shelf | Resizing], watch: RaceWatch) -> dict[str, Callable[..., None]]:
+    """What storages get their memory from, and give it back to, with a word to `watch`."""
+    fill, drain = kind.fill, kind.drain
+
+    def noted_fill(shelf: Any, storage: torch.UntypedStorage) -> None:
+        fill(shelf, storage)
         watch.filled(storage)
 
-    def noted_drain(pool: MemoryPool, storage: torch.UntypedStorage) -> None:
+    def noted_drain(shelf: Any, storage: torch.UntypedStorage) -> None:
         watch.drained(storage)
-        drain(pool, storage)
+        drain(shelf, storage)
 
-    with mock.patch.multiple(MemoryPool, fill=noted_fill, drain=noted_drain), watch:
-        yield watch
+    return {"fill": noted_fill, "drain": noted_drain}
 
 
 def _is_view(function: Any) -> bool:

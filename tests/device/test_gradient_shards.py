@@ -28,9 +28,9 @@ CPU = torch.device("cpu")
 class Unit:
     """Parameters of one unit, and how their gradients come about: plain ones, or DTensors where there is a group."""
 
-    def __init__(self) -> None:
+    def __init__(self, packed_align: int = 16) -> None:
         specs = [ParamSpec("w", (4, 3)), ParamSpec("b", (4,)), ParamSpec("v", (5, 2), 1)]
-        layout = plan_layout(specs, ways=2, direct_numel=6)
+        layout = plan_layout(specs, ways=2, direct_numel=6, packed_align=packed_align)
         rank = dist.get_rank() if dist.is_initialized() else 0
         self.flat = FlatParameters(layout, dtype=torch.float32, device=CPU, wire=Seat(rank, 2), pool=MemoryPool())  # type: ignore[arg-type]
         if dist.is_initialized():
@@ -40,8 +40,8 @@ class Unit:
             ]
         else:
             self.parameters = [nn.Parameter(self.flat.shard_view(i)) for i in range(len(specs))]
-        plan = plan_reduction(layout, trainable=[True] * len(specs), even_only=False)
-        self.shards = GradientShards(self.flat, self.parameters, plan)
+        self.plan = plan_reduction(layout, trainable=[True] * len(specs), even_only=False)
+        self.shards = GradientShards(self.flat, self.parameters, self.plan)
 
     def step(self, value: float) -> int:
         """One backward whose reduced gradients are `value` everywhere; the address of the buffer they came through."""
@@ -271,17 +271,21 @@ def test_some_kept_gradients_of_zero_set_to_zeros_are_added_to() -> None:
             gradient.zero_()
 
 
-def test_gradients_lie_in_the_buffer_where_the_reduction_puts_them() -> None:
-    """Columns and direct gradients of a reduction are the gradients' own memory: nothing is copied twice."""
-    unit = Unit()
+@pytest.mark.parametrize(("packed_align", "straight"), [(1, True), (16, False)], ids=["without gaps", "aligned"])
+def test_gradients_lie_where_the_reduction_puts_them(packed_align: int, straight: bool) -> None:
+    """Direct gradients always; the others if they lie in the buffer as in a row, and are copied there otherwise."""
+    unit = Unit(packed_align)
+    assert (unit.plan.straight is not None) is straight
     unit.step(0.0)
-    slots = unit.flat.layout.slots
-    places = dict(zip([c.slot for c in unit.shards._plan.columns], unit.shards.columns, strict=True))
-    places |= dict(zip(unit.shards._plan.direct, unit.shards.direct, strict=True))
-    assert sorted(places) == [0, 1, 2]
-    for index, place in places.items():
+    for column in unit.plan.columns:
+        unit.shards.row[column.start : column.start + column.numel] = column.slot + 1.0
+    for index, place in zip(unit.plan.direct, unit.shards.direct, strict=True):
         place.fill_(index + 1.0)
-        assert torch.equal(unit.gradients[index], torch.full(slots[index].local_shape(0), index + 1.0))
+    unit.shards.take_from_row()
+    for index, slot in enumerate(unit.flat.layout.slots):
+        assert torch.equal(unit.gradients[index], torch.full(slot.local_shape(0), index + 1.0))
+    row, buffer = (tensor.untyped_storage().data_ptr() for tensor in (unit.shards.row, unit.shards.buffer))
+    assert (row == buffer) is straight
 
 
 @spmd(ranks=2)

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from composable.device.collectives import ReducePart
-from composable.device.gradients import GradientRows
+from composable.device.gradients import GradientRows, GradientShards
 from composable.device.memory import MemoryPool
 from composable.device.parameters import cut, make_unsharded
-from composable.device.storage import FlatParameters, pair_rows
+from composable.device.storage import FlatParameters, pair_rows, shape_like_rows
 from composable.plan.layout import Layout, ParamSpec, Route, plan_layout, plan_reduction
 from tests.device.in_process import Seat, gather, reduce
 from tests.plan.layouts import Planned, planned
@@ -142,7 +142,7 @@ def test_buffers_made_in_inference_mode_can_be_trained_with_later() -> None:
         rows = GradientRows(flats[0], plan_reduction(layout, trainable=[True, True], even_only=False), 2)
         parameter = make_unsharded(flats[0].full_views[0], requires_grad=True)
     assert not any(view.is_inference() for flat in flats for view in (*flat.full_views, flat.shard, flat.shard_view(0)))
-    assert not rows.row.is_inference()
+    assert not rows.buffer.tensor.is_inference()
     assert not parameter.is_inference()
     _fill(flats, _values(layout))
     _unshard(flats)
@@ -195,6 +195,7 @@ def test_reduced_gradients_are_the_shards_of_the_sum(plan: Planned, even_only: b
     reduction = plan_reduction(layout, trainable=trainable, even_only=even_only)
     flats = _flats(layout, MemoryPool(), even_only=even_only)
     rows = [GradientRows(flat, reduction, ways) for flat in flats]
+    shards = [GradientShards(flat, [nn.Parameter(flat.shard_view(i)) for i in range(count)], reduction) for flat in flats]
     for step in range(2):
         gradients = [_values(layout, seed=10 * step + rank) for rank in range(ways)]
         given_ = [[g if present[r][i] else None for i, g in enumerate(gradients[r])] for r in range(ways)]
@@ -202,15 +203,16 @@ def test_reduced_gradients_are_the_shards_of_the_sum(plan: Planned, even_only: b
             rows[rank].buffer.allocate()
             rows[rank].buffer.tensor.fill_(NAN)
             rows[rank].copy_in(given_[rank])
-        reduce([ReducePart(row.buffer.tensor, reduction.row_numel, row.row) for row in rows])
+            assert shards[rank].refresh() is (step == 0)
+            shards[rank].buffer.fill_(NAN)
+        reduce([ReducePart(row.buffer.tensor, reduction.row_numel, to.row) for row, to in zip(rows, shards, strict=True)])
         for rank in range(ways):
-            slots = [layout.slots[column.slot] for column in reduction.columns]
-            targets = [torch.full((slot.local_numel(rank),), NAN) for slot in slots]
-            rows[rank].copy_out(targets)
-            for column, slot, target in zip(reduction.columns, slots, targets, strict=True):
+            shards[rank].take_from_row()
+            for column in reduction.columns:
+                slot = layout.slots[column.slot]
                 total = torch.stack([gradients[r][column.slot] * present[r][column.slot] for r in range(ways)]).sum(0)
-                assert torch.equal(target, cut(total, slot, rank).reshape(-1))
-            assert rows[rank].used_anywhere() == {
+                assert torch.equal(shape_like_rows(shards[rank].buffer, slot, rank), cut(total, slot, rank))
+            assert shards[rank].used_anywhere() == {
                 index: any(present[r][index] for r in range(ways)) for index in range(count) if trainable[index]
             }
             rows[rank].buffer.free()

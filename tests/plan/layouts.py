@@ -37,6 +37,7 @@ class Planned:
     ways: int
     align: int
     layout: Layout
+    packed_align: int = 0  # 0: as `align`
 
 
 @st.composite
@@ -45,5 +46,7 @@ def planned(draw: Callable[..., Any]) -> Planned:
     specs = draw(specs_with())
     ways = draw(st.integers(1, 7))
     align = draw(st.sampled_from([1, 3, 4, 16]))
+    packed_align = draw(st.sampled_from([divisor for divisor in (1, 2, 3, 4, 16) if align % divisor == 0]))
     direct = draw(st.sampled_from([0, 1, 8, 40, 10**9]))
-    return Planned(specs, ways, align, plan_layout(specs, ways=ways, direct_numel=direct, align=align))
+    layout = plan_layout(specs, ways=ways, direct_numel=direct, align=align, packed_align=packed_align)
+    return Planned(specs, ways, align, layout, packed_align)

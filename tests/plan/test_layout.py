@@ -74,7 +74,8 @@ def test_places_in_the_shard_buffer_are_aligned_inside_it_and_apart(plan: Planne
     ranges = [(slot.shard_start, slot.shard_start + slot.chunk_numel) for slot in layout.slots]
     assert _overlaps(ranges) == []
     assert all(start >= 0 and end <= layout.shard_numel for start, end in ranges)
-    assert all(slot.shard_start % plan.align == 0 for slot in layout.slots)
+    for slot in layout.slots:
+        assert slot.shard_start % (plan.align if slot.route is Route.DIRECT else plan.packed_align) == 0
 
 
 @_SETTINGS
@@ -112,16 +113,31 @@ def test_there_is_room_for_all_of_each_parameter(plan: Planned) -> None:
 
 @_SETTINGS
 @given(planned())
-def test_packed_slots_fill_the_front_of_the_shard_buffer_so_that_one_message_carries_them(plan: Planned) -> None:
+def test_packed_slots_lie_side_by_side_so_that_one_message_carries_them(plan: Planned) -> None:
     layout = plan.layout
+    end_of_all = layout.packed_start + layout.packed_numel
     for slot in layout.slots:
         end = slot.shard_start + slot.chunk_numel
         if slot.route is Route.PACKED:
-            assert end <= layout.packed_numel
+            assert layout.packed_start <= slot.shard_start <= end <= end_of_all
         elif slot.chunk_numel:
-            assert slot.shard_start >= layout.packed_numel
+            assert end <= layout.packed_start or slot.shard_start >= end_of_all
     if not layout.of(Route.PACKED):
         assert layout.packed_numel == 0
+
+
+@_SETTINGS
+@given(planned())
+def test_packed_slots_of_one_size_lie_at_equal_distances_in_both_buffers(plan: Planned) -> None:
+    """So that one strided copy serves all of them."""
+    packed = sorted(plan.layout.of(Route.PACKED), key=lambda slot: slot.shard_start)
+    sizes = [slot.chunk_numel for slot in packed]
+    assert sizes == sorted(sizes, reverse=True)
+    for size, group in itertools.groupby((s for s in packed if s.dim == 0 and s.chunk_numel), key=lambda s: s.chunk_numel):
+        alike = list(group)
+        for starts in ([slot.shard_start for slot in alike], [slot.full_start for slot in alike]):
+            distances = [other - one for one, other in itertools.pairwise(starts)]
+            assert len(dict.fromkeys(distances)) <= 1, f"slots of {size} elements"
 
 
 @_SETTINGS
@@ -142,7 +158,8 @@ def test_direct_rows_land_where_the_unsharded_parameter_has_them(plan: Planned) 
 def test_a_layout_is_a_function_of_its_inputs_only(plan: Planned) -> None:
     """Ranks plan on their own; so equal inputs must give equal plans."""
     direct = [slot.chunk_numel for slot in plan.layout.of(Route.DIRECT)]
-    again = plan_layout(plan.specs, ways=plan.ways, direct_numel=min(direct, default=10**9), align=plan.align)
+    direct_numel = min(direct, default=10**9)
+    again = plan_layout(plan.specs, ways=plan.ways, direct_numel=direct_numel, align=plan.align, packed_align=plan.packed_align)
     assert again == plan.layout
 
 
@@ -196,12 +213,19 @@ def test_impossible_numbers_are_refused(ways: int, align: int) -> None:
     assert str(refused.value) == f"ways and align must be at least 1, got ways={ways}, align={align}"
 
 
+@pytest.mark.parametrize("packed_align", [0, 3, 32])
+def test_slots_of_a_message_are_not_aligned_to_what_others_are_not(packed_align: int) -> None:
+    with pytest.raises(ValueError) as refused:
+        plan_layout([ParamSpec("w", (4,))], ways=2, align=16, packed_align=packed_align)
+    assert str(refused.value) == f"packed_align must divide align=16, got {packed_align}"
+
+
 def _drawn(layout: Layout) -> str:
     lines = [
         f"{slot.name} {slot.route.name}: shard {slot.shard_start}+{slot.chunk_numel}, whole {slot.full_start}+{slot.full_numel}"
         for slot in layout.slots
     ]
-    lines.append(f"packed {layout.packed_numel}, staging at {layout.staging_start}")
+    lines.append(f"packed {layout.packed_start}+{layout.packed_numel}, staging at {layout.staging_start}")
     return "\n".join([*lines, f"shard buffer {layout.shard_numel}, unsharded buffer {layout.full_numel}"])
 
 
@@ -210,10 +234,10 @@ def test_a_linear_layer_on_two_ranks() -> None:
     assert_text(
         _drawn(plan_layout(specs, ways=2, direct_numel=10, align=4)),
         """\
-weight DIRECT: shard 4+24, whole 8+48
-bias PACKED: shard 0+3, whole 0+6
+weight DIRECT: shard 0+24, whole 0+48
+bias PACKED: shard 24+3, whole 48+6
 scale WHOLE: shard 28+1, whole 56+0
-packed 4, staging at 56
+packed 24+4, staging at 56
 shard buffer 32, unsharded buffer 64""",
     )
 
@@ -247,6 +271,39 @@ def test_columns_fill_a_row_without_gaps_and_the_flags_end_it(plan: Planned, eve
         cursor += column.numel
     assert reduction.flags_start == cursor
     assert reduction.row_numel == cursor + len(reduction.flagged)
+
+
+@_SETTINGS
+@given(planned(), st.booleans(), st.data())
+def test_a_row_lands_straight_in_a_shard_buffer_only_where_it_covers_nothing_else(
+    plan: Planned, even_only: bool, data: st.DataObject
+) -> None:
+    slots = plan.layout.slots
+    trainable = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+    reduction = plan_reduction(plan.layout, trainable=trainable, even_only=even_only)
+    if reduction.straight is None:
+        return
+    row = range(reduction.straight, reduction.straight + reduction.row_numel)
+    carried = {column.slot: column.start for column in reduction.columns}
+    for index, slot in enumerate(slots):
+        if index in carried:
+            assert slot.shard_start == row.start + carried[index]
+        elif slot.chunk_numel:
+            assert slot.shard_start + slot.chunk_numel <= row.start
+
+
+def test_a_row_lands_straight_where_everything_is_trained_and_nothing_is_padded() -> None:
+    specs = [ParamSpec("bias", (8,)), ParamSpec("weight", (8, 64)), ParamSpec("norm", (8,)), ParamSpec("scale", (), None)]
+    layout = plan_layout(specs, ways=2, direct_numel=100, align=16, packed_align=4)
+    everything = plan_reduction(layout, trainable=[True] * 4, even_only=True)
+    assert everything.straight == layout.packed_start == 256
+    assert everything.row_numel == 4 + 4 + 1 + 4, "bias, norm and scale, then the flags"
+    assert plan_reduction(layout, trainable=[False, True, True, True], even_only=True).straight == 256 + 4
+    assert plan_reduction(layout, trainable=[True, True, False, True], even_only=True).straight is None
+    aligned = plan_layout(specs, ways=2, direct_numel=100, align=16)
+    assert plan_reduction(aligned, trainable=[True] * 4, even_only=True).straight is None
+    only_direct = plan_layout(specs[1:2], ways=2, direct_numel=100)
+    assert plan_reduction(only_direct, trainable=[True], even_only=True).straight == only_direct.shard_numel, "the flag"
 
 
 @_SETTINGS

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.wire import Buffer, Channel, failed
+from composable.device.collectives.groups import backend_of
+from composable.device.collectives.wire import Buffer, Channel, ReducePart, failed
 
 # torch 2.13 renamed these two; both names mean the same collective.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_AVERAGING: Final = ("nccl", "fake")  # backends that divide sums by the number of ranks at no price, if asked to
 
 _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
@@ -27,6 +30,8 @@ class GroupWire:
         self.device = device
         self.rank = dist.get_rank(group)
         self.ways = dist.get_world_size(group)
+        self._averaging = backend_of(group, device) in _AVERAGING
+        self._share = 1.0 / self.ways
 
     def open_channel(self) -> Channel:
         number = _CHANNELS.get(self.group, 0)
@@ -35,6 +40,10 @@ class GroupWire:
 
     def make_room(self, prepared: Any, buffer: Buffer) -> None:
         buffer.allocate()
+
+    def _is_mean(self, parts: Sequence[ReducePart]) -> bool:
+        """Whether the backend can scale the sums, too."""
+        return self._averaging and all([part.scale == self._share for part in parts])
 
     def _launch(self, label: str, call: Callable[[], Any]) -> Any:
         try:

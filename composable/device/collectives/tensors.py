@@ -26,7 +26,7 @@ class TensorsWire(GroupWire):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self._gather, self._scatter = launchers(group)
+        self._gather, self._sum, self._mean = launchers(group)
 
     def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
         return [(part.whole, part.shard) for part in parts]
@@ -35,7 +35,10 @@ class TensorsWire(GroupWire):
         return self._run(label, self._gather, prepared)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
-        return self._run(label, self._scatter, [(part.out, part.source) for part in parts], partial(scale_sums, parts))
+        calls = [(part.out, part.source) for part in parts]
+        if self._is_mean(parts):
+            return self._run(label, self._mean, calls)
+        return self._run(label, self._sum, calls, partial(scale_sums, parts))
 
     def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
         return self._run(label, partial(dist.all_reduce, group=self.group, async_op=True), [(tensor,)])
@@ -88,11 +91,15 @@ class StreamsWire(GroupWire):
         return self._on_stream("all_gather", label, calls, len(prepared), prepared)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+        is_mean = self._is_mean(parts)
+        operation = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
+
         def calls() -> None:
             for part in parts:
-                reduce_scatter_single(part.out, part.source, group=self.group)
+                reduce_scatter_single(part.out, part.source, op=operation, group=self.group)
 
-        return self._on_stream("reduce_scatter", label, calls, len(parts), parts, partial(scale_sums, parts))
+        rest = None if is_mean else partial(scale_sums, parts)
+        return self._on_stream("reduce_scatter", label, calls, len(parts), parts, rest)
 
     def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
         return self._on_stream("all_reduce", label, lambda: dist.all_reduce(tensor, group=self.group), 1, tensor)
