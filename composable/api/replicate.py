@@ -11,7 +11,7 @@ from composable.api.agreement import synchronise
 from composable.api.meshes import Mesh, device_of, group_of, wire_device
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.config import SYNC_MODES
-from composable.device.collectives import LocalWire, communicator_like, wire_of
+from composable.device.collectives import LocalWire, wire_of
 from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
@@ -97,8 +97,8 @@ def replicate(
     else:
         at = wire_device(resolved, device)
         synchronise("replicate", parameters, wire_of(group, at), sync_module_states)
-        # A communicator of its own: buckets of several annotations may become ready in different orders on different ranks.
-        ground = Ground(resolved, wire_of(communicator_like(group, at), at), device=at)
+        # Apart: buckets of several annotations may become ready in different orders on different ranks.
+        ground = Ground(resolved, wire_of(group, at, apart=True), device=at)
     _attach(modules, parameters, ground, max(1, int(bucket_cap_mb * (1 << 20))))
     return module
 

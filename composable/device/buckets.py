@@ -6,10 +6,14 @@ of the bucket. Where `grad` is that view already, autograd adds to it in place a
 somewhere else before backward began is somebody's: it stays where it is (a guest), and gets the result copied back.
 What nobody accumulates to is overwritten, so somebody who kept it would see it change. Use counts tell: then the keeper
 gets the memory, and the bucket new one.
+
+A new gradient that has a bucket to itself and is divided by a power of two need not be copied: the sum is made of it (`term`)
+and lands in the bucket, and only then `grad` becomes the view.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -46,6 +50,7 @@ class GradientBucket:
             gradient cannot be a view of the bucket, and is a guest in every backward.
         divide_by: what gradients are divided by on their way into the bucket, and after the sum.
         flags: numbers at the end of the message that are none of the gradients'.
+        terms: whether a sum may be made of a gradient where it lies.
     """
 
     def __init__(
@@ -55,6 +60,7 @@ class GradientBucket:
         *,
         divide_by: tuple[float, float] = (1.0, 1.0),
         flags: int = 0,
+        terms: bool = False,
     ) -> None:
         self.parameters = tuple(parameters)
         self._strides = tuple(strides)
@@ -62,10 +68,13 @@ class GradientBucket:
         self._sizes = [parameter.numel() for parameter in parameters]
         self._flag_count = flags
         self._misfits = [k for k, p in enumerate(parameters) if gradient_strides(p) != strides[k]]
+        alone = terms and len(self._sizes) == 1 and not flags
+        self._makes_terms = alone and self._after == 1.0 and math.frexp(self._before)[0] == 0.5
         self._message = self._body = self.flags = _NOWHERE
         self.views = [_NOWHERE] * len(parameters)
         self._users_of_storage = self._users_of_view = 0
         # Of one backward:
+        self.term: tuple[Tensor, float] | None = None  # what to sum instead of the message, and the factor
         self._guests: dict[int, None] = {}
         self._keeps_graph = False
         self._returns: list[tuple[Tensor, Tensor]] = []  # where results are copied to, and from
@@ -119,7 +128,7 @@ class GradientBucket:
             missing: slots without a gradient in this backward; what they had before counts, or else zero.
 
         Returns:
-            The message to be summed over the ranks, in place. The caller fills its end, `flags`.
+            The message to be summed over the ranks, in place, or from everybody's `term`s. The caller fills its end, `flags`.
         """
         if self._message is _NOWHERE:
             self._make()
@@ -142,9 +151,23 @@ class GradientBucket:
                 if gradients[k] is None:
                     self.views[k].zero_()
             outside = [k for k in outside if gradients[k] is not None]
+        if self._makes_terms and outside and self._can_be_term(gradients[0]):
+            self.term = gradients[0], 1.0 / self._before
+            return self._message
         self._copy_in([gradients[k] for k in outside], [self.views[k] for k in outside])
         self._place(gradients, outside)
         return self._message
+
+    def _can_be_term(self, gradient: Tensor) -> bool:
+        """Whether the sum can be made of the gradient as it is."""
+        return (
+            not self._guests
+            and not self._undecided
+            and gradient.layout is torch.strided
+            and gradient.stride() == self.views[0].stride()
+            and gradient.is_contiguous()
+            and not gradient.requires_grad
+        )
 
     def _copy_in(self, sources: list[Tensor], targets: list[Tensor]) -> None:
         if any(map(_is_sparse, sources)):
@@ -178,6 +201,10 @@ class GradientBucket:
         """The message has been summed: gradients that arrived on this rank are ready afterwards."""
         if self._after != 1.0:
             self._body.div_(self._after)
+        if self.term is not None:
+            if self.parameters[0].grad is self.term[0]:  # else somebody took it away meanwhile
+                self.parameters[0].grad = self.views[0]
+            self.term = None
         if self._returns:
             returns, self._returns = self._returns, []
             torch._foreach_copy_([target for target, _ in returns], [source for _, source in returns])
@@ -205,6 +232,7 @@ class GradientBucket:
 
     def drop(self) -> None:
         """Forget a backward that did not end."""
+        self.term = None
         self._returns = []
         self._undecided = {}
 

@@ -12,27 +12,19 @@ from composable.device.collectives import Arrival
 IDLE, AWAITED, ARRIVED, SENT = range(4)  # what a gradient may be; idle: no backward is under way
 
 
-class Bucket:
-    """Some parameters whose gradients travel together, and how far they are in this backward."""
+class Tally:
+    """Which gradients of a bucket have arrived in this backward. It is all that hooks hold, for the reason that
+    Note [Hooks on parameters hold nothing] gives."""
 
-    __slots__ = ("arrival", "awaited", "gradients", "label", "members", "states")
+    __slots__ = ("awaited", "states")
 
-    def __init__(self, members: Sequence[int], gradients: GradientBucket, label: str) -> None:
-        self.members = tuple(members)
-        self.gradients = gradients
-        self.label = label
-        self.states = bytearray(len(members))  # stays one object: hooks hold it
-        self.awaited = len(members)  # gradients still to come in this backward
-        self.arrival: Arrival | None = None
+    def __init__(self, count: int) -> None:
+        self.states = bytearray(count)
+        self.awaited = count  # gradients still to come in this backward
 
     def enter(self, state: int) -> None:
         """All gradients are in `state` now."""
         self.states[:] = bytes([state]) * len(self.states)
-
-    @property
-    def missing(self) -> list[int]:
-        """Slots without a gradient in this backward, so far."""
-        return [slot for slot, state in enumerate(self.states) if state == AWAITED] if self.awaited else []
 
     def hook(self, slot: int, when_complete: Callable[[], None], otherwise: Callable[[int], None]) -> Callable[[Tensor], None]:
         """What autograd calls when the gradient in `slot` is there: once per parameter and backward, so it is short."""
@@ -49,9 +41,33 @@ class Bucket:
 
         return arrived
 
+
+class Bucket:
+    """Some parameters whose gradients travel together, and how far they are in this backward."""
+
+    __slots__ = ("arrival", "gradients", "label", "members", "tally")
+
+    def __init__(self, members: Sequence[int], gradients: GradientBucket, label: str) -> None:
+        self.members = tuple(members)
+        self.gradients = gradients
+        self.label = label
+        self.tally = Tally(len(members))
+        self.arrival: Arrival | None = None
+
+    @property
+    def awaited(self) -> int:
+        """How many gradients are still to come in this backward."""
+        return self.tally.awaited
+
+    @property
+    def missing(self) -> list[int]:
+        """Slots without a gradient in this backward, so far."""
+        states = self.tally.states
+        return [slot for slot, state in enumerate(states) if state == AWAITED] if self.tally.awaited else []
+
     def reset(self) -> None:
-        self.enter(IDLE)
-        self.awaited = len(self.members)
+        self.tally.enter(IDLE)
+        self.tally.awaited = len(self.members)
         self.arrival = None
         self.gradients.drop()
 

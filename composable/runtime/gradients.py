@@ -1,8 +1,16 @@
-"""One unit's gradients within one backward: counted as they arrive, reduced together; knows neither order nor other units."""
+"""One unit's gradients within one backward: counted as they arrive, reduced together; knows neither order nor other units.
+
+Note [Hooks on parameters hold nothing]
+A parameter holds the hooks that wait for its gradient where Python's collector does not look. A hook that leads back to its
+parameter, by however many steps, keeps both alive for good, and with them the whole model. So such hooks refer weakly to
+what they call.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from weakref import WeakMethod
 
 from torch import Tensor
 
@@ -11,12 +19,44 @@ from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.part import Part
 
 
+def weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """A call of a bound method that keeps its object from nothing; nothing happens once that is gone.
+
+    See Note [Hooks on parameters hold nothing].
+    """
+    reference = WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call
+
+
+class Countdown:
+    """Counts arrivals down, and calls at each from the last one on."""
+
+    __slots__ = ("_call", "left")
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.left = 0
+        self._call = weakly(call)
+
+    def arrived(self, _: Tensor) -> None:
+        """Autograd finished one parameter's gradient. Runs for every parameter: most calls only count."""
+        self.left -= 1
+        if self.left <= 0:
+            self._call()
+
+
 class UnitGradients:
     """EMPTY -> ARRIVING -> REDUCING -> EMPTY, see `composable.plan.phases`.
 
     Attributes:
         on_first: called when a first gradient arrives.
         on_complete: called when all have arrived; decides when to `reduce`.
+        countdown: arrivals until there is something to do but to count.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -27,18 +67,12 @@ class UnitGradients:
         self._channel = channel
         self._unit = ""
         self._label = ""
-        self._until_counted = 0  # arrivals until there is something to do but to count; 0: at the next one
+        self.countdown = Countdown(self._take_note)
 
     def rename(self, unit: str) -> None:
         """Take the unit's name for messages."""
         self._unit = unit
         self._label = f"gradient reduction of unit '{unit}'"
-
-    def arrived(self, _: Tensor) -> None:
-        """Autograd finished one parameter's gradient. Runs for every parameter: most calls only count."""
-        self._until_counted -= 1
-        if self._until_counted <= 0:
-            self._take_note()
 
     def _take_note(self) -> None:
         """It is the first one, or by the count the last one."""
@@ -52,7 +86,7 @@ class UnitGradients:
         if not missing:
             # Looked up and not only counted: a backward inside a backward brings one parameter's gradient twice.
             missing = sum([part.still_missing() for part in self.parts])
-        self._until_counted = missing
+        self.countdown.left = missing
         # One by one would be too early: a unit's gradients travel together.
         if not missing:
             self.on_complete()
@@ -62,7 +96,7 @@ class UnitGradients:
         if self.phase is GradPhase.REDUCING:
             self.finish()
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self._unit)
-        self._until_counted = 0
+        self.countdown.left = 0
         for part in self.parts:
             part.reduce(self._channel, self._label)
 
@@ -77,7 +111,7 @@ class UnitGradients:
     def drop(self) -> None:
         """After an error: nothing in flight, no unreduced gradient."""
         self.phase = GradPhase.EMPTY
-        self._until_counted = 0
+        self.countdown.left = 0
         for part in self.parts:
             part.forget_gradients()
         for part in self.parts:

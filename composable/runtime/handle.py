@@ -75,7 +75,7 @@ class Handle:
             recipe.placements,
             ground,
             pool,
-            on_gradient=self.gradients.arrived,
+            on_gradient=self.gradients.countdown.arrived,
             stay=isinstance(recipe.after_forward, Keep),
         )
         self.gradients.parts = self.parameters.parts

@@ -31,6 +31,7 @@ from composable.errors import CommunicationError, PhaseError
 from composable.plan.buckets import fill_buckets
 from composable.plan.scaling import division_factors
 from composable.runtime.bucket import AWAITED, SENT, Bucket
+from composable.runtime.gradients import weakly
 
 FIRST_BUCKET_BYTES: Final = 1 << 20  # communication starts early
 ALONE_BYTES: Final = 1 << 20  # a gradient from this size on waits for no other one
@@ -127,6 +128,7 @@ class Reducer:
                 divide_by=self._factors(self.parameters[members[0]].dtype),
                 # One flag per parameter, and one that says that this rank had a gradient for all of them.
                 flags=len(self._trainable) + 1 if number == len(grouped) else 0,
+                terms=self._wire.reads_terms,
             )
             names = self.names[members[0]], self.names[members[-1]]
             label = f"gradient all-reduce of unit '{self.unit}' ('{names[0]}' to '{names[1]}')"
@@ -139,11 +141,12 @@ class Reducer:
         return (before, after) if dtype is torch.float16 else (before * after, 1.0)
 
     def _attach(self) -> None:
-        for bucket in self._buckets:
+        complete, unexpected, record = weakly(self._advance), weakly(self._unexpected), weakly(self._record)
+        for number, bucket in enumerate(self._buckets):
             for slot, i in enumerate(bucket.members):
-                hook = bucket.hook(slot, self._advance, partial(self._unexpected, bucket))
+                hook = bucket.tally.hook(slot, complete, partial(unexpected, number))
                 if self._recording:
-                    hook = partial(self._record, i, hook)
+                    hook = partial(record, i, hook)
                 self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
@@ -167,7 +170,7 @@ class Reducer:
         if not self.in_backward and self._buckets:
             self.in_backward = True
             for bucket in self._buckets:
-                bucket.enter(AWAITED)
+                bucket.tally.enter(AWAITED)
                 bucket.gradients.open()
             at_end_of_backward(self._close)
 
@@ -175,10 +178,11 @@ class Reducer:
         self._arrivals.append(i)
         hook(parameter)
 
-    def _unexpected(self, bucket: Bucket, slot: int) -> None:
+    def _unexpected(self, number: int, slot: int) -> None:
         """The first gradient of a backward that came through no output, or one that came twice."""
         self.open()
-        if bucket.states[slot] == SENT:
+        bucket = self._buckets[number]
+        if bucket.tally.states[slot] == SENT:
             raise PhaseError(
                 f"replicate(unit '{self.unit}'): parameter '{self.names[bucket.members[slot]]}' got a second gradient in one "
                 "backward, after its first had been sent. Reentrant checkpointing of a shared parameter does this; use "
@@ -196,8 +200,8 @@ class Reducer:
         if bucket is self._buckets[-1]:
             self._write_flags(bucket.gradients.flags)
         if not bucket.awaited:  # otherwise backward is at its end, and what was awaited was missing
-            bucket.enter(SENT)
-        bucket.arrival = self._wire.all_reduce(message, label=bucket.label)
+            bucket.tally.enter(SENT)
+        bucket.arrival = self._wire.all_reduce(message, label=bucket.label, term=bucket.gradients.term)
         self._launched += 1
         if message.device.type == "cpu":
             self._finish(self._launched - HOST_IN_FLIGHT)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Final
+from unittest import mock
 
 import pytest
 import torch
@@ -123,6 +125,12 @@ def _others(kind: str) -> None:
         arrival.wait()
     assert torch.equal(first, expected[0])
     assert torch.equal(second, expected[1])
+    for factor in (1.0, 0.25, 1 / 3):
+        mine, into = _numbers(7, 20 + rank), torch.full((7,), float("nan"))
+        wire.all_reduce(into, label="of terms", term=(mine, factor)).wait()
+        terms = torch.stack([_numbers(7, 20 + r) * factor for r in range(ways)])
+        torch.testing.assert_close(into, terms.sum(0), rtol=0 if factor != 1 / 3 else 1e-6, atol=0)
+        assert torch.equal(mine, _numbers(7, 20 + rank)), "a term is only read"
     tensor = torch.full((3,), float(rank))
     wire.broadcast(tensor, label="broadcast")
     assert tensor.tolist() == [0.0] * 3
@@ -426,3 +434,38 @@ def test_a_second_communicator_has_the_same_ranks_and_its_own_order() -> None:
     for arrival in arrivals:
         arrival.wait()
     assert [t.item() for t in tensors] == [2.0, 20.0]
+
+
+def _apart(backend: str) -> list[float]:
+    group = world_group()
+    if backend == "sockets":
+        group = dist.new_group()
+        os.environ["COMPOSABLE_SHARED_MEMORY"] = "0"
+    try:
+        wires = [wire_of(group, CPU, apart=True) for _ in range(2)]
+    finally:
+        os.environ.pop("COMPOSABLE_SHARED_MEMORY", None)
+    assert [type(wire) for wire in wires] == [PairsWire if backend == "sockets" else SharedWire] * 2
+    tensors = [torch.tensor([1.0]), torch.tensor([10.0])]
+    order = [0, 1] if dist.get_rank() == 0 else [1, 0]
+    arrivals = {i: wires[i].all_reduce(tensors[i], label="") for i in order}
+    for i in range(2):
+        arrivals[i].wait()
+        assert wires[i].exchange([i], label="") == [[i], [i]]
+    return [tensor.item() for tensor in tensors]
+
+
+@pytest.mark.parametrize("backend", ["shared memory", "sockets"])
+def test_wires_that_are_apart_may_be_used_in_any_order(pool: Pool, backend: str) -> None:
+    assert pool.run(2, _apart, backend) == [[2.0, 20.0]] * 2
+
+
+def test_ranks_of_one_host_need_no_second_communicator(pool: Pool) -> None:
+    assert pool.run(2, _groups_made_for_a_wire_apart) == [0, 0]
+
+
+def _groups_made_for_a_wire_apart() -> int:
+    wire_of(world_group(), CPU)
+    with mock.patch.object(dist, "new_group", side_effect=AssertionError) as made:
+        wire_of(world_group(), CPU, apart=True)
+    return made.call_count

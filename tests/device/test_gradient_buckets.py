@@ -173,6 +173,94 @@ def test_flags_lie_behind_the_gradients() -> None:
     assert message.tolist() == [0.0] * 17 + [7.0] * 3
 
 
+# --- sums of what is not copied -----------------------------------------------------------------------------------------
+
+
+def _alone(before: float = 2.0) -> GradientBucket:
+    return GradientBucket([nn.Parameter(torch.zeros(4, 3))], [None], divide_by=(before, 1.0), terms=True)
+
+
+def test_a_gradient_alone_is_summed_where_it_lies_and_becomes_a_view_with_the_sum() -> None:
+    bucket = _alone()
+    (parameter,) = bucket.parameters
+    for step in range(2):
+        bucket.open()
+        gradient = parameter.grad = torch.full((4, 3), 6.0 + step)
+        message = bucket.collect([])
+        assert bucket.term is not None
+        assert bucket.term[0] is gradient is parameter.grad
+        assert bucket.term[1] == 0.5
+        message.fill_(1.0 + step)  # the sum
+        bucket.finish()
+        assert bucket.term is None
+        assert parameter.grad is bucket.views[0]
+        assert bool((parameter.grad == 1.0 + step).all())
+        assert bool((gradient == 6.0 + step).all())
+        parameter.grad = None
+
+
+def test_a_gradient_that_its_owner_took_away_before_the_sum_was_there_stays_away() -> None:
+    bucket = _alone()
+    (parameter,) = bucket.parameters
+    bucket.open()
+    parameter.grad = torch.ones(4, 3)
+    bucket.collect([])
+    assert bucket.term is not None
+    parameter.grad = None
+    bucket.finish()
+    assert parameter.grad is None
+
+
+def _transposed(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.ones(3, 4).t()
+
+
+def _expanded(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.ones(1, 1).expand(4, 3)
+
+
+def _sparse(parameter: nn.Parameter) -> None:
+    ones = torch.ones(4, 3)
+    parameter.grad = ones.to_sparse(1)
+
+
+def _with_a_graph(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.ones(4, 3, requires_grad=True) * 1.0
+
+
+@pytest.mark.parametrize("give", [_transposed, _expanded, _sparse, _with_a_graph])
+def test_a_gradient_of_another_form_is_copied(give: Callable[[nn.Parameter], None]) -> None:
+    bucket = _alone()
+    (parameter,) = bucket.parameters
+    bucket.open()
+    give(parameter)
+    with torch.no_grad():
+        message = bucket.collect([])
+    assert bucket.term is None
+    assert message.tolist() == [0.5] * 12
+
+
+def test_a_gradient_that_was_there_before_is_copied() -> None:
+    bucket = _alone()
+    (parameter,) = bucket.parameters
+    mine = parameter.grad = torch.ones(4, 3)
+    bucket.open()
+    assert bucket.collect([]).tolist() == [0.5] * 12
+    assert bucket.term is None
+    bucket.finish()
+    assert parameter.grad is mine
+
+
+def test_a_gradient_that_is_not_divided_exactly_is_divided_as_it_would_be_elsewhere() -> None:
+    """The wire multiplies; dividing by three and multiplying by a third round differently."""
+    bucket = _alone(before=3.0)
+    (parameter,) = bucket.parameters
+    bucket.open()
+    parameter.grad = torch.full((4, 3), 7.0)
+    assert torch.equal(bucket.collect([]), torch.full((12,), 7.0) / 3.0)
+    assert bucket.term is None
+
+
 # --- missing ones -----------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from composable.device.collectives import (
     Scratch,
     SharedWire,
     TensorsWire,
+    Term,
     Wire,
 )
 
@@ -88,8 +89,8 @@ class Recording(_Around):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
         return self._noted(label, self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag))
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
-        return self._noted(label, self._inner.all_reduce(tensor, label=label))
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+        return self._noted(label, self._inner.all_reduce(tensor, label=label, term=term))
 
 
 class Slow(_Around):
@@ -107,9 +108,9 @@ class Slow(_Around):
         time.sleep(self._seconds)
         return self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag)
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
         time.sleep(self._seconds)
-        return self._inner.all_reduce(tensor, label=label)
+        return self._inner.all_reduce(tensor, label=label, term=term)
 
 
 class Impatient(_Around):
@@ -125,8 +126,8 @@ class Impatient(_Around):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
         return self._now(self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag))
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
-        return self._now(self._inner.all_reduce(tensor, label=label))
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+        return self._now(self._inner.all_reduce(tensor, label=label, term=term))
 
 
 class LastMoment(_Around):
@@ -152,13 +153,13 @@ class LastMoment(_Around):
                 _spoil(part.out)
         return _Later(lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag).wait())
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
         before = tensor.detach().clone()
         _spoil(tensor)
 
         def act() -> None:
             tensor.detach().copy_(before)
-            self._inner.all_reduce(tensor, label=label).wait()
+            self._inner.all_reduce(tensor, label=label, term=term).wait()
 
         return _Later(act)
 

@@ -57,7 +57,7 @@ class Unit:
         for part in self.parts:
             if name in part.names:
                 part.here[name] = part.here.get(name, 0) + 1
-        self.gradients.arrived(tensor)
+        self.gradients.countdown.arrived(tensor)
 
 
 def test_the_last_gradient_completes_the_unit_whatever_the_order_over_all_parts() -> None:

@@ -1,7 +1,7 @@
 """The only rooms that call torch.distributed's collectives: one algorithm per backend. Know flat tensors, not modules.
 
 Note [Algorithms per backend]
-gloo, all ranks on one host: each rank copies what another needs into memory that both see; only word of it goes through gloo.
+gloo, all ranks on one host: each rank copies what another needs into memory that both see; only word of it goes through pipes.
 gloo, several hosts: point-to-point pairs, straight from the shard into its final place; in large groups gloo's own collectives.
 NCCL and other accelerator backends: tensor collectives on a stream of their own, many of them in one launch.
 Anything else: plain tensor collectives, asynchronous where the backend is.
@@ -22,6 +22,7 @@ from composable.device.collectives.wire import (
     ReducePart,
     Room,
     Scratch,
+    Term,
     Wire,
 )
 
@@ -39,6 +40,7 @@ __all__ = [
     "SharedWire",
     "StreamsWire",
     "TensorsWire",
+    "Term",
     "Wire",
     "backend_of",
     "communicator_like",

@@ -9,7 +9,7 @@ from typing import Final
 import torch
 import torch.distributed as dist
 
-from composable.device.collectives.groups import backend_of
+from composable.device.collectives.groups import backend_of, communicator_like
 from composable.device.collectives.pairs import PairsWire
 from composable.device.collectives.shared import shared_wire
 from composable.device.collectives.tensors import StreamsWire, TensorsWire
@@ -31,19 +31,28 @@ def wires_wrapped_by(wrapper: Callable[[Wire], Wire]) -> Iterator[None]:
         _WRAPPERS.remove(wrapper)
 
 
-def wire_of(group: dist.ProcessGroup | None, device: torch.device) -> Wire:
-    """The wire for tensors on `device` among the ranks of `group` (None: this rank alone)."""
+def wire_of(group: dist.ProcessGroup | None, device: torch.device, *, apart: bool = False) -> Wire:
+    """The wire for tensors on `device` among the ranks of `group` (None: this rank alone). All ranks call it together.
+
+    Args:
+        apart: collectives that have no tag of a unit's, too, are told apart from all others of the group. Backends tell them
+            apart by their order only, so there it takes a communicator of the wire's own.
+    """
     wire: Wire
     cpu = torch.device("cpu")
+
+    def mine(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+        return communicator_like(group, device) if apart else group
+
     if group is None or dist.get_world_size(group) == 1:
         wire = LocalWire()
     elif device.type not in ("cpu", "meta"):
-        wire = StreamsWire(group, device, streams_of(device))
+        wire = StreamsWire(mine(group, device), device, streams_of(device))
     elif backend_of(group, cpu) == "gloo":
         pairs = PairsWire if dist.get_world_size(group) <= PAIRS_UP_TO else TensorsWire
-        wire = shared_wire(group, cpu) or pairs(group, cpu)
+        wire = shared_wire(group, cpu) or pairs(mine(group, cpu), cpu)
     else:
-        wire = TensorsWire(group, cpu)
+        wire = TensorsWire(mine(group, cpu), cpu)
     for wrapper in _WRAPPERS:
         wire = wrapper(wire)
     return wire

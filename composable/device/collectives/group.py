@@ -25,6 +25,8 @@ _CHANNELS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 class GroupWire:
     """What every real process group does the same way."""
 
+    reads_terms = False
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self.device = device
@@ -43,7 +45,7 @@ class GroupWire:
 
     def _is_mean(self, parts: Sequence[ReducePart]) -> bool:
         """Whether the backend can scale the sums, too."""
-        return self._averaging and all([part.scale == self._share for part in parts])
+        return self._averaging and all(part.scale == self._share for part in parts)
 
     def _launch(self, label: str, call: Callable[[], Any]) -> Any:
         try:

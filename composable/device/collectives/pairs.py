@@ -22,8 +22,10 @@ from composable.device.collectives.wire import (
     ReducePart,
     Room,
     Scratch,
+    Term,
     Works,
     failed,
+    put_term,
     scale_sums,
 )
 
@@ -101,6 +103,7 @@ class PairsWire(GroupWire):
 
         return Works(works, label, rank, add_up)
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+        put_term(tensor, term)
         work = self._launch(label, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
         return Works([work], label, self.rank)

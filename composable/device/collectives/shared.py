@@ -23,7 +23,18 @@ from torch import Tensor
 from composable.device.collectives.gathers import CommonGather, GatherPlan, make_room, offsets, plan_gather, view_of
 from composable.device.collectives.group import GroupWire
 from composable.device.collectives.neighbourhood import Neighbourhood, look_around
-from composable.device.collectives.wire import FAILURES, Arrival, Buffer, Channel, GatherPart, ReducePart, Room, Scratch, failed
+from composable.device.collectives.wire import (
+    FAILURES,
+    Arrival,
+    Buffer,
+    Channel,
+    GatherPart,
+    ReducePart,
+    Room,
+    Scratch,
+    Term,
+    failed,
+)
 from composable.device.shared_memory import Block
 from composable.device.words import Word
 
@@ -68,6 +79,7 @@ class SharedWire(GroupWire):
 
     even_only = False
     direct_bytes = DIRECT_BYTES
+    reads_terms = True
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, near: Neighbourhood) -> None:
         super().__init__(group, device)
@@ -114,10 +126,7 @@ class SharedWire(GroupWire):
                     piece = part.source[peer * part.chunk : (peer + 1) * part.chunk]
                     if piece.numel():
                         place = view_of(block.memory, column(peer, me) + start, piece.numel(), piece.dtype)
-                        if _exact(part.scale):
-                            torch.mul(piece, part.scale, out=place)
-                        else:
-                            place.copy_(piece)
+                        _scale(piece, part.scale if _exact(part.scale) else 1.0, out=place)
 
         def receive(words: dict[int, Word]) -> None:
             for part, start in zip(parts, starts, strict=True):
@@ -137,35 +146,78 @@ class SharedWire(GroupWire):
 
         return self._hand_over(stride * len(self._near.peers), fill, receive, label, tag)
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
         flat = tensor.detach().contiguous().view(-1)
+        mine, factor = (term[0].detach().view(-1), term[1]) if term is not None else (flat, 1.0)
         # Each rank adds up one chunk and shows the sum; between two ranks it is as quick that both add up everything.
         chunk = flat.numel() if self.ways == 2 else -(-flat.numel() // self.ways)
-        chunks = [flat] * 2 if self.ways == 2 else [flat[rank * chunk : (rank + 1) * chunk] for rank in range(self.ways)]
-        mine = chunks[self.rank]
-        start = 0 if self.ways == 2 else self.rank * chunk * flat.element_size()
+        start = 0 if self.ways == 2 else self.rank * chunk
+        sums = flat[start : start + chunk]
         tags = self._channel.next_tag(), self._channel.next_tag()
 
         def fill(block: Block) -> None:
-            view_of(block.memory, 0, flat.numel(), flat.dtype).copy_(flat)
+            _scale(mine, factor, out=view_of(block.memory, 0, flat.numel(), flat.dtype))
 
         def receive(words: dict[int, Word]) -> None:
-            terms = {peer: view_of(message, start, mine.numel(), flat.dtype) for peer, message in self._messages(words)}
-            terms[self.rank] = mine
-            add_up([terms[rank] for rank in range(self.ways)], out=mine)
+            own, first = mine[start : start + chunk], start * flat.element_size()
+            terms = {peer: view_of(message, first, sums.numel(), flat.dtype) for peer, message in self._messages(words)}
+            if self.ways == 2 and _exact(factor):
+                torch.add(terms[1 - self.rank], own, alpha=factor, out=sums)
+            else:
+                terms[self.rank] = own if factor == 1.0 else torch.mul(own, factor, out=sums)
+                add_up([terms[rank] for rank in range(self.ways)], out=sums)
             if self.ways > 2:
                 self._hand_over(chunk * flat.element_size(), fill_sum, receive_sums, label, tags[1]).wait()
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view(tensor.shape))
 
         def fill_sum(block: Block) -> None:
-            view_of(block.memory, 0, mine.numel(), flat.dtype).copy_(mine)
+            view_of(block.memory, 0, sums.numel(), flat.dtype).copy_(sums)
 
         def receive_sums(words: dict[int, Word]) -> None:
             for peer, message in self._messages(words):
-                chunks[peer].copy_(view_of(message, 0, chunks[peer].numel(), flat.dtype))
+                chunk_of_peer = flat[peer * chunk : (peer + 1) * chunk]
+                chunk_of_peer.copy_(view_of(message, 0, chunk_of_peer.numel(), flat.dtype))
 
         return self._hand_over(flat.numel() * flat.element_size(), fill, receive, label, tags[0])
+
+    # --- whole tensors and numbers ------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor, *, label: str) -> None:
+        if tensor.device.type != "cpu":
+            super().broadcast(tensor, label=label)
+            return
+        flat = tensor.detach().contiguous().view(-1)
+
+        def fill(block: Block) -> None:
+            if self.rank == 0:
+                view_of(block.memory, 0, flat.numel(), flat.dtype).copy_(flat)
+
+        def receive(words: dict[int, Word]) -> None:
+            if self.rank:
+                shown = view_of(self._near.look(0, words[0]), 0, flat.numel(), flat.dtype)
+                tensor.detach().copy_(shown.view(tensor.shape))
+
+        nbytes = flat.numel() * flat.element_size() if self.rank == 0 else 0
+        self._hand_over(nbytes, fill, receive, label, self._channel.next_tag()).wait()
+
+    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
+        columns = list(zip(*self.exchange(values, label=label), strict=True))
+        return [min(column) for column in columns], [max(column) for column in columns]
+
+    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+        count = len(values)
+        rows = [list(values)] * self.ways
+
+        def fill(block: Block) -> None:
+            view_of(block.memory, 0, count, torch.int64).copy_(torch.tensor(list(values), dtype=torch.int64))
+
+        def receive(words: dict[int, Word]) -> None:
+            for peer, message in self._messages(words):
+                rows[peer] = view_of(message, 0, count, torch.int64).tolist()
+
+        self._hand_over(8 * count, fill, receive, label, self._channel.next_tag()).wait()
+        return rows
 
     def _messages(self, words: dict[int, Word]) -> list[tuple[int, Tensor]]:
         """What the peers show, as uint8."""
@@ -174,7 +226,7 @@ class SharedWire(GroupWire):
     def _hand_over(self, nbytes: int, fill: Fill, receive: Receive, label: str, tag: int) -> _Handover:
         near = self._near
         try:
-            block = near.outbox.take(nbytes)
+            block = near.outbox.take(max(1, nbytes))
             with torch.no_grad():
                 fill(block)
             return _Handover(near, block, tag, label, receive)
@@ -185,6 +237,13 @@ class SharedWire(GroupWire):
 def _exact(scale: float) -> bool:
     """Whether multiplying by `scale` before the sum rounds as multiplying after it does: for powers of two."""
     return math.frexp(scale)[0] == 0.5
+
+
+def _scale(tensor: Tensor, factor: float, *, out: Tensor) -> None:
+    if factor == 1.0:
+        out.copy_(tensor)
+    else:
+        torch.mul(tensor, factor, out=out)
 
 
 def add_up(terms: Sequence[Tensor], *, out: Tensor) -> None:

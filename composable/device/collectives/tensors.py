@@ -11,7 +11,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire, all_gather_single, reduce_scatter_single
-from composable.device.collectives.wire import Arrival, GatherPart, ReducePart, Room, Scratch, Works, failed, scale_sums
+from composable.device.collectives.wire import (
+    Arrival,
+    GatherPart,
+    ReducePart,
+    Room,
+    Scratch,
+    Term,
+    Works,
+    failed,
+    put_term,
+    scale_sums,
+)
 from composable.device.private import coalesced, launchers
 from composable.device.streams import Mark, Streams
 
@@ -40,7 +51,8 @@ class TensorsWire(GroupWire):
             return self._run(label, self._mean, calls)
         return self._run(label, self._sum, calls, partial(scale_sums, parts))
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+        put_term(tensor, term)
         return self._run(label, partial(dist.all_reduce, group=self.group, async_op=True), [(tensor,)])
 
     def _run(
@@ -101,7 +113,8 @@ class StreamsWire(GroupWire):
         rest = None if is_mean else partial(scale_sums, parts)
         return self._on_stream("reduce_scatter", label, calls, len(parts), parts, rest)
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+        put_term(tensor, term)
         return self._on_stream("all_reduce", label, lambda: dist.all_reduce(tensor, group=self.group), 1, tensor)
 
     def _on_stream(

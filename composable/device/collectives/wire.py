@@ -37,6 +37,9 @@ class ReducePart:
     scale: float = 1.0
 
 
+Term = tuple[Tensor, float]  # what a rank adds to a sum: a tensor of the sum's shape and layout, and a factor
+
+
 class Buffer(Protocol):
     """A buffer whose memory comes and goes, or is somebody else's for a time; see `composable.device.memory`."""
 
@@ -77,6 +80,12 @@ def scale_sums(parts: Sequence[ReducePart]) -> None:
     for part in parts:
         if part.scale != 1.0:
             part.out.mul_(part.scale)
+
+
+def put_term(tensor: Tensor, term: Term | None) -> None:
+    """Write a rank's term to where the sum will be, for wires that sum in place."""
+    if term is not None:
+        torch.mul(*term, out=tensor)
 
 
 class Arrival(Protocol):
@@ -129,6 +138,10 @@ class Wire(Protocol):
     def direct_bytes(self) -> int:
         """Bytes in a shard from which a message of its own pays."""
 
+    @property
+    def reads_terms(self) -> bool:
+        """Whether `all_reduce` reads a term where it lies; the others copy it first, which can be done earlier."""
+
     def open_channel(self) -> Channel:
         """Tags for one unit's messages; every rank opens its channels in the same order."""
 
@@ -144,8 +157,8 @@ class Wire(Protocol):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
         """Sums, each multiplied by its part's scale."""
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
-        """Sums in place, in the order of the calls."""
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+        """Sums in place, in the order of the calls; with a `term`, `tensor` becomes the sum of everybody's terms instead."""
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         """Rank 0's values everywhere, in place."""
@@ -201,6 +214,7 @@ class LocalWire:
     ways = 1
     even_only = False
     direct_bytes = 0
+    reads_terms = False
 
     def open_channel(self) -> Channel:
         return Channel(0)
@@ -222,7 +236,8 @@ class LocalWire:
         scale_sums(parts)
         return Works([], label, 0)
 
-    def all_reduce(self, tensor: Tensor, *, label: str) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+        put_term(tensor, term)
         return Works([], label, 0)
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
