@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from composable.device.private import swap_memory
+from composable.device.private import CAN_SWAP, swap_memory
 
 
 class Shelf:
@@ -29,22 +29,20 @@ class Shelf:
         """Give `storage`, which is empty, memory with undefined contents."""
         if self._blocks:
             block = self._blocks.pop()
-            if swap_memory(storage, block):
-                self._husks.append(block)
-                return
-        storage.resize_(self._nbytes)
+            swap_memory(storage, block)
+            self._husks.append(block)
+        else:
+            storage.resize_(self._nbytes)
 
     def drain(self, storage: torch.UntypedStorage) -> None:
         """Take `storage`'s memory back and leave it empty."""
         husk = self._husks.pop() if self._husks else torch.UntypedStorage(0)
-        if swap_memory(storage, husk):
-            self._blocks.append(husk)
-        else:
-            storage.resize_(0)
+        swap_memory(storage, husk)
+        self._blocks.append(husk)
 
 
 class Resizing:
-    """No shelf at all: an accelerator's caching allocator is a pool already, and nothing is worth no block."""
+    """No shelf at all: an accelerator's caching allocator is a pool already, and a torch that cannot swap has no other way."""
 
     __slots__ = ("_nbytes",)
 
@@ -69,7 +67,7 @@ class MemoryPool:
 
     def shelf(self, nbytes: int, device: torch.device) -> Shelf | Resizing:
         """Where storages of `nbytes` on `device` get their memory and leave it."""
-        if device.type != "cpu" or not nbytes:
+        if device.type != "cpu" or not nbytes or not CAN_SWAP:
             return Resizing(nbytes)
         return Shelf(nbytes, self._blocks.setdefault(nbytes, []), self._husks)
 
@@ -137,8 +135,9 @@ class ElasticBuffer:
         Args:
             on_leave: called when the memory is not needed any more; not when the buffer moves out.
         """
-        if self._held or not swap_memory(self._storage, memory):
+        if self._held or not CAN_SWAP:
             return False
+        swap_memory(self._storage, memory)
         self._held, self._lender, self._on_leave = True, memory, on_leave
         return True
 

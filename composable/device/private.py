@@ -49,8 +49,8 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 def launchers(group: dist.ProcessGroup) -> tuple[Launch, Launch, Launch]:
     """The group's own all-gather, reduce-scatter and averaging reduce-scatter of single tensors, asynchronous.
 
-    `launch(output, input)` returns a work. The functions of `torch.distributed` end in these, after checks that are the same
-    at every call: 9 us of Python.
+    `launch(output, input)` returns a work; complex tensors go in as `as_real` makes them. The functions of `torch.distributed`
+    end in these, after checks that are the same at every call: 9 us of Python.
     """
     gather_options, sum_options, mean_options = AllgatherOptions(), ReduceScatterOptions(), ReduceScatterOptions()
     gather_options.asyncOp = sum_options.asyncOp = mean_options.asyncOp = True
@@ -58,13 +58,14 @@ def launchers(group: dist.ProcessGroup) -> tuple[Launch, Launch, Launch]:
     gather = getattr(group, "all_gather_single", None) or group._allgather_base  # torch 2.13 renamed them
     scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return (
-        lambda output, shard: gather(_as_real(output), _as_real(shard), gather_options),
-        lambda output, whole: scatter(_as_real(output), _as_real(whole), sum_options),
-        lambda output, whole: scatter(_as_real(output), _as_real(whole), mean_options),
+        lambda output, shard: gather(output, shard, gather_options),
+        lambda output, whole: scatter(output, whole, sum_options),
+        lambda output, whole: scatter(output, whole, mean_options),
     )
 
 
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as pairs of real numbers, if it holds complex ones."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -76,18 +77,17 @@ def chunk_cat(tensors: Sequence[torch.Tensor], ways: int, out: torch.Tensor) -> 
     torch._chunk_cat(list(tensors), 0, ways, out=out)
 
 
-_CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+def _cannot_swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    raise NotImplementedError("this torch cannot exchange the memory of two storages")
 
 
-def swap_memory(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
-    """Exchange the memory of two storages, views and all; False where this torch cannot.
+CAN_SWAP = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
 
-    `resize_(0)` and back returns memory to the system and faults every page in again: about 8 ms for 32 MiB.
-    """
-    if not _CAN_SWAP:
-        return False
-    one._swap_data_ptr_(other)  # type: ignore[attr-defined]
-    return True
+# Exchanges the memory of two storages, views and all; only if `CAN_SWAP`. `resize_(0)` and back returns memory to the system
+# and faults every page in again: about 8 ms for 32 MiB.
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", _cannot_swap
+)
 
 
 _storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)

@@ -209,7 +209,8 @@ class GuardRow:
     def stand(self) -> None:
         for hooks, key, guard in self._places:
             hooks[key] = guard
-            hooks.move_to_end(key, last=False)  # before hooks of the user
+            if len(hooks) > 1:
+                hooks.move_to_end(key, last=False)  # before hooks of the user
 
 
 _LEAVES: Final = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)

@@ -9,8 +9,9 @@ what they call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 from torch import Tensor
 
@@ -24,12 +25,13 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
     See Note [Hooks on parameters hold nothing].
     """
-    reference = WeakMethod(method)
+    assert isinstance(method, MethodType)
+    reference, function = ref(method.__self__), method.__func__
 
     def call(*args: Any) -> None:
         found = reference()
         if found is not None:
-            found(*args)
+            function(found, *args)
 
     return call
 
@@ -54,7 +56,7 @@ class UnitGradients:
     """EMPTY -> ARRIVING -> REDUCING -> EMPTY, see `composable.plan.phases`.
 
     Attributes:
-        on_first: called when a first gradient arrives.
+        on_first: called when a first gradient arrives that was not expected, or all have.
         on_complete: called when all have arrived; decides when to `reduce`.
         countdown: arrivals until there is something to do but to count.
     """
@@ -74,22 +76,28 @@ class UnitGradients:
         self._unit = unit
         self._label = f"gradient reduction of unit '{unit}'"
 
+    def expect(self) -> None:
+        """Backward has reached the unit: there is nothing to do until all of its gradients have arrived."""
+        if self.phase is GradPhase.EMPTY:
+            self.countdown.left = sum([part.awaited for part in self.parts])
+
     def _take_note(self) -> None:
-        """It is the first one, or by the count the last one."""
+        """It is the last one, by the count, or one that nobody expected."""
         if self.phase is GradPhase.REDUCING:
             self.finish()
-        first = self.phase is GradPhase.EMPTY
-        if first:
+        if self.phase is GradPhase.EMPTY:
             self.on_first()
         self.phase = advance_gradients(self.phase, GradEvent.ARRIVE, unit=self._unit)
-        missing = sum([part.awaited for part in self.parts]) - 1 if first else 0
-        if not missing:
-            # Looked up and not only counted: a backward inside a backward brings one parameter's gradient twice.
-            missing = sum([part.still_missing() for part in self.parts])
-        self.countdown.left = missing
+        # Looked up and not only counted: a backward inside a backward brings one parameter's gradient twice.
+        missing = self.countdown.left = sum([part.still_missing() for part in self.parts])
         # One by one would be too early: a unit's gradients travel together.
         if not missing:
             self.on_complete()
+
+    def end(self) -> None:
+        """Backward has ended, and whatever arrived was reduced."""
+        self.finish()
+        self.countdown.left = 0
 
     def reduce(self) -> None:
         """Launch the reduction of what arrived; what did not counts as zero, and stays None if it did nowhere."""

@@ -210,6 +210,7 @@ class Root:
             self._leave_backward(iteration, entered=index)
             iteration.active.append(index)
             iteration.entered[index] = None
+            handle.gradients.expect()
         handle.unshard_in_step()
         self._prefetch(iteration.finished.next_units(PREFETCH_DEPTH))
         handle.land()
@@ -259,6 +260,7 @@ class Root:
         for index in iteration.active:
             self.handles[index].hide()
         for handle in self.handles:
+            handle.gradients.end()
             handle.uses = 0
             handle.backwards += 1
             if not handle.pins:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable.device import private
+from composable.device import memory, private
 from composable.device.memory import ElasticBuffer, MemoryPool
 
 CPU = torch.device("cpu")
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> MemoryPool:
     """A pool that exchanges memory, and one in a torch that cannot."""
     if request.param == "resizing":
-        monkeypatch.setattr(private, "_CAN_SWAP", False)
+        monkeypatch.setattr(memory, "CAN_SWAP", False)
     return MemoryPool()
 
 
@@ -91,7 +91,7 @@ def test_a_buffer_made_in_inference_mode_can_be_trained_with_later(pool: MemoryP
 
 @pytest.fixture
 def swapping() -> MemoryPool:
-    assert private._CAN_SWAP, "this torch cannot exchange memory; the pool only resizes"
+    assert private.CAN_SWAP, "this torch cannot exchange memory; the pool only resizes"
     return MemoryPool()
 
 

@@ -23,7 +23,7 @@ from composable.device.collectives.wire import (
     put_term,
     scale_sums,
 )
-from composable.device.private import coalesced, launchers
+from composable.device.private import as_real, coalesced, launchers
 from composable.device.streams import Mark, Streams
 
 DIRECT_BYTES: Final = 1 << 20  # bytes in a shard from which its own message pays
@@ -40,13 +40,13 @@ class TensorsWire(GroupWire):
         self._gather, self._sum, self._mean = launchers(group)
 
     def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
-        return [(part.whole, part.shard) for part in parts]
+        return [(as_real(part.whole), as_real(part.shard)) for part in parts]
 
     def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
         return self._run(label, self._gather, prepared)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
-        calls = [(part.out, part.source) for part in parts]
+        calls = [(as_real(part.out), as_real(part.source)) for part in parts]
         if self._is_mean(parts):
             return self._run(label, self._mean, calls)
         return self._run(label, self._sum, calls, partial(scale_sums, parts))
