@@ -285,11 +285,17 @@ def before_gradient(tensor: Tensor, callback: Callable[..., None]) -> None:
     """Call `callback` before backward goes through `tensor`, also when it is a view that is written to later.
 
     An in-place write on a view gives the view a new node and leaves the old one out of the graph, but it cannot leave
-    out the node of the view's base. So views are watched at both.
+    out the node of the view's base. So views are watched at both. A leaf may be a parameter, which lives on when its graph is
+    gone: what waits there goes when it has been called.
     """
     node = tensor.grad_fn
     if node is None:
-        tensor.register_hook(callback)
+
+        def once(gradient: Tensor) -> None:
+            waiting.remove()
+            callback(gradient)
+
+        waiting = tensor.register_hook(once)
         return
     node.register_prehook(callback)
     if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:

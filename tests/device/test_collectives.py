@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Final
-from unittest import mock
 
 import pytest
 import torch
@@ -18,22 +16,14 @@ from torch import Tensor
 from composable.device.collectives import (
     Channel,
     GatherPart,
-    LocalWire,
     PairsWire,
     ReducePart,
-    SharedWire,
     TensorsWire,
     Wire,
-    backend_of,
-    communicator_like,
-    neighbours,
     shared_wire,
-    wire_of,
-    wires_wrapped_by,
     world_group,
 )
 from composable.device.memory import MemoryPool
-from composable.device.private import timeout_of
 from composable.errors import CommunicationError
 from tests.helpers.world import Pool, spmd
 
@@ -46,7 +36,18 @@ def _shared(group: dist.ProcessGroup, device: torch.device) -> Wire:
     return wire
 
 
-KINDS: Final[dict[str, Callable[..., Wire]]] = {"pairs": PairsWire, "tensors": TensorsWire, "shared": _shared}
+def _apart(group: dist.ProcessGroup, device: torch.device) -> Wire:
+    wire = shared_wire(group, device, apart=True)
+    assert wire is not None
+    return wire
+
+
+KINDS: Final[dict[str, Callable[..., Wire]]] = {
+    "pairs": PairsWire,
+    "tensors": TensorsWire,
+    "shared": _shared,
+    "apart": _apart,
+}
 DTYPES: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -347,125 +348,3 @@ def test_a_collective_that_another_rank_does_not_join_ends_with_its_name_and_the
             r"Another rank raised, ended or took another path through the model; look for the first error among all ranks\.",
             text,
         ), f"{case}: {text}"
-
-
-# --- which wire -------------------------------------------------------------------------------------------------------
-
-
-def test_without_a_group_a_wire_talks_to_nobody() -> None:
-    wire = wire_of(None, CPU)
-    assert isinstance(wire, LocalWire)
-    assert (wire.rank, wire.ways) == (0, 1)
-    shard, whole, out = torch.arange(3.0), torch.zeros(3), torch.zeros(3)
-    wire.all_gather(wire.prepare([GatherPart(shard, whole, 3)]), label="", tag=0).wait()
-    wire.reduce_scatter([ReducePart(shard, 3, out)], scratch=MemoryPool(), label="", tag=0).wait()
-    assert whole.tolist() == out.tolist() == [0.0, 1.0, 2.0]
-    tensor = torch.ones(2)
-    wire.all_reduce(tensor, label="").wait()
-    wire.broadcast(tensor, label="")
-    assert tensor.tolist() == [1.0, 1.0]
-    assert wire.exchange([4, 5], label="") == [[4, 5]]
-    assert wire.extremes([4, 5], label="") == ([4, 5], [4, 5])
-    assert wire.open_channel().next_tag() >= 0
-
-
-@spmd(ranks=2)
-def test_gloo_groups_on_one_host_use_its_memory_and_a_rank_alone_uses_nothing() -> None:
-    assert backend_of(world_group(), CPU) == "gloo"
-    assert isinstance(wire_of(world_group(), CPU), SharedWire)
-    assert isinstance(wire_of(world_group(), torch.device("meta")), SharedWire)
-    alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
-    assert isinstance(wire_of(alone, CPU), LocalWire)
-
-
-@spmd(ranks=2)
-def test_wrappers_apply_in_their_scope_only_the_first_one_innermost() -> None:
-    wraps: list[str] = []
-
-    def wrapper(name: str) -> Callable[[Wire], Wire]:
-        def wrap(wire: Wire) -> Wire:
-            wraps.append(name)
-            return wire
-
-        return wrap
-
-    with wires_wrapped_by(wrapper("one")), wires_wrapped_by(wrapper("other")):
-        wire_of(world_group(), CPU)
-    wire_of(world_group(), CPU)
-    assert wraps == ["one", "other"]
-    with pytest.raises(ZeroDivisionError), wires_wrapped_by(wrapper("one")):
-        raise ZeroDivisionError
-    wire_of(world_group(), CPU)
-    assert wraps == ["one", "other"]
-
-
-@spmd(ranks=4)
-def test_neighbours_are_the_ranks_next_to_each_other() -> None:
-    rank = dist.get_rank()
-    pair = neighbours(world_group(), 2, CPU)
-    assert dist.get_process_group_ranks(pair) == [[0, 1], [2, 3]][rank // 2]
-    assert neighbours(world_group(), 2, CPU) is pair, "made once"
-    assert dist.get_process_group_ranks(neighbours(world_group(), 4, CPU)) == [0, 1, 2, 3]
-    wire = wire_of(pair, CPU)
-    assert (wire.ways, wire.rank) == (2, rank % 2)
-    assert wire.exchange([rank], label="") == [[rank // 2 * 2], [rank // 2 * 2 + 1]]
-
-
-def _timeouts() -> list[float]:
-    groups = [world_group(), neighbours(world_group(), 2, CPU), communicator_like(world_group(), CPU)]
-    found = [timeout_of(group, CPU) for group in groups]
-    return [timeout.total_seconds() for timeout in found if timeout is not None]
-
-
-def test_groups_made_of_a_group_give_up_when_it_does(pool: Pool) -> None:
-    assert pool.run(2, _timeouts, group_timeout=45.0) == [[45.0] * 3] * 2
-
-
-@spmd(ranks=2)
-def test_a_second_communicator_has_the_same_ranks_and_its_own_order() -> None:
-    """One rank uses the first then the second, the other the other way round; one communicator would mix them up."""
-    twin = communicator_like(world_group(), CPU)
-    assert twin is not world_group()
-    assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(world_group())
-    wires = [PairsWire(world_group(), CPU), PairsWire(twin, CPU)]
-    tensors = [torch.tensor([1.0]), torch.tensor([10.0])]
-    order = [0, 1] if dist.get_rank() == 0 else [1, 0]
-    arrivals = [wires[i].all_reduce(tensors[i], label="") for i in order]
-    for arrival in arrivals:
-        arrival.wait()
-    assert [t.item() for t in tensors] == [2.0, 20.0]
-
-
-def _apart(backend: str) -> list[float]:
-    group = world_group()
-    if backend == "sockets":
-        group = dist.new_group()
-        os.environ["COMPOSABLE_SHARED_MEMORY"] = "0"
-    try:
-        wires = [wire_of(group, CPU, apart=True) for _ in range(2)]
-    finally:
-        os.environ.pop("COMPOSABLE_SHARED_MEMORY", None)
-    assert [type(wire) for wire in wires] == [PairsWire if backend == "sockets" else SharedWire] * 2
-    tensors = [torch.tensor([1.0]), torch.tensor([10.0])]
-    order = [0, 1] if dist.get_rank() == 0 else [1, 0]
-    arrivals = {i: wires[i].all_reduce(tensors[i], label="") for i in order}
-    for i in range(2):
-        arrivals[i].wait()
-        assert wires[i].exchange([i], label="") == [[i], [i]]
-    return [tensor.item() for tensor in tensors]
-
-
-@pytest.mark.parametrize("backend", ["shared memory", "sockets"])
-def test_wires_that_are_apart_may_be_used_in_any_order(pool: Pool, backend: str) -> None:
-    assert pool.run(2, _apart, backend) == [[2.0, 20.0]] * 2
-
-
-def test_ranks_of_one_host_need_no_second_communicator(pool: Pool) -> None:
-    assert pool.run(2, _groups_made_for_a_wire_apart) == [0, 0]
-
-
-def _groups_made_for_a_wire_apart() -> int:
-    wire_of(world_group(), CPU)
-    with mock.patch.object(dist, "new_group", side_effect=AssertionError) as made:
-        wire_of(world_group(), CPU, apart=True)
-    return made.call_count

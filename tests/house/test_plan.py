@@ -58,7 +58,7 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
         "runtime/part.py",
     ),
     "UntypedStorage": ("device/collectives/wire.py", "device/memory.py", "device/private.py"),
-    "_swap_data_ptr_": ("device/private.py",),
+    "swap_memory": ("device/memory.py", "device/private.py"),
     "_local_tensor": ("device/private.py",),
     "set_local": ("device/parameters.py", "device/private.py"),
     "_version": ("runtime/parameters.py", "runtime/part.py", "state/scalars.py"),

@@ -50,7 +50,7 @@ def wire_of(group: dist.ProcessGroup | None, device: torch.device, *, apart: boo
         wire = StreamsWire(mine(group, device), device, streams_of(device))
     elif backend_of(group, cpu) == "gloo":
         pairs = PairsWire if dist.get_world_size(group) <= PAIRS_UP_TO else TensorsWire
-        wire = shared_wire(group, cpu) or pairs(mine(group, cpu), cpu)
+        wire = shared_wire(group, cpu, apart=apart) or pairs(mine(group, cpu), cpu)
     else:
         wire = TensorsWire(mine(group, cpu), cpu)
     for wrapper in _WRAPPERS:

@@ -181,7 +181,26 @@ class SharedWire(GroupWire):
 
         return self._hand_over(flat.numel() * flat.element_size(), fill, receive, label, tags[0])
 
-    # --- whole tensors and numbers ------------------------------------------------------------------------------------
+    def _messages(self, words: dict[int, Word]) -> list[tuple[int, Tensor]]:
+        """What the peers show, as uint8."""
+        return [(peer, self._near.look(peer, word)) for peer, word in words.items()]
+
+    def _hand_over(self, nbytes: int, fill: Fill, receive: Receive, label: str, tag: int) -> _Handover:
+        near = self._near
+        try:
+            block = near.outbox.take(max(1, nbytes))
+            with torch.no_grad():
+                fill(block)
+            return _Handover(near, block, tag, label, receive)
+        except FAILURES as error:
+            raise failed(label, self.rank, error) from error
+
+
+class ApartWire(SharedWire):
+    """A wire all of whose collectives are told from those of other wires of the group, also the ones that have no unit's tag.
+
+    An ordinary wire leaves these to the backend: ranks that have come to different units must meet in a check of their order.
+    """
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         if tensor.device.type != "cpu":
@@ -219,20 +238,6 @@ class SharedWire(GroupWire):
         self._hand_over(8 * count, fill, receive, label, self._channel.next_tag()).wait()
         return rows
 
-    def _messages(self, words: dict[int, Word]) -> list[tuple[int, Tensor]]:
-        """What the peers show, as uint8."""
-        return [(peer, self._near.look(peer, word)) for peer, word in words.items()]
-
-    def _hand_over(self, nbytes: int, fill: Fill, receive: Receive, label: str, tag: int) -> _Handover:
-        near = self._near
-        try:
-            block = near.outbox.take(max(1, nbytes))
-            with torch.no_grad():
-                fill(block)
-            return _Handover(near, block, tag, label, receive)
-        except FAILURES as error:
-            raise failed(label, self.rank, error) from error
-
 
 def _exact(scale: float) -> bool:
     """Whether multiplying by `scale` before the sum rounds as multiplying after it does: for powers of two."""
@@ -260,9 +265,10 @@ def add_up(terms: Sequence[Tensor], *, out: Tensor) -> None:
 _NEIGHBOURHOODS: WeakKeyDictionary[dist.ProcessGroup, Neighbourhood | None] = WeakKeyDictionary()
 
 
-def shared_wire(group: dist.ProcessGroup, device: torch.device) -> SharedWire | None:
+def shared_wire(group: dist.ProcessGroup, device: torch.device, *, apart: bool = False) -> SharedWire | None:
     """The wire for a group whose ranks all see each other's memory, None for any other. All ranks call it together."""
     if group not in _NEIGHBOURHOODS:
         _NEIGHBOURHOODS[group] = look_around(GroupWire(group, device))
     near = _NEIGHBOURHOODS[group]
-    return SharedWire(group, device, near) if near is not None else None
+    kind = ApartWire if apart else SharedWire
+    return kind(group, device, near) if near is not None else None
