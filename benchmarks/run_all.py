@@ -45,7 +45,7 @@ JOBS = (
     Job(
         "step-conv",
         "step.py",
-        ("--model", "conv", "--rounds", "3", "--steps", "2", "--contenders", "*composable*,fsdp2,fsdp1,ddp-views"),
+        ("--model", "conv", "--rounds", "3", "--steps", "2", "--contenders", "un-annotated,*composable*,fsdp2,fsdp1,ddp-views"),
         None,
         selected=False,
     ),

@@ -8,6 +8,7 @@ alias survives: refilling the storage before backward revives saved views withou
 from __future__ import annotations
 
 from collections.abc import Callable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -16,29 +17,34 @@ from composable.device.private import CAN_SWAP, swap_memory
 
 
 class Shelf:
-    """Blocks of host memory of one size, for storages that take turns."""
+    """Blocks of host memory of one size, for storages that take turns; gone with the last of those who use it."""
 
-    __slots__ = ("_blocks", "_husks", "_nbytes")
+    __slots__ = ("__weakref__", "_husks", "blocks", "nbytes")
 
-    def __init__(self, nbytes: int, blocks: list[torch.UntypedStorage], husks: list[torch.UntypedStorage]) -> None:
-        self._nbytes = nbytes
-        self._blocks = blocks
-        self._husks = husks
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.blocks: list[torch.UntypedStorage] = []  # that nobody uses
+        self._husks: list[torch.UntypedStorage] = []  # empty ones, left when a block's memory went elsewhere
 
     def fill(self, storage: torch.UntypedStorage) -> None:
         """Give `storage`, which is empty, memory with undefined contents."""
-        if self._blocks:
-            block = self._blocks.pop()
+        if self.blocks:
+            block = self.blocks.pop()
             swap_memory(storage, block)
             self._husks.append(block)
         else:
-            storage.resize_(self._nbytes)
+            storage.resize_(self.nbytes)
 
     def drain(self, storage: torch.UntypedStorage) -> None:
         """Take `storage`'s memory back and leave it empty."""
         husk = self._husks.pop() if self._husks else torch.UntypedStorage(0)
         swap_memory(storage, husk)
-        self._blocks.append(husk)
+        self.blocks.append(husk)
+
+    def clear(self) -> None:
+        """Return all idle blocks to the system."""
+        self.blocks.clear()
+        self._husks.clear()
 
 
 class Resizing:
@@ -62,35 +68,40 @@ class MemoryPool:
     """Lends blocks of host memory of exact sizes, so that CPU steps do not fault the same pages in again and again."""
 
     def __init__(self) -> None:
-        self._blocks: dict[int, list[torch.UntypedStorage]] = {}
-        self._husks: list[torch.UntypedStorage] = []  # empty ones, left when a block's memory went elsewhere
+        self._shelves: WeakValueDictionary[int, Shelf] = WeakValueDictionary()
+        self._given: dict[int, list[torch.UntypedStorage]] = {}  # what `give` brought, by size
 
     def shelf(self, nbytes: int, device: torch.device) -> Shelf | Resizing:
         """Where storages of `nbytes` on `device` get their memory and leave it."""
         if device.type != "cpu" or not nbytes or not CAN_SWAP:
             return Resizing(nbytes)
-        return Shelf(nbytes, self._blocks.setdefault(nbytes, []), self._husks)
+        found = self._shelves.get(nbytes)
+        if found is None:
+            found = self._shelves[nbytes] = Shelf(nbytes)
+        return found
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A 1-D host tensor with undefined contents; give it back with `give`."""
         nbytes = numel * dtype.itemsize
-        blocks = self._blocks.get(nbytes)
+        blocks = self._given.get(nbytes)
         storage = blocks.pop() if blocks else torch.UntypedStorage(nbytes)
         return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
 
     def give(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        self._blocks.setdefault(storage.nbytes(), []).append(storage)
+        self._given.setdefault(storage.nbytes(), []).append(storage)
 
     def clear(self) -> None:
         """Return all idle blocks to the system."""
-        for blocks in self._blocks.values():
-            blocks.clear()
-        self._husks.clear()
+        self._given.clear()
+        for shelf in list(self._shelves.values()):
+            shelf.clear()
 
     @property
     def idle_bytes(self) -> int:
-        return sum(nbytes * len(blocks) for nbytes, blocks in self._blocks.items())
+        """Bytes that nobody uses."""
+        given = sum(nbytes * len(blocks) for nbytes, blocks in self._given.items())
+        return given + sum(shelf.nbytes * len(shelf.blocks) for shelf in list(self._shelves.values()))
 
 
 HOST_MEMORY = MemoryPool()  # one for the process: units of many models take turns

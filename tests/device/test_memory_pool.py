@@ -106,6 +106,17 @@ def test_buffers_of_one_size_take_turns_in_one_block(swapping: MemoryPool) -> No
     assert swapping.idle_bytes == one.nbytes
 
 
+def test_idle_memory_goes_with_the_last_buffer_of_its_size(swapping: MemoryPool) -> None:
+    one, other, larger = _buffer(swapping), _buffer(swapping), _buffer(swapping, 7)
+    for buffer in (one, other, larger):
+        buffer.free()
+    assert swapping.idle_bytes == one.nbytes + other.nbytes + larger.nbytes
+    del buffer, one
+    assert swapping.idle_bytes == 2 * other.nbytes + larger.nbytes, "another one may still need it"
+    del other
+    assert swapping.idle_bytes == larger.nbytes
+
+
 def test_a_block_is_never_lent_as_another_size(swapping: MemoryPool) -> None:
     small = _buffer(swapping, 4)
     small.free()
