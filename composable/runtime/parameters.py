@@ -23,7 +23,7 @@ from composable.runtime.part import Part
 _requires_grad: Final = attrgetter("requires_grad")
 _version: Final = attrgetter("_version")
 _CACHE_LINE: Final = 64  # bytes
-_VECTOR: Final = 16  # bytes that an accelerator reads at once
+_VECTOR: Final = 16  # bytes that an accelerator reads at once, if they are aligned
 
 
 class UnitParameters:
@@ -86,7 +86,7 @@ class UnitParameters:
 
     def _flat(self, dtype: torch.dtype, device: torch.device, indices: Sequence[int]) -> FlatParameters:
         wire = self._ground.wire
-        layout = self._layout(indices, dtype)
+        layout = self._layout(indices, dtype, device)
         # An embedding with a largest norm writes to its weight whenever it is used.
         written = any(getattr(o.module, "max_norm", None) is not None for index in indices for o in self.slots[index].owners)
         flat = FlatParameters(layout, dtype=dtype, device=device, wire=wire, pool=self._pool, stays=self._stay, private=written)
@@ -101,7 +101,7 @@ class UnitParameters:
                     view.copy_(cut(tensor.data, layout.slots[position], wire.rank))
         return flat
 
-    def _layout(self, indices: Sequence[int], dtype: torch.dtype) -> Layout:
+    def _layout(self, indices: Sequence[int], dtype: torch.dtype, device: torch.device) -> Layout:
         wire = self._ground.wire
         specs = []
         for index in indices:
@@ -111,7 +111,8 @@ class UnitParameters:
         direct = -(-wire.direct_bytes // dtype.itemsize)
         if len(specs) > Channel.PARTS // 2:
             direct = max(direct, sorted(max(1, math.prod(s.shape)) // wire.ways for s in specs)[-Channel.PARTS // 2])
-        align, packed_align = (max(1, nbytes // dtype.itemsize) for nbytes in (_CACHE_LINE, _VECTOR))
+        align = max(1, _CACHE_LINE // dtype.itemsize)
+        packed_align = 1 if device.type == "cpu" else max(1, _VECTOR // dtype.itemsize)
         return plan_layout(specs, ways=wire.ways, direct_numel=direct, align=align, packed_align=packed_align)
 
     def _settle_in(self, flat: FlatParameters, position: int, slot: ParameterSlots) -> None:
