@@ -78,7 +78,7 @@ class UnitGradients:
 
     def expect(self) -> None:
         """Backward has reached the unit: there is nothing to do until all of its gradients have arrived."""
-        if self.phase is GradPhase.EMPTY:
+        if self.phase is GradPhase.EMPTY and not self.countdown.left:
             self.countdown.left = sum([part.awaited for part in self.parts])
 
     def _take_note(self) -> None:

@@ -120,6 +120,40 @@ def test_a_unit_reduced_before_it_is_complete_starts_from_nothing_afterwards() -
     assert unit.log == ["first", "first", "complete"]
 
 
+def test_expected_gradients_are_nobodys_business_until_all_have_arrived() -> None:
+    unit = Unit(Ledger("a", "b"), Ledger("c"))
+    unit.gradients.expect()
+    unit.arrive("a")
+    unit.gradients.expect()  # backward reaches the unit by another output
+    unit.arrive("c")
+    assert unit.log == []
+    unit.arrive("b")
+    assert unit.log == ["first", "complete"]
+
+
+def test_expected_gradients_that_arrive_twice_do_not_stand_for_others() -> None:
+    unit = Unit(Ledger("a", "b"))
+    unit.gradients.expect()
+    for name in ("a", "a"):
+        unit.arrive(name)
+        assert "complete" not in unit.log
+    unit.arrive("b")
+    assert unit.log[-1] == "complete"
+
+
+def test_what_was_expected_in_one_backward_is_not_in_the_next() -> None:
+    unit = Unit(Ledger("a", "b"))
+    unit.gradients.expect()
+    unit.arrive("a")
+    unit.gradients.reduce()
+    unit.gradients.end()
+    assert unit.gradients.phase is GradPhase.EMPTY
+    unit.gradients.expect()
+    unit.gradients.end()  # it brought nothing
+    unit.arrive("b")
+    assert unit.log == ["first"], "noticed at once"
+
+
 def test_dropped_gradients_do_not_count() -> None:
     unit = Unit(Ledger("a", "b"))
     unit.arrive("a")
