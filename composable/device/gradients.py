@@ -119,7 +119,8 @@ class GradientShards:
         self._buffer: Tensor | None = None
         self.direct: list[Tensor] = []  # where direct gradients belong, in the plan's order
         self.row = torch.empty(0)  # where the reduced row lands: in the buffer itself if it can
-        self._columns: list[tuple[Tensor, Tensor]] = []  # otherwise: where in the row, and where they belong
+        self._landed: list[Tensor] = []  # otherwise: where its columns are, ...
+        self._belongs: list[Tensor] = []  # ... and where they belong
         self._dtensors: list[Tensor] = []
         self._unused: tuple[int, list[int], list[int]] = (0, [], [])  # what `_users` says when nobody kept anything
         self._released = False
@@ -151,8 +152,9 @@ class GradientShards:
             self.row = buffer[plan.straight :]
             return
         self.row = buffer.new_empty(plan.row_numel)
-        columns = [(column.start, shards[column.slot]) for column in plan.columns]
-        self._columns = [(self.row[start : start + shard.numel()], shard) for start, shard in columns]
+        self._belongs = [shards[column.slot] for column in plan.columns]
+        starts = [column.start for column in plan.columns]
+        self._landed = [self.row[start : start + shard.numel()] for start, shard in zip(starts, self._belongs, strict=True)]
 
     def _kept_by_somebody(self) -> bool:
         """Whether a gradient handed out earlier may still be read: it must not change under its reader."""
@@ -186,9 +188,8 @@ class GradientShards:
 
     def take_from_row(self) -> None:
         """Copy what landed in the row to where it belongs, unless it landed there."""
-        if self._columns:
-            targets, sources = [shard for _, shard in self._columns], [landed for landed, _ in self._columns]
-            torch._foreach_copy_(targets, sources)
+        if self._belongs:
+            torch._foreach_copy_(self._belongs, self._landed)
 
     def used_anywhere(self) -> dict[int, bool]:
         """For each slot, whether any rank had a gradient. Reads memory: on an accelerator the host waits."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Final
+from unittest import mock
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from composable.device.collectives import (
     GatherPart,
     PairsWire,
     ReducePart,
+    StreamsWire,
     TensorsWire,
     Wire,
     shared_wire,
+    tensors,
     world_group,
 )
 from composable.device.memory import MemoryPool
+from composable.device.streams import streams_of
 from composable.errors import CommunicationError
 from tests.helpers.world import Pool, spmd
 
@@ -147,6 +151,28 @@ def _others(kind: str) -> None:
 @pytest.mark.parametrize("body", [_gather, _reduce, _others], ids=["gather", "reduce", "others"])
 def test_a_wire_gives_what_torchs_own_collectives_give(pool: Pool, body: Callable[[str], None], kind: str, ranks: int) -> None:
     pool.run(ranks, body, kind)
+
+
+def _mean(kind: str) -> int:
+    """Reduces to the mean, then to half of it; how often this side had to multiply."""
+    streams = StreamsWire(world_group(), CPU, streams_of(CPU))
+    wire = {"tensors": TensorsWire(world_group(), CPU), "streams": streams}[kind]
+    wire._averaging = True
+    with mock.patch.object(tensors, "scale_sums", wraps=tensors.scale_sums) as scaling:
+        for factor in (1.0, 0.5):
+            source = _numbers(2 * 5, wire.rank)
+            total = source.clone()
+            dist.all_reduce(total)
+            out = torch.full((5,), float("nan"))
+            part = ReducePart(source, 5, out, factor / wire.ways)
+            wire.reduce_scatter([part], scratch=MemoryPool(), label="", tag=wire.open_channel().next_tag()).wait()
+            assert torch.equal(out, total[5 * wire.rank :][:5] * factor / wire.ways)
+    return scaling.call_count
+
+
+@pytest.mark.parametrize("kind", ["tensors", "streams"])
+def test_a_backend_that_averages_is_asked_for_means_and_for_nothing_else(pool: Pool, kind: str) -> None:
+    assert pool.run(2, _mean, kind) == [1, 1]
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------
