@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import groupby
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from composable.device.collectives import GatherPart, Room, Wire
 from composable.device.memory import ElasticBuffer, MemoryPool
 from composable.plan.layout import Layout, Route, Slot
 
-_STARTS = "_composable_starts"
+_STARTS: Final = "_composable_starts"
+_WIDE: Final = (torch.complex128, torch.int64, torch.int32)  # elements of 16, 8 and 4 bytes
 
 
 def note_starts(buffer: Tensor, starts: Iterable[int]) -> None:
@@ -122,7 +124,8 @@ class FlatParameters:
                 for target, source in pair_rows(slot, whole, rows[:, start : start + slot.chunk_numel]):
                     targets.append(target)
                     sources.append(source)
-        return targets, sources
+        pairs = [widened(target, source) for target, source in zip(targets, sources, strict=True)]
+        return [target for target, _ in pairs], [source for _, source in pairs]
 
     def copy_out(self) -> None:
         """Copy the packed parameters from where their message landed to where modules read them."""
@@ -134,6 +137,25 @@ class FlatParameters:
 def _stack(buffer: Tensor, starts: Sequence[int], rows: int, row_stride: int, row_numel: int) -> Tensor:
     """Equal stretches of rows, which start at equal distances in `buffer`, as one (stretches, rows, row_numel) view."""
     return buffer.as_strided((len(starts), rows, row_numel), (starts[1] - starts[0], row_stride, 1), starts[0])
+
+
+def widened(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Equal-shaped views of the same bytes, in elements as wide as they allow; to copy one to the other.
+
+    A copy walks short rows element by element: with 1024 ranks and rows of 16 bytes this takes less than half the time.
+    """
+    if target.device.type != "cpu":  # not every accelerator has such elements
+        return target, source
+    for wide in _WIDE:
+        if all(_can_hold(tensor, wide) for tensor in (target, source)):
+            return target.view(wide), source.view(wide)
+    return target, source
+
+
+def _can_hold(tensor: Tensor, wide: torch.dtype) -> bool:
+    *strides, last = tensor.stride()
+    ratio = wide.itemsize // tensor.dtype.itemsize
+    return ratio > 1 and last == 1 and not any(x % ratio for x in (tensor.shape[-1], tensor.storage_offset(), *strides))
 
 
 def pair_rows(slot: Slot, whole: Tensor, columns: Tensor) -> list[tuple[Tensor, Tensor]]:

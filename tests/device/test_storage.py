@@ -13,7 +13,7 @@ from composable.device.collectives import ReducePart
 from composable.device.gradients import GradientRows, GradientShards
 from composable.device.memory import MemoryPool
 from composable.device.parameters import cut, make_unsharded
-from composable.device.storage import FlatParameters, pair_rows, shape_like_rows
+from composable.device.storage import FlatParameters, pair_rows, shape_like_rows, widened
 from composable.plan.layout import Layout, ParamSpec, Route, plan_layout, plan_reduction
 from tests.device.in_process import Seat, gather, reduce
 from tests.plan.layouts import Planned, planned
@@ -174,6 +174,48 @@ def test_paired_rows_match_a_whole_with_its_chunks_in_both_directions(plan: Plan
             for rows, pieces in pair_rows(slot, back, columns):
                 rows.copy_(pieces)
             assert torch.equal(back[: slot.numel].view(slot.shape), whole)
+
+
+@_SETTINGS
+@given(
+    dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.float64]),
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 2, 4, 6, 16])),
+    gaps=st.tuples(st.integers(0, 4), st.integers(0, 4)),
+    starts=st.tuples(st.integers(0, 16), st.integers(0, 16)),
+)
+def test_wider_elements_move_the_same_bits(
+    dtype: torch.dtype, shape: tuple[int, int, int], gaps: tuple[int, int], starts: tuple[int, int]
+) -> None:
+    """Of any bits, NaNs with a payload too, whatever the strides and starts allow."""
+    generator = torch.Generator().manual_seed(0)
+    ends = []
+    for gap, start in zip(gaps, starts, strict=True):
+        row = shape[2] + gap
+        strides = (shape[1] * row, row, 1)
+        room = start + shape[0] * strides[0]
+        buffer = torch.randint(0, 256, (room * dtype.itemsize,), dtype=torch.uint8, generator=generator).view(dtype)
+        ends.append(buffer.as_strided(shape, strides, start))
+    target, source = ends
+    bits = source.contiguous().view(torch.uint8)
+    rest = torch.ones(target.untyped_storage().nbytes() // dtype.itemsize, dtype=torch.bool)
+    rest.as_strided(shape, target.stride(), target.storage_offset()).fill_(False)
+    whole = target.as_strided((len(rest),), (1,), 0)
+    before = whole[rest].view(torch.uint8)
+    wide_target, wide_source = widened(target, source)
+    wide_target.copy_(wide_source)
+    assert torch.equal(target.contiguous().view(torch.uint8), bits)
+    assert torch.equal(whole[rest].view(torch.uint8), before)
+
+
+def test_short_rows_are_copied_in_the_widest_elements_that_fit() -> None:
+    layout = plan_layout([ParamSpec("up", (8, 4)), ParamSpec("down", (8, 4))], ways=8, direct_numel=10**9)
+    (flat, *_) = _flats(layout, MemoryPool())
+    (target,), (source,) = flat._packed_copies
+    assert target.dtype is source.dtype is torch.complex128
+    assert target.shape == (2, 8, 1)
+    odd = torch.zeros(9)
+    assert widened(odd[1:5], odd[:4])[0].dtype is torch.float32
+    assert widened(odd[2:4], odd[:2])[0].dtype is torch.int64
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------
