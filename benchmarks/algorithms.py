@@ -124,7 +124,7 @@ def _shared() -> SharedWire:
 def _gather_parts(parts: list[GatherPart]) -> Move:
     wire = _shared()
     plan, channel = wire.prepare(parts), wire.open_channel()
-    return lambda: wire.all_gather(plan, label="all-gather", tag=channel.next_tag()).wait
+    return lambda: wire.all_gather(plan, label="all-gather", channel=channel).wait
 
 
 def gather_shared(shard: Tensor, whole: Tensor) -> Move:
@@ -136,7 +136,7 @@ def reduce_shared(source: Tensor, out: Tensor) -> Move:
     """Every rank copies what the others own into memory that they see; they add it up from there, in the order of ranks."""
     wire, pool = _shared(), MemoryPool()
     channel, part = wire.open_channel(), ReducePart(source, out.numel(), out)
-    return lambda: wire.reduce_scatter([part], scratch=pool, label="reduction", tag=channel.next_tag()).wait
+    return lambda: wire.reduce_scatter([part], scratch=pool, label="reduction", channel=channel).wait
 
 
 def reduce_all_shared(source: Tensor, out: Tensor) -> Move:

@@ -24,7 +24,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from composable.device.private import CAN_COUNT_USERS, storage_users, tensor_users
+from composable.device.private import CAN_COUNT_USERS, storage_key, storage_users, tensor_users
 
 Strides = tuple[int, ...]
 
@@ -72,7 +72,7 @@ class GradientBucket:
         self._makes_terms = alone and self._after == 1.0 and math.frexp(self._before)[0] == 0.5
         self._message = self._body = self.flags = _NOWHERE
         self.views = [_NOWHERE] * len(parameters)
-        self._users_of_storage = self._users_of_view = 0
+        self._storage = self._users_of_storage = self._users_of_view = 0
         # Of one backward:
         self.term: tuple[Tensor, float] | None = None  # what to sum instead of the message, and the factor
         self._guests: dict[int, None] = {}
@@ -95,17 +95,18 @@ class GradientBucket:
             self.views = [view.data for view in shaped]
             del pieces, shaped
         if CAN_COUNT_USERS:
-            self._users_of_storage = storage_users(self._message)
+            self._storage = storage_key(self._message)
+            self._users_of_storage = storage_users(self._storage)
             self._users_of_view = self._references(range(1))
 
     def _references(self, slots: Sequence[int]) -> int:
         """References to the views in `slots`, from Python and from C++."""
         views = [self.views[k] for k in slots]
-        return sum(map(sys.getrefcount, views)) + sum(tensor_users(views))
+        return sum(map(sys.getrefcount, views)) + sum(map(tensor_users, views))
 
     def _kept_by_somebody(self, slots: Sequence[int]) -> bool:
         """Whether somebody may still read what an earlier backward left in `slots`, none of which is a `grad` now."""
-        if not CAN_COUNT_USERS or storage_users(self._message) != self._users_of_storage:
+        if not CAN_COUNT_USERS or storage_users(self._storage) != self._users_of_storage:
             return True
         return self._references(slots) != self._users_of_view * len(slots)
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import like_parameter
-from composable.device.private import CAN_COUNT_USERS, chunk_cat, local_of, storage_users, tensor_users
+from composable.device.private import CAN_COUNT_USERS, chunk_cat, local_of, storage_key, storage_users, tensor_users
 from composable.device.storage import FlatParameters, note_shards, pair_rows, shape_like_rows
 from composable.plan.layout import ReduceLayout, Route
 
@@ -117,6 +117,7 @@ class GradientShards:
         self._sharded = parameters
         self._plan = plan
         self._buffer: Tensor | None = None
+        self._storage = 0  # the buffer's, by the key that counts its users
         self.direct: list[Tensor] = []  # where direct gradients belong, in the plan's order
         self.row = torch.empty(0)  # where the reduced row lands: in the buffer itself if it can
         self._landed: list[Tensor] = []  # otherwise: where its columns are, ...
@@ -125,14 +126,16 @@ class GradientShards:
         self._unused: tuple[int, list[int], list[int]] = (0, [], [])  # what `_users` says when nobody kept anything
         self._released = False
         self._numel = flat.layout.shard_numel if plan.straight is None else plan.straight + plan.row_numel
-        self._nbytes = self._numel * flat.dtype.itemsize
-        self._shelf = flat.pool.shelf(self._nbytes, flat.device)
+        nbytes = self._numel * flat.dtype.itemsize
+        self.worth_releasing = nbytes >= WORTH_RELEASING
+        self._shelf = flat.pool.shelf(nbytes, flat.device)
 
     def _make(self) -> None:
         flat = self._flat
         self._released = False
         with torch.inference_mode(False), torch.no_grad():
             self._buffer = torch.empty(self._numel, dtype=flat.dtype, device=flat.device)
+            self._storage = storage_key(self._buffer)
             note_shards(self._buffer, flat.layout, flat.rank)
             self._dtensors = [
                 like_parameter(shape_like_rows(self._buffer, slot, flat.rank), parameter)
@@ -162,7 +165,8 @@ class GradientShards:
 
     def _users(self) -> tuple[int, list[int], list[int]]:
         """Who holds what: the memory (views of it, too), the gradients from Python, and from C++ (`.grad`, a graph)."""
-        return storage_users(self.buffer), list(map(sys.getrefcount, self._dtensors)), tensor_users(self._dtensors)
+        gradients = self._dtensors
+        return storage_users(self._storage), list(map(sys.getrefcount, gradients)), list(map(tensor_users, gradients))
 
     def refresh(self) -> bool:
         """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients; True if it is another one."""
@@ -177,7 +181,7 @@ class GradientShards:
 
     def release(self) -> None:
         """Give the memory back if nobody holds a gradient in it: during forward, activations need it more."""
-        if not self._released and self._nbytes >= WORTH_RELEASING and not self._kept_by_somebody():
+        if not self._released and not self._kept_by_somebody():
             self._shelf.drain(self.buffer.untyped_storage())
             self._released = True
 

@@ -19,7 +19,7 @@ import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 
-Launch = Callable[[torch.Tensor, torch.Tensor], Any]
+Launch = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 
 
 def in_backward() -> bool:
@@ -46,22 +46,18 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     return timeout
 
 
-def launchers(group: dist.ProcessGroup) -> tuple[Launch, Launch, Launch]:
+def launchers(group: dist.ProcessGroup) -> tuple[tuple[Launch, Any], tuple[Launch, Any], tuple[Launch, Any]]:
     """The group's own all-gather, reduce-scatter and averaging reduce-scatter of single tensors, asynchronous.
 
-    `launch(output, input)` returns a work; complex tensors go in as `as_real` makes them. The functions of `torch.distributed`
-    end in these, after checks that are the same at every call: 9 us of Python.
+    Pairs of a function and its options: `launch(output, input, options)` returns a work; complex tensors go in as `as_real`
+    makes them. The functions of `torch.distributed` end in these, after checks that are the same at every call: 9 us of Python.
     """
     gather_options, sum_options, mean_options = AllgatherOptions(), ReduceScatterOptions(), ReduceScatterOptions()
     gather_options.asyncOp = sum_options.asyncOp = mean_options.asyncOp = True
     mean_options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
     gather = getattr(group, "all_gather_single", None) or group._allgather_base  # torch 2.13 renamed them
     scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
-    return (
-        lambda output, shard: gather(output, shard, gather_options),
-        lambda output, whole: scatter(output, whole, sum_options),
-        lambda output, whole: scatter(output, whole, mean_options),
-    )
+    return (gather, gather_options), (scatter, sum_options), (scatter, mean_options)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,20 +86,18 @@ swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = geta
 )
 
 
-_storage_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-_tensor_use_count: Callable[[torch.Tensor], int] | None = getattr(torch.Tensor, "_use_count", None)
+CAN_COUNT_USERS = hasattr(torch._C, "_storage_Use_Count") and hasattr(torch.Tensor, "_use_count")
 
-CAN_COUNT_USERS = _storage_use_count is not None and _tensor_use_count is not None
-
-
-def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors and handles share `tensor`'s storage; meaningless where this torch cannot tell (`CAN_COUNT_USERS`)."""
-    return _storage_use_count(tensor.untyped_storage()._cdata) if _storage_use_count is not None else 0
+# How many tensors and handles share the storage with this key, and how many references from C++ (a `.grad` slot, a graph) hold
+# a tensor; meaningless where this torch cannot tell (`CAN_COUNT_USERS`).
+storage_users: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda key: 0)
+tensor_users: Callable[[torch.Tensor], int] = getattr(torch.Tensor, "_use_count", lambda tensor: 0)
 
 
-def tensor_users(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """How many references from C++ (a `.grad` slot, a graph) hold each tensor; meaningless where this torch cannot tell."""
-    return list(map(_tensor_use_count, tensors)) if _tensor_use_count is not None else []
+def storage_key(tensor: torch.Tensor) -> int:
+    """What `storage_users` knows a tensor's storage by, while the tensor lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
 
 
 # The local tensor itself. `to_local()` is public, but makes an alias, or an autograd node, at every call. A getter made in C,

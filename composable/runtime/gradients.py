@@ -56,7 +56,7 @@ class UnitGradients:
     """EMPTY -> ARRIVING -> REDUCING -> EMPTY, see `composable.plan.phases`.
 
     Attributes:
-        on_first: called when a first gradient arrives that was not expected, or all have.
+        on_first: called when a first gradient arrives that was not expected, and others are missing.
         on_complete: called when all have arrived; decides when to `reduce`.
         countdown: arrivals until there is something to do but to count.
     """
@@ -85,14 +85,18 @@ class UnitGradients:
         """It is the last one, by the count, or one that nobody expected."""
         if self.phase is GradPhase.REDUCING:
             self.finish()
-        if self.phase is GradPhase.EMPTY:
-            self.on_first()
-        self.phase = advance_gradients(self.phase, GradEvent.ARRIVE, unit=self._unit)
         # Looked up and not only counted: a backward inside a backward brings one parameter's gradient twice.
-        missing = self.countdown.left = sum([part.still_missing() for part in self.parts])
+        missing = 0
+        for part in self.parts:
+            missing += part.still_missing()
+        self.countdown.left = missing
         # One by one would be too early: a unit's gradients travel together.
         if not missing:
             self.on_complete()
+            return
+        if self.phase is GradPhase.EMPTY:
+            self.on_first()
+        self.phase = advance_gradients(self.phase, GradEvent.ARRIVE, unit=self._unit)
 
     def end(self) -> None:
         """Backward has ended, and whatever arrived was reduced."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable.config import AfterForward, Free, Keep, Regroup
 from composable.device.collectives import Arrival, Channel
@@ -100,18 +100,18 @@ class Handle:
     def prepare(self) -> None:
         """Before a forward of the root: notice what users did to parameters and gradients since the last one."""
         parameters = self.parameters
-        self._notice_foreigners()
+        if not parameters.intact():
+            self._take_in_foreigners()
         parameters.follow()
-        for part in parameters.parts:
-            part.release_gradients()
+        parameters.release_gradients()
         self._edition = self._look_up_edition()
         if self.phase is not Phase.SHARDED and self._gathered != self._edition:
             self.reshard()
 
-    def _notice_foreigners(self) -> None:
+    def _take_in_foreigners(self) -> None:
         """Parameters that were moved, cast or replaced become the unit's own."""
         parameters = self.parameters
-        if not parameters.intact() and parameters.accept():
+        if parameters.accept():
             self.reshard()  # into the old buffers
             parameters.rebuild()
             self.gradients.parts = parameters.parts
@@ -171,7 +171,10 @@ class Handle:
         self._free()
 
     def _free(self) -> None:
-        written = [name for part in self.parameters.parts for name in part.find_writes()]
+        written: list[str] = []
+        for part in self.parameters.parts:
+            if part.flat.full.lodged:
+                written += part.find_writes()
         for part in self.parameters.parts:
             part.free()
         if written:
@@ -221,10 +224,6 @@ class Handle:
         if self._calls == 0:
             self._guards.stand()
 
-    def aliases(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is, or views, an unsharded parameter that is about to be freed."""
-        return self.parameters.aliased_by(tensor)
-
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -244,7 +243,8 @@ class Handle:
         """Give the module whole plain parameters back: `originals` where they still exist, new ones elsewhere."""
         if not self.parameters.parts:
             return
-        self._notice_foreigners()
+        if not self.parameters.intact():
+            self._take_in_foreigners()
         self.unshard()
         self.land()
         self.parameters.leave(originals, self._strides)

@@ -99,11 +99,11 @@ class Root:
         if not self._verified:
             self._verify(index, handle.ground.wire)
         self.order.record(index)
-        handle.unshard_in_step()
-        self._prefetch(self.order.next_units(PREFETCH_DEPTH))
+        self._gather(index, *self.order.next_units(PREFETCH_DEPTH))
         handle.land()
 
-    def _prefetch(self, indices: Sequence[int]) -> None:
+    def _gather(self, *indices: int) -> None:
+        """Launch what is not there yet: a unit's all-gather, and those of the units that come next."""
         for index in indices:
             handle = self.handles[index]
             if handle.phase is Phase.SHARDED or handle.phase is Phase.REGROUPED:
@@ -126,7 +126,7 @@ class Root:
         found = aliased = seen = False
         for tensor in tensors_in(output, opaque):
             seen = True
-            aliased = aliased or handle.aliases(tensor)
+            aliased = aliased or handle.parameters.aliased_by(tensor)
             if tensor.requires_grad:
                 before_gradient(tensor, entry)
                 found = True
@@ -193,12 +193,13 @@ class Root:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     def _open_backward(self) -> Iteration:
-        if self.iteration is None:
-            self.iteration = Iteration()
-        if not self.iteration.in_backward:
-            self.iteration.in_backward = True
-            at_end_of_backward(self._end_backward)
-        return self.iteration
+        iteration = self.iteration
+        if iteration is not None and iteration.in_backward:
+            return iteration
+        iteration = self.iteration = iteration or Iteration()
+        iteration.in_backward = True
+        at_end_of_backward(self._end_backward)
+        return iteration
 
     def enter_backward(self, index: int) -> None:
         """Backward is about to go through an output of unit `index`."""
@@ -211,8 +212,7 @@ class Root:
             iteration.active.append(index)
             iteration.entered[index] = None
             handle.gradients.expect()
-        handle.unshard_in_step()
-        self._prefetch(iteration.finished.next_units(PREFETCH_DEPTH))
+        self._gather(index, *iteration.finished.next_units(PREFETCH_DEPTH))
         handle.land()
         if entering:
             handle.show()  # parts of the unit may be recomputed by themselves: guards let them pass now

@@ -79,6 +79,7 @@ class UnitParameters:
                 self._settle_in(flat, position, self.slots[index])
             parts.append(Part(flat, [self.slots[index] for index in indices], self._ground))
         self.parts = tuple(parts)
+        self.trainable = False
         self.stage = Stage(self.slots)
         self._sharded = tuple(slot.sharded for slot in self.slots if isinstance(slot.sharded, DTensor))
         self._locals = tuple(map(local_of, self._sharded))
@@ -159,11 +160,11 @@ class UnitParameters:
         if self._ground.mesh is None:
             self.trainable = any(slot.sharded.requires_grad for slot in self.slots)
             return
-        trainable = False
         for part in self.parts:
-            part.follow(tuple(map(_requires_grad, part.sharded)))
-            trainable = trainable or part.awaited > 0
-        self.trainable = trainable
+            trainable = tuple(map(_requires_grad, part.sharded))
+            if trainable != part.trainable:
+                part.follow(trainable)
+                self.trainable = any(other.awaited for other in self.parts)
 
     def edition(self) -> int:
         """Changes whenever somebody wrote to a shard, but for optimizers; see Note [Stale parameters]."""
@@ -171,6 +172,12 @@ class UnitParameters:
         for part in self.parts:
             versions += part.flat.shard._version
         return versions
+
+    def release_gradients(self) -> None:
+        """Give back the memory of sharded gradients that nobody holds any more."""
+        for part in self.parts:
+            for reduction in part.worth_releasing:
+                reduction.release()
 
     def aliased_by(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, an unsharded parameter."""

@@ -30,7 +30,9 @@ class Part:
         self._wire = ground.wire
         self._full = flat.full
         self._gathered = flat.layout.gathered
-        self._trainable: tuple[bool, ...] = ()
+        self.trainable: tuple[bool, ...] = ()  # for each parameter, as `follow` was told
+        self.awaited = 0  # how many gradients a backward brings, if it uses everything
+        self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
         self._awaited: list[nn.Parameter] = []  # unsharded parameters that will get a gradient
         self._reductions: dict[tuple[bool, ...], Reduction] = {}
         self._near = ground.near
@@ -65,14 +67,14 @@ class Part:
             self._wire.make_room(self.flat.gather_plan, self._full)
             if self._full.lodged:
                 self._versions = list(map(_version, self._unsharded))
-        return self._wire.all_gather(self.flat.gather_plan, label=label, tag=channel.next_tag())
+        return self._wire.all_gather(self.flat.gather_plan, label=label, channel=channel)
 
     def gather_from_neighbours(self, channel: Channel, label: str) -> Arrival | None:
         """Launch the all-gather from the coarse shards."""
         if self._near is None or not self._gathered:
             return None
         self._full.allocate()
-        return self._near.all_gather(self._near_plan, label=label, tag=channel.next_tag())
+        return self._near.all_gather(self._near_plan, label=label, channel=channel)
 
     def land(self, *, from_neighbours: bool) -> None:
         """What was gathered has arrived: put it where modules read it."""
@@ -83,8 +85,6 @@ class Part:
 
     def find_writes(self) -> list[str]:
         """The unsharded parameters that somebody has written to although other ranks compute with the same memory."""
-        if not self._full.lodged:
-            return []
         versions = list(map(_version, self._unsharded))
         if versions == self._versions:
             return []
@@ -112,17 +112,11 @@ class Part:
 
     def follow(self, trainable: tuple[bool, ...]) -> None:
         """Unsharded parameters require the gradients that are wanted of the sharded ones."""
-        if trainable == self._trainable:
-            return
-        self._trainable = trainable
+        self.trainable = trainable
         for parameter, wanted in zip(self._unsharded, trainable, strict=True):
             parameter.requires_grad_(wanted)
         self._awaited = [p for p, wanted in zip(self._unsharded, trainable, strict=True) if wanted]
-
-    @property
-    def awaited(self) -> int:
-        """How many gradients a backward brings, if it uses everything."""
-        return len(self._awaited)
+        self.awaited = len(self._awaited)
 
     def still_missing(self) -> int:
         """How many of the awaited gradients are not here."""
@@ -132,10 +126,11 @@ class Part:
         """Launch the reduction of what is here."""
         if not self._awaited:
             return
-        reduction = self._reductions.get(self._trainable)
+        reduction = self._reductions.get(self.trainable)
         if reduction is None:
-            reduction = Reduction(self.flat, self.sharded, self._wire, self._trainable)
-            self._reductions[self._trainable] = reduction
+            reduction = Reduction(self.flat, self.sharded, self._wire, self.trainable)
+            self._reductions[self.trainable] = reduction
+            self.worth_releasing += [reduction] if reduction.worth_releasing else []
         reduction.launch(take_gradients(self._unsharded), channel, label)
 
     def finish(self) -> None:
@@ -151,8 +146,3 @@ class Part:
         """Wait for the reduction, if one is in flight, and forget it."""
         for reduction in self._reductions.values():
             reduction.drop()
-
-    def release_gradients(self) -> None:
-        """Give back the memory of sharded gradients that nobody holds any more."""
-        for reduction in self._reductions.values():
-            reduction.release()

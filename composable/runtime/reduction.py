@@ -56,7 +56,7 @@ class Reduction:
         if self._packed:
             rows.buffer.allocate()
             self._missing = rows.copy_in(gradients)
-        self._arrival = self._wire.reduce_scatter(parts, scratch=self.flat.pool, label=label, tag=channel.next_tag())
+        self._arrival = self._wire.reduce_scatter(parts, scratch=self.flat.pool, label=label, channel=channel)
 
     def _direct_parts(self, gradients: Sequence[Tensor | None]) -> list[ReducePart]:
         parts = []
@@ -86,6 +86,11 @@ class Reduction:
             delivered = [i for i in delivered if i not in unused]
         self._rows.buffer.free()
         self._shards.deliver(delivered)
+
+    @property
+    def worth_releasing(self) -> bool:
+        """Whether the gradients' memory is large enough for `release` to pay."""
+        return self._shards.worth_releasing
 
     def release(self) -> None:
         """Give the memory of gradients back that nobody holds any more."""

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from composable.device.collectives import (
+    Channel,
     GatherPart,
     LocalWire,
     PairsWire,
@@ -36,8 +37,8 @@ def test_without_a_group_a_wire_talks_to_nobody() -> None:
     assert isinstance(wire, LocalWire)
     assert (wire.rank, wire.ways) == (0, 1)
     shard, whole, out = torch.arange(3.0), torch.zeros(3), torch.zeros(3)
-    wire.all_gather(wire.prepare([GatherPart(shard, whole, 3)]), label="", tag=0).wait()
-    wire.reduce_scatter([ReducePart(shard, 3, out)], scratch=MemoryPool(), label="", tag=0).wait()
+    wire.all_gather(wire.prepare([GatherPart(shard, whole, 3)]), label="", channel=Channel(0)).wait()
+    wire.reduce_scatter([ReducePart(shard, 3, out)], scratch=MemoryPool(), label="", channel=Channel(0)).wait()
     assert whole.tolist() == out.tolist() == [0.0, 1.0, 2.0]
     tensor = torch.ones(2)
     wire.all_reduce(tensor, label="").wait()

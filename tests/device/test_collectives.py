@@ -90,7 +90,7 @@ def _gather(kind: str) -> None:
             for part in parts:
                 part.shard.add_(step)
                 part.whole.fill_(99.0)
-            wire.all_gather(plan, label="all-gather", tag=channel.next_tag()).wait()
+            wire.all_gather(plan, label="all-gather", channel=channel).wait()
             for part in parts:
                 expected = _gather_by_torch(part.shard, ways)
                 assert torch.equal(part.whole[: part.numel], expected[: part.numel])
@@ -113,7 +113,7 @@ def _reduce(kind: str) -> None:
             total = part.source.clone()
             dist.all_reduce(total)
             expected.append(total[rank * part.chunk :][: part.out.numel()] * part.scale)
-        wire.reduce_scatter(parts, scratch=scratch, label="reduction", tag=channel.next_tag()).wait()
+        wire.reduce_scatter(parts, scratch=scratch, label="reduction", channel=channel).wait()
         for part, total in zip(parts, expected, strict=True):
             assert torch.equal(part.out, total)
 
@@ -165,7 +165,7 @@ def _mean(kind: str) -> int:
             dist.all_reduce(total)
             out = torch.full((5,), float("nan"))
             part = ReducePart(source, 5, out, factor / wire.ways)
-            wire.reduce_scatter([part], scratch=MemoryPool(), label="", tag=wire.open_channel().next_tag()).wait()
+            wire.reduce_scatter([part], scratch=MemoryPool(), label="", channel=wire.open_channel()).wait()
             assert torch.equal(out, total[5 * wire.rank :][:5] * factor / wire.ways)
     return scaling.call_count
 
@@ -190,9 +190,9 @@ def _in_flight(kind: str) -> None:
     scratch = MemoryPool()
     arrivals = []
     for unit in range(3):
-        arrivals.append(wire.all_gather(plans[unit], label=f"gather {unit}", tag=channels[unit].next_tag()))
+        arrivals.append(wire.all_gather(plans[unit], label=f"gather {unit}", channel=channels[unit]))
         part = ReducePart(sources[unit], 4, outs[unit])
-        arrivals.append(wire.reduce_scatter([part], scratch=scratch, label=f"reduce {unit}", tag=channels[unit].next_tag()))
+        arrivals.append(wire.reduce_scatter([part], scratch=scratch, label=f"reduce {unit}", channel=channels[unit]))
     for arrival in reversed(arrivals):
         arrival.wait()
     for unit in range(3):
@@ -212,11 +212,10 @@ def test_pairs_of_units_that_ranks_launch_in_different_orders_are_not_mixed_up()
     wire = _wire("pairs")
     ways, rank = wire.ways, wire.rank
     channels = [wire.open_channel() for _ in range(2)]
-    tags = [channel.next_tag() for channel in channels]
     wholes = [torch.zeros(2 * ways) for _ in range(2)]
     plans = [wire.prepare([GatherPart(torch.tensor([10.0 * unit + rank] * 2), wholes[unit], 2 * ways)]) for unit in range(2)]
     order = [0, 1] if rank == 0 else [1, 0]
-    arrivals = [wire.all_gather(plans[unit], label=f"unit {unit}", tag=tags[unit]) for unit in order]
+    arrivals = [wire.all_gather(plans[unit], label=f"unit {unit}", channel=channels[unit]) for unit in order]
     for arrival in arrivals:
         arrival.wait()
     for unit in range(2):
@@ -229,8 +228,8 @@ def test_pairs_are_added_in_the_order_of_ranks_so_that_every_run_rounds_alike() 
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(3, 300, generator=generator) * torch.tensor([[1.0], [1e4], [1e-4]])
     out = torch.empty(100)
-    tag = wire.open_channel().next_tag()
-    wire.reduce_scatter([ReducePart(values[wire.rank].clone(), 100, out)], scratch=MemoryPool(), label="", tag=tag).wait()
+    part = ReducePart(values[wire.rank].clone(), 100, out)
+    wire.reduce_scatter([part], scratch=MemoryPool(), label="", channel=wire.open_channel()).wait()
     mine = values[:, 100 * wire.rank : 100 * wire.rank + 100]
     assert torch.equal(out, (mine[0] + mine[1]) + mine[2])
 
@@ -244,7 +243,7 @@ def test_a_reduction_gives_back_the_scratch_that_it_borrowed_and_leaves_its_sour
         source = _numbers(6, wire.rank)
         before = source.clone()
         part = ReducePart(source, 2, torch.empty(2))
-        arrival = wire.reduce_scatter([part], scratch=scratch, label="", tag=channel.next_tag())
+        arrival = wire.reduce_scatter([part], scratch=scratch, label="", channel=channel)
         assert scratch.idle_bytes == 0
         arrival.wait()
         assert torch.equal(source, before)
@@ -258,7 +257,7 @@ def test_waiting_twice_is_as_good_as_waiting_once() -> None:
         wire = _wire(kind)
         out = torch.zeros(2)
         part = ReducePart(torch.ones(4), 2, out)
-        arrival = wire.reduce_scatter([part], scratch=MemoryPool(), label="", tag=wire.open_channel().next_tag())
+        arrival = wire.reduce_scatter([part], scratch=MemoryPool(), label="", channel=wire.open_channel())
         arrival.wait()
         arrival.wait()
         assert out.tolist() == [2.0, 2.0]
@@ -316,13 +315,12 @@ _LABEL = "all-gather of unit 'layers.3'"
 
 def _gather_alone(wire: Wire) -> None:
     plan = wire.prepare([GatherPart(torch.ones(2), torch.empty(2 * wire.ways), 2 * wire.ways)])
-    wire.all_gather(plan, label=_LABEL, tag=wire.open_channel().next_tag()).wait()
+    wire.all_gather(plan, label=_LABEL, channel=wire.open_channel()).wait()
 
 
 def _reduce_alone(wire: Wire) -> None:
     part = ReducePart(torch.ones(2 * wire.ways), 2, torch.empty(2))
-    tag = wire.open_channel().next_tag()
-    wire.reduce_scatter([part], scratch=MemoryPool(), label=_LABEL, tag=tag).wait()
+    wire.reduce_scatter([part], scratch=MemoryPool(), label=_LABEL, channel=wire.open_channel()).wait()
 
 
 def _all_reduce_alone(wire: Wire) -> None:

@@ -149,7 +149,7 @@ class _Gathers:
             self.buffer.allocate()
         else:
             self.wire.make_room(self.plan, self.buffer)
-        arrival = self.wire.all_gather(self.plan, label="gather", tag=self.channel.next_tag())
+        arrival = self.wire.all_gather(self.plan, label="gather", channel=self.channel)
         return arrival.wait
 
     def expect(self, value: float) -> None:

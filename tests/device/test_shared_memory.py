@@ -155,10 +155,10 @@ def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
     for step, numel in enumerate([10, 100_000, 7, 1_000_000, 3, 700_001, 1_000_000, 50]):
         shard = torch.full((numel,), float(rank + step))
         whole = torch.empty(ways * numel)
-        gather = wire.all_gather(wire.prepare([GatherPart(shard, whole, whole.numel())]), label="", tag=channel.next_tag())
+        gather = wire.all_gather(wire.prepare([GatherPart(shard, whole, whole.numel())]), label="", channel=channel)
         source = torch.arange(ways, dtype=torch.float64).repeat_interleave(numel) * (rank + 1)
         out = torch.empty(numel, dtype=torch.float64)
-        reduction = wire.reduce_scatter([ReducePart(source, numel, out)], scratch=scratch, label="", tag=channel.next_tag())
+        reduction = wire.reduce_scatter([ReducePart(source, numel, out)], scratch=scratch, label="", channel=channel)
         message = torch.full((numel,), 2.0**rank)
         everything = wire.all_reduce(message, label="")
         shard.fill_(-1.0)  # what was sent is no longer the sender's: an optimizer may write now
@@ -178,7 +178,7 @@ def test_a_gather_may_be_used_in_inference_mode_first_and_outside_of_it_later() 
     plan = wire.prepare([GatherPart(torch.ones(100), whole, 200)])
     for mode in (True, False):
         with torch.inference_mode(mode):
-            wire.all_gather(plan, label="", tag=channel.next_tag()).wait()
+            wire.all_gather(plan, label="", channel=channel).wait()
         dist.barrier()  # the first block has come back: the second gather takes the same one
         assert torch.equal(whole, torch.ones(200))
 
@@ -238,7 +238,7 @@ def _use_and_leave() -> None:
     for _ in range(SPARE_BLOCKS + 3):
         whole = torch.empty(2 * 100)
         plan = wire.prepare([GatherPart(torch.ones(100), whole, 200)])
-        wire.all_gather(plan, label="", tag=channel.next_tag()).wait()
+        wire.all_gather(plan, label="", channel=channel).wait()
         assert torch.equal(whole, torch.ones(200))
     dist.barrier()
     dist.destroy_process_group(group)

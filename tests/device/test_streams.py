@@ -11,7 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, replicate
-from composable.device.collectives import Arrival, GatherPart, ReducePart, StreamsWire, Wire, wires_wrapped_by, world_group
+from composable.device.collectives import (
+    Arrival,
+    Channel,
+    GatherPart,
+    ReducePart,
+    StreamsWire,
+    Wire,
+    wires_wrapped_by,
+    world_group,
+)
 from composable.device.memory import MemoryPool
 from composable.device.streams import AcceleratorStreams, HostStreams, streams_of
 from tests.device.races import COMPUTE, ClockedStreams, watched
@@ -205,12 +214,12 @@ def test_one_tensor_and_many_in_one_launch_arrive_alike() -> None:
         shards = [torch.full((2,), 10.0 * index + rank) for index in range(count)]
         wholes = [torch.zeros(2 * ways) for _ in shards]
         plan = wire.prepare([GatherPart(s, w, 2 * ways) for s, w in zip(shards, wholes, strict=True)])
-        wire.all_gather(plan, label="", tag=0).wait()
+        wire.all_gather(plan, label="", channel=Channel(0)).wait()
         for index, whole in enumerate(wholes):
             assert whole.tolist() == [10.0 * index + r for r in range(ways) for _ in range(2)]
         outs = [torch.zeros(2) for _ in shards]
         parts = [ReducePart(whole.clone(), 2, out) for whole, out in zip(wholes, outs, strict=True)]
-        wire.reduce_scatter(parts, scratch=MemoryPool(), label="", tag=0).wait()
+        wire.reduce_scatter(parts, scratch=MemoryPool(), label="", channel=Channel(0)).wait()
         for index, out in enumerate(outs):
             assert out.tolist() == [ways * (10.0 * index + rank)] * 2
 
@@ -219,8 +228,10 @@ def test_one_tensor_and_many_in_one_launch_arrive_alike() -> None:
 def test_each_kind_of_collective_has_a_stream_of_its_own() -> None:
     streams = ClockedStreams()
     wire = StreamsWire(world_group(), CPU, streams)
-    wire.all_gather(wire.prepare([GatherPart(torch.ones(1), torch.ones(2), 2)]), label="", tag=0).wait()
-    wire.reduce_scatter([ReducePart(torch.ones(2), 1, torch.ones(1))], scratch=MemoryPool(), label="", tag=0).wait()
+    wire.all_gather(wire.prepare([GatherPart(torch.ones(1), torch.ones(2), 2)]), label="", channel=Channel(0)).wait()
+    wire.reduce_scatter(
+        [ReducePart(torch.ones(2), 1, torch.ones(1))], scratch=MemoryPool(), label="", channel=Channel(0)
+    ).wait()
     wire.all_reduce(torch.ones(1), label="").wait()
     assert list(streams.used) == ["all_gather", "reduce_scatter", "all_reduce"]
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from composable.device.collectives import (
     Arrival,
     Buffer,
+    Channel,
     GatherPart,
     PairsWire,
     ReducePart,
@@ -83,11 +84,11 @@ class Recording(_Around):
 
         return _Later(wait)
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
-        return self._noted(label, self._inner.all_gather(prepared, label=label, tag=tag))
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
+        return self._noted(label, self._inner.all_gather(prepared, label=label, channel=channel))
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
-        return self._noted(label, self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag))
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
+        return self._noted(label, self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel))
 
     def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
         return self._noted(label, self._inner.all_reduce(tensor, label=label, term=term))
@@ -100,13 +101,13 @@ class Slow(_Around):
         super().__init__(inner)
         self._seconds = seconds if inner.rank == rank else 0.0
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         time.sleep(self._seconds)
-        return self._inner.all_gather(prepared, label=label, tag=tag)
+        return self._inner.all_gather(prepared, label=label, channel=channel)
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
         time.sleep(self._seconds)
-        return self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag)
+        return self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel)
 
     def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
         time.sleep(self._seconds)
@@ -120,11 +121,11 @@ class Impatient(_Around):
         arrival.wait()
         return _Later(lambda: None)
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
-        return self._now(self._inner.all_gather(prepared, label=label, tag=tag))
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
+        return self._now(self._inner.all_gather(prepared, label=label, channel=channel))
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
-        return self._now(self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag))
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
+        return self._now(self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel))
 
     def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
         return self._now(self._inner.all_reduce(tensor, label=label, term=term))
@@ -140,18 +141,18 @@ class LastMoment(_Around):
     def make_room(self, prepared: Any, buffer: Buffer) -> None:
         buffer.allocate()  # what is spoiled here must not be what other ranks compute with
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         plan, parts = prepared
         for part in parts:
             if part.whole.untyped_storage().data_ptr() != part.shard.untyped_storage().data_ptr():
                 _spoil(part.whole)
-        return _Later(lambda: self._inner.all_gather(plan, label=label, tag=tag).wait())
+        return _Later(lambda: self._inner.all_gather(plan, label=label, channel=channel).wait())
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
         for part in parts:
             if part.out.untyped_storage().data_ptr() != part.source.untyped_storage().data_ptr():
                 _spoil(part.out)
-        return _Later(lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, tag=tag).wait())
+        return _Later(lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel).wait())
 
     def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
         before = tensor.detach().clone()

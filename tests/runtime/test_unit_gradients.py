@@ -76,7 +76,7 @@ def test_the_last_gradient_completes_the_unit_whatever_the_order_over_all_parts(
 def test_a_unit_of_one_parameter_is_complete_at_once() -> None:
     unit = Unit(Ledger("a"))
     unit.arrive("a")
-    assert unit.log == ["first", "complete"]
+    assert unit.log == ["complete"]
 
 
 def test_a_gradient_that_arrives_twice_does_not_stand_for_another() -> None:
@@ -128,7 +128,7 @@ def test_expected_gradients_are_nobodys_business_until_all_have_arrived() -> Non
     unit.arrive("c")
     assert unit.log == []
     unit.arrive("b")
-    assert unit.log == ["first", "complete"]
+    assert unit.log == ["complete"]
 
 
 def test_expected_gradients_that_arrive_twice_do_not_stand_for_others() -> None:

@@ -86,8 +86,8 @@ def test_training_does_not_depend_on_the_way_that_bytes_take(pool: Pool, case: s
 class _NeverArrives(LastMoment):
     """What a forgotten wait would look like."""
 
-    def all_gather(self, prepared, *, label, tag):  # type: ignore[no-untyped-def]
-        arrival = super().all_gather(prepared, label=label, tag=tag)
+    def all_gather(self, prepared, *, label, channel):  # type: ignore[no-untyped-def]
+        arrival = super().all_gather(prepared, label=label, channel=channel)
         arrival.done = True  # type: ignore[attr-defined]
         return arrival
 

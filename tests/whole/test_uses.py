@@ -214,5 +214,5 @@ def _run(program: str, scheme: str) -> None:
 def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme: str, device: str) -> None:
     need_devices(device, 2)
     if program.startswith("a_part") and scheme == "fully_shard as one unit":
-        pytest.skip("the part is no unit here; calling it alone is refused, see test_misuse_running.py")
+        pytest.skip("the part is no unit here; calling it alone is refused, see test_misuse_while_running.py")
     pool.run(2, _run, program, scheme, device=device)

@@ -45,7 +45,12 @@ class GroupWire:
 
     def _is_mean(self, parts: Sequence[ReducePart]) -> bool:
         """Whether the backend can scale the sums, too."""
-        return self._averaging and all(part.scale == self._share for part in parts)
+        if not self._averaging:
+            return False
+        for part in parts:  # noqa: SIM110 - a generator would cost more than the comparison
+            if part.scale != self._share:
+                return False
+        return True
 
     def _launch(self, label: str, call: Callable[[], Any]) -> Any:
         try:

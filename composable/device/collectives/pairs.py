@@ -60,9 +60,9 @@ class PairsWire(GroupWire):
                     sends.append(([mine], peer, index))
         return receives, sends, copies
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         receives, sends, copies = prepared
-        group, tag = self.group, tag & Channel.LOWEST
+        group, tag = self.group, channel.next_tag() & Channel.LOWEST
         try:
             works = [group.recv(tensor, peer, tag + index) for tensor, peer, index in receives]
             works += [group.send(tensor, peer, tag + index) for tensor, peer, index in sends]
@@ -72,8 +72,8 @@ class PairsWire(GroupWire):
             whole.copy_(mine)
         return Works(works, label, self.rank)
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
-        group, rank, peers, tag = self.group, self.rank, self._peers, tag & Channel.LOWEST
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
+        group, rank, peers, tag = self.group, self.rank, self._peers, channel.next_tag() & Channel.LOWEST
         incoming: list[tuple[ReducePart, Tensor, Tensor]] = []
         works: list[Any] = []
         try:

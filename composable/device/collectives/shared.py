@@ -96,9 +96,9 @@ class SharedWire(GroupWire):
     def make_room(self, prepared: Any, buffer: Buffer) -> None:
         make_room(prepared, buffer, self._near)
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         plan: GatherPlan = prepared
-        near = self._near
+        near, tag = self._near, channel.next_tag()
         try:
             if plan.lodger is not None:
                 return CommonGather(plan, near, label, tag)
@@ -112,7 +112,7 @@ class SharedWire(GroupWire):
 
     # --- reductions -------------------------------------------------------------------------------------------------
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
         starts, stride = offsets([part.source for part in parts], [part.chunk for part in parts])
         me = self.rank
 
@@ -144,7 +144,7 @@ class SharedWire(GroupWire):
                 if not _exact(part.scale):
                     part.out.mul_(part.scale)
 
-        return self._hand_over(stride * len(self._near.peers), fill, receive, label, tag)
+        return self._hand_over(stride * len(self._near.peers), fill, receive, label, channel.next_tag())
 
     def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
         flat = tensor.detach().contiguous().view(-1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import starmap
 from typing import Any, Final
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from composable.device.collectives.group import GroupWire, all_gather_single, reduce_scatter_single
 from composable.device.collectives.wire import (
     Arrival,
+    Channel,
     GatherPart,
     ReducePart,
     Room,
@@ -37,19 +39,19 @@ class TensorsWire(GroupWire):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        self._gather, self._sum, self._mean = launchers(group)
+        (self._gather, self._for_gather), (self._scatter, self._for_sum), (_, self._for_mean) = launchers(group)
 
     def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
-        return [(as_real(part.whole), as_real(part.shard)) for part in parts]
+        return [(as_real(part.whole), as_real(part.shard), self._for_gather) for part in parts]
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         return self._run(label, self._gather, prepared)
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
-        calls = [(as_real(part.out), as_real(part.source)) for part in parts]
-        if self._is_mean(parts):
-            return self._run(label, self._mean, calls)
-        return self._run(label, self._sum, calls, partial(scale_sums, parts))
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
+        is_mean = self._is_mean(parts)
+        options = self._for_mean if is_mean else self._for_sum
+        calls = [(as_real(part.out), as_real(part.source), options) for part in parts]
+        return self._run(label, self._scatter, calls, None if is_mean else partial(scale_sums, parts))
 
     def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
         put_term(tensor, term)
@@ -59,11 +61,11 @@ class TensorsWire(GroupWire):
         self,
         label: str,
         launch: Callable[..., Any],
-        calls: Sequence[tuple[Tensor, ...]],
+        calls: Sequence[tuple[Any, ...]],
         finish: Callable[[], None] | None = None,
     ) -> Arrival:
         try:
-            return Works([launch(*tensors) for tensors in calls], label, self.rank, finish)
+            return Works(list(starmap(launch, calls)), label, self.rank, finish)
         except RuntimeError as error:
             raise failed(label, self.rank, error) from error
 
@@ -95,14 +97,14 @@ class StreamsWire(GroupWire):
     def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
         return tuple(parts)
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         def calls() -> None:
             for part in prepared:
                 all_gather_single(part.whole, part.shard, group=self.group)
 
         return self._on_stream("all_gather", label, calls, len(prepared), prepared)
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
         is_mean = self._is_mean(parts)
         operation = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
 

@@ -117,8 +117,8 @@ class Channel:
 
     def next_tag(self) -> int:
         self._count += 1
-        rounds, count = divmod(self._count, 1 << 10)
-        return self._base | (rounds % (1 << 21)) << 31 | count << 10
+        count = self._count
+        return self._base | (count >> 10 & (1 << 21) - 1) << 31 | (count & (1 << 10) - 1) << 10
 
 
 class Wire(Protocol):
@@ -151,10 +151,10 @@ class Wire(Protocol):
     def make_room(self, prepared: Any, buffer: Buffer) -> None:
         """Give `buffer`, in which the parts of `prepared` land, memory for the next `all_gather`."""
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         """Launch. The parts' memory must be there."""
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
         """Sums, each multiplied by its part's scale."""
 
     def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
@@ -225,12 +225,12 @@ class LocalWire:
     def make_room(self, prepared: Any, buffer: Buffer) -> None:
         buffer.allocate()
 
-    def all_gather(self, prepared: Any, *, label: str, tag: int) -> Arrival:
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         for part in prepared:
             part.whole.copy_(part.shard)
         return Works([], label, 0)
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tag: int) -> Arrival:
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
         for part in parts:
             part.out.copy_(part.source[: part.out.numel()])
         scale_sums(parts)
