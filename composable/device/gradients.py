@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import repeat
-from operator import attrgetter, is_, itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final
 
 import torch
@@ -24,8 +23,12 @@ gradient_of: Final = attrgetter("grad")
 
 
 def missing_in(values: Sequence[object]) -> int:
-    """How many are None. Comparing would ask the tensors."""
-    return sum(map(is_, values, repeat(None)))
+    """How many are None. A plain loop is quicker than what C offers, and comparing would ask the tensors."""
+    missing = 0
+    for value in values:
+        if value is None:
+            missing += 1
+    return missing
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import is_
 
 import torch
 from torch import Tensor, nn
@@ -55,14 +54,10 @@ class Stage:
     """Which form of a unit's parameters its modules see. A tensor that somebody else registered stays where it is."""
 
     def __init__(self, slots: Sequence[ParameterSlots]) -> None:
-        # Flat tuples: this runs for every parameter in every forward.
+        # Flat tuples and plain loops: they run for every parameter several times per step, and C has nothing quicker to offer.
         self._by_table = tuple(
             (registry, name, slot.sharded, slot.unsharded) for slot in slots for registry, name in slot.registries
         )
-        # The same in columns, to be walked in C.
-        self._registries = tuple([registry for registry, _, _, _ in self._by_table])
-        self._names = tuple([name for _, name, _, _ in self._by_table])
-        self._sharded = tuple([sharded for _, _, sharded, _ in self._by_table])
         self._by_setattr = tuple(
             (owner.module, owner.name, slot.sharded, slot.unsharded) for slot in slots for owner in slot.by_setattr
         )
@@ -87,8 +82,9 @@ class Stage:
 
     def intact(self) -> bool:
         """Whether every module still holds the sharded parameter that we put there."""
-        if not all(map(is_, map(dict.get, self._registries, self._names), self._sharded)):
-            return False
+        for registry, name, sharded, _ in self._by_table:
+            if registry.get(name) is not sharded:
+                return False
         return not self._by_setattr or all(
             module._parameters.get(name) is sharded for module, name, sharded, _ in self._by_setattr
         )

@@ -13,12 +13,16 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from operator import attrgetter, contains
 from types import FrameType
 from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+
+_pre_hooks = attrgetter("_forward_pre_hooks")
+_hooks = attrgetter("_forward_hooks")
 
 OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "checkpoint")
 
@@ -97,9 +101,15 @@ class Dispatcher:
         for handle in self._handles:
             handle.remove()
 
+    @property
+    def keys(self) -> tuple[int, int]:
+        """The places of the two among a module's hooks."""
+        return self._handles[0].id, self._handles[1].id
+
     def attached_to(self, module: nn.Module) -> bool:
         """Whether the hooks are still where they were put; users do clear hooks."""
-        return self._handles[0].id in module._forward_pre_hooks and self._handles[1].id in module._forward_hooks
+        before, after = self.keys
+        return before in module._forward_pre_hooks and after in module._forward_hooks
 
     def before(self, module: nn.Module, args: Any, kwargs: Any, without: str = "") -> tuple[Any, Any]:
         if self._calls and not is_running(module):
@@ -156,6 +166,20 @@ def dispatcher_of(module: nn.Module) -> Dispatcher | None:
         if isinstance(owner, Dispatcher):
             return owner
     return None
+
+
+class HookWatch:
+    """Tells quickly whether the hooks of some modules are still where they were put; users do clear hooks."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = [(module, dispatcher) for module in modules if (dispatcher := dispatcher_of(module)) is not None]
+        self._watched = tuple([module for module, _ in found])
+        self._before = tuple([dispatcher.keys[0] for _, dispatcher in found])
+        self._after = tuple([dispatcher.keys[1] for _, dispatcher in found])
+
+    def all_stand(self) -> bool:
+        before = all(map(contains, map(_pre_hooks, self._watched), self._before))
+        return before and all(map(contains, map(_hooks, self._watched), self._after))
 
 
 def attach(module: nn.Module, name: str, bracket: Bracket) -> Callable[[], None]:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from composable.device.collectives import Wire
 from composable.device.private import at_end_of_backward
 from composable.errors import CommunicationError, OutputError, RanksDisagreeError
-from composable.model.hooks import before_gradient, tensors_in
+from composable.model.hooks import HookWatch, before_gradient, tensors_in
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import BackwardOrder, ForwardOrder
 from composable.runtime.handle import Handle
@@ -51,6 +51,9 @@ class Unit(Protocol):
     """What a root asks of its units."""
 
     @property
+    def modules(self) -> Sequence[nn.Module]: ...
+
+    @property
     def handle(self) -> Handle: ...
 
     def check_hooks(self) -> None: ...
@@ -72,11 +75,19 @@ class Root:
         self.depth = 0
         self.entry: nn.Module = module
         self.failure = ""
+        self._watch = HookWatch(module for unit in units for module in unit.modules)
         self._verified = all(handle.ground.wire.ways == 1 for handle in handles)
         for index, handle in enumerate(handles):
             handle.on_backward = partial(self.enter_backward, index)
             handle.gradients.on_first = self._open_backward
             handle.gradients.on_complete = partial(self.gradients_complete, index)
+
+    def check_hooks(self) -> None:
+        """Raise when somebody removed the hooks of one of the units' modules."""
+        if not self._watch.all_stand():
+            for unit in self.units:
+                unit.check_hooks()
+            self._watch = HookWatch(module for unit in self.units for module in unit.modules)
 
     # --- forward ----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor, nn
 
 from composable.device.collectives import Arrival, Channel, GatherPart, Wire
-from composable.device.gradients import gradient_of, missing_in, take_gradients
+from composable.device.gradients import take_gradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import ParameterSlots
 from composable.device.storage import FlatParameters
@@ -35,6 +35,7 @@ class Part:
         self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
         self._awaited: list[nn.Parameter] = []  # unsharded parameters that will get a gradient
         self._reductions: dict[tuple[bool, ...], Reduction] = {}
+        self._reduction: Reduction | None = None  # of what is trainable now
         self._near = ground.near
         self._coarse: ElasticBuffer | None = None
         if self._near is not None and self._gathered:
@@ -117,18 +118,23 @@ class Part:
             parameter.requires_grad_(wanted)
         self._awaited = [p for p, wanted in zip(self._unsharded, trainable, strict=True) if wanted]
         self.awaited = len(self._awaited)
+        self._reduction = self._reductions.get(trainable)
 
     def still_missing(self) -> int:
         """How many of the awaited gradients are not here."""
-        return missing_in(list(map(gradient_of, self._awaited)))
+        missing = 0
+        for parameter in self._awaited:
+            if parameter.grad is None:
+                missing += 1
+        return missing
 
     def reduce(self, channel: Channel, label: str) -> None:
         """Launch the reduction of what is here."""
         if not self._awaited:
             return
-        reduction = self._reductions.get(self.trainable)
+        reduction = self._reduction
         if reduction is None:
-            reduction = Reduction(self.flat, self.sharded, self._wire, self.trainable)
+            reduction = self._reduction = Reduction(self.flat, self.sharded, self._wire, self.trainable)
             self._reductions[self.trainable] = reduction
             self.worth_releasing += [reduction] if reduction.worth_releasing else []
         reduction.launch(take_gradients(self._unsharded), channel, label)

@@ -172,8 +172,7 @@ class ShardedUnit:
         if root.depth and root.entry is module and not is_running(module):
             root.recover_from_interrupt()
         if root.depth == 0:
-            for unit in root.units:
-                unit.check_hooks()
+            root.check_hooks()
             if self.enclosing is not None and (outer := self.enclosing()) is not None:
                 outer.check_hooks()
         return root
