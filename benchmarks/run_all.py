@@ -49,7 +49,7 @@ JOBS = (
         None,
         selected=False,
     ),
-    Job("overhead", "overhead.py", ("--rounds", "7")),
+    Job("overhead", "overhead.py", ("--rounds", "11")),
     Job("overhead-units", "overhead.py", ("--rounds", "3", "--units", "1,8,32,128", *SWEEP), None, selected=False),
     Job(
         "overhead-params",
@@ -68,7 +68,7 @@ JOBS = (
     Job("floor", "floor.py", ("--rounds", "3", "--steps", "2")),
     Job("floor-keep", "floor.py", ("--keep", "--rounds", "3", "--steps", "2"), None, selected=False),
     Job("optimizer", "optimizer.py", ("--rounds", "7")),
-    Job("scale", "scale.py", ("--rounds", "7", "--worlds", "8,1024,16384", "--contenders", "composable")),
+    Job("scale", "scale.py", ("--rounds", "21", "--worlds", "8,1024,16384", "--contenders", "composable")),
     Job("collectives", "collectives.py", ("--rounds", "3", "--sizes", "1024,16384,262144,4194304,67108864")),
 )
 
