@@ -50,6 +50,7 @@ JOBS = (
         selected=False,
     ),
     Job("overhead", "overhead.py", ("--rounds", "11")),
+    Job("inside", "inside.py", ("--rounds", "7")),
     Job("overhead-units", "overhead.py", ("--rounds", "3", "--units", "1,8,32,128", *SWEEP), None, selected=False),
     Job(
         "overhead-params",

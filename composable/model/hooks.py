@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-_pre_hooks = attrgetter("_forward_pre_hooks")
-_hooks = attrgetter("_forward_hooks")
+_pre_hooks: Final = attrgetter("_forward_pre_hooks")
+_hooks: Final = attrgetter("_forward_hooks")
 
 OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "checkpoint")
 
@@ -168,16 +168,20 @@ def dispatcher_of(module: nn.Module) -> Dispatcher | None:
     return None
 
 
+_NO_HOOKS: Final = (-1, -1)  # keys that no module has
+
+
 class HookWatch:
-    """Tells quickly whether the hooks of some modules are still where they were put; users do clear hooks."""
+    """Tells quickly whether our hooks still stand on some modules; users do clear hooks."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        found = [(module, dispatcher) for module in modules if (dispatcher := dispatcher_of(module)) is not None]
-        self._watched = tuple([module for module, _ in found])
-        self._before = tuple([dispatcher.keys[0] for _, dispatcher in found])
-        self._after = tuple([dispatcher.keys[1] for _, dispatcher in found])
+        self._watched = tuple(modules)
+        keys = [dispatcher.keys if (dispatcher := dispatcher_of(module)) else _NO_HOOKS for module in self._watched]
+        self._before = tuple([before for before, _ in keys])
+        self._after = tuple([after for _, after in keys])
 
     def all_stand(self) -> bool:
+        """Whether every module has the hooks that it had when this was made, and had them then."""
         before = all(map(contains, map(_pre_hooks, self._watched), self._before))
         return before and all(map(contains, map(_hooks, self._watched), self._after))
 

@@ -130,7 +130,7 @@ class Handle:
         if self.phase is Phase.SHARDED:
             return False
         if self._gathered == _UNKNOWN:
-            return not self.depth
+            return not self.depth  # a call that is running goes on with what it began with
         return self._gathered != self._look_up_edition()
 
     # --- unshard and reshard ----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from composable.model.hooks import (
     Dispatcher,
     Guard,
     GuardRow,
+    HookWatch,
     attach,
     dispatcher_of,
 )
@@ -317,8 +318,18 @@ def test_hooks_that_somebody_cleared_are_missed(hooks: str) -> None:
     dispatcher = dispatcher_of(module)
     assert dispatcher is not None
     assert dispatcher.attached_to(module)
+    other, _ = _annotated()
+    watch = HookWatch([module, other])
+    assert watch.all_stand()
     getattr(module, hooks).clear()
     assert not dispatcher.attached_to(module)
+    assert not watch.all_stand()
+
+
+def test_hooks_that_were_never_there_are_missed() -> None:
+    module, _ = _annotated()
+    assert not HookWatch([module, nn.Linear(1, 1)]).all_stand()
+    assert HookWatch([]).all_stand()
 
 
 # --- guards -----------------------------------------------------------------------------------------------------------

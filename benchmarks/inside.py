@@ -1,0 +1,165 @@
+"""Shows where composable's host time goes: pieces of one unit's way through a step. Looks into the library; compares nothing.
+
+Every piece is timed where it happens (`in place`), and in another process a few times more directly afterwards (`again`, the
+least): the same work on the same data, which the caches have by then. Pieces that cannot be done twice have no such figure.
+`everything else` is what forward and backward add beside the pieces, as measured without any clock inside: torch's calls of our
+hooks, and what calls what.
+
+    python benchmarks/inside.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from contenders import LOCAL, scale
+from harness import Measure, Rounds, Sample, compete, device_of, series, spread, world_of
+from options import parse, parser
+from overhead import make_task
+from publish import bars, emit, rounded, table
+
+PLAIN, IN_PLACE, AGAIN = "composable", "in place", "again"
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Functions that make up one piece, as "module:class.method" below `composable`."""
+
+    title: str
+    functions: tuple[str, ...]
+    repeatable: bool = False
+
+
+PIECES = (
+    Piece("all-gathers of the faked group", ("device.collectives.tensors:TensorsWire.all_gather",), True),
+    Piece("reduce-scatter of the faked group", ("device.collectives.tensors:TensorsWire.reduce_scatter",), True),
+    Piece("parameters out of the message", ("device.storage:FlatParameters.copy_out",), True),
+    Piece("gradients into the message", ("device.gradients:GradientRows.copy_in",), True),
+    Piece("gradients onto parameters", ("device.gradients:GradientShards.deliver",)),
+    Piece("checks before forward", ("runtime.handle:Handle.prepare",), True),
+    Piece("who keeps gradients", ("device.gradients:GradientShards.refresh",), True),
+    Piece("which form modules see", ("device.parameters:Stage.show", "device.parameters:Stage.hide")),
+    Piece("guards", ("model.hooks:GuardRow.step_aside", "model.hooks:GuardRow.stand")),
+    Piece("gradients taken over", ("runtime.part:Part.still_missing", "runtime.part:take_gradients")),
+    Piece("outputs watched", ("runtime.iteration:Root.watch",)),
+    Piece("memory", ("device.memory:ElasticBuffer.allocate", "device.memory:ElasticBuffer.free")),
+)
+REST = "everything else"
+
+
+class Clock:
+    """Adds up what the pieces take in one step."""
+
+    def __init__(self, *, again: bool) -> None:
+        self._again = again
+        self.seconds: dict[str, float] = defaultdict(float)
+        self.calls: dict[str, int] = defaultdict(int)
+
+    def attach(self, piece: Piece) -> None:
+        """Time the piece's functions from here on, in this process."""
+        for path in piece.functions:
+            module, _, name = path.partition(":")
+            owner: Any = import_module(f"composable.{module}")
+            *classes, attribute = name.split(".")
+            for part in classes:
+                owner = getattr(owner, part)
+            setattr(owner, attribute, self._timed(getattr(owner, attribute), piece))
+
+    def _timed(self, function: Callable[..., Any], piece: Piece) -> Callable[..., Any]:
+        title, clock = piece.title, time.perf_counter
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = clock()
+            result = function(*args, **kwargs)
+            taken = clock() - start
+            if self._again:
+                if not piece.repeatable:
+                    return result
+                taken = min(self._once_more(function, args, kwargs) for _ in range(REPEATS))
+            self.seconds[title] += taken
+            self.calls[title] += 1
+            return result
+
+        return timed
+
+    def _once_more(self, function: Callable[..., Any], args: Any, kwargs: Any) -> float:
+        start = time.perf_counter()
+        function(*args, **kwargs)
+        return time.perf_counter() - start
+
+
+def build(label: str, options: argparse.Namespace) -> Measure:
+    """One training step per call, without an optimizer: seconds of the host for all of it, and for each piece."""
+    device = device_of(options)
+    task = make_task(options)
+    clock = Clock(again=label == AGAIN)
+    if label in (IN_PLACE, AGAIN):
+        for piece in PIECES:
+            clock.attach(piece)
+    model = scale(LOCAL if label == LOCAL else PLAIN, task.model, task.units, device=device, world=world_of(options))
+    step = 0
+
+    def measure() -> Sample:
+        nonlocal step
+        clock.seconds.clear()
+        clock.calls.clear()
+        start = time.perf_counter()
+        task.loss(model, step).backward()
+        taken = time.perf_counter() - start
+        model.zero_grad()
+        step += 1
+        calls = {f"calls of {title}": float(number) for title, number in clock.calls.items()}
+        return {"step": taken, **clock.seconds, **calls}
+
+    return measure
+
+
+def pieces_table(rounds: Rounds, units: int) -> tuple[str, dict[str, dict[str, float]]]:
+    """Microseconds per unit of each piece: the table, and the same for the chart."""
+
+    def per_unit(label: str, metric: str) -> dict[str, float]:
+        found = spread(series(rounds, label, metric))
+        return {name: 1e6 * seconds / units for name, seconds in found.items()}
+
+    pairs = zip(series(rounds, PLAIN, "step"), series(rounds, LOCAL, "step"), strict=True)
+    added = spread(1e6 * (ours - alone) / units for ours, alone in pairs)
+    shown = {piece.title: per_unit(IN_PLACE, piece.title) for piece in PIECES}
+    rest = added["median"] - sum(values["median"] for values in shown.values())
+    rows = []
+    for piece in sorted(PIECES, key=lambda piece: -shown[piece.title]["median"]):
+        calls = series(rounds, IN_PLACE, f"calls of {piece.title}")[0] / units
+        again = f"{per_unit(AGAIN, piece.title)['median']:.1f}" if piece.repeatable else ""
+        rows.append([piece.title, f"{calls:.1f}", f"{shown[piece.title]['median']:.1f}", again])
+    rows += [[REST, "", f"{rest:.1f}", ""], ["added by forward and backward", "", f"{added['median']:.1f}", ""]]
+    shown[REST] = {"median": rest, "min": rest, "max": rest}
+    return table(["microseconds per unit and step", "calls", IN_PLACE, AGAIN], rows), shown
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0], rounds=11, steps=5, warmup=2)
+    options.set_defaults(fake_world=8)
+    options.add_argument("--units", type=int, default=32)
+    options.add_argument("--params", type=int, default=0, help="parameters per unit; 0: a transformer block, which has 12")
+    found = parse(options, units=2)
+    rounds = compete(build, [LOCAL, PLAIN, IN_PLACE, AGAIN], found)
+    pieces, shown = pieces_table(rounds, found.units)
+    what = f"{found.units} transformer blocks" if not found.params else f"{found.units} units of {found.params} parameters"
+    title = f"Where the host's time goes: {what}, fake process group of {found.fake_world} ranks, {found.device}"
+
+    def draw(path: Path) -> None:
+        bars(path, title, "microseconds per unit and step, in place", shown, digits=0)
+
+    data = {"units": found.units, "params": found.params, "seconds": rounded(rounds)}
+    emit("inside", found, title=title, tables=[pieces], data=data, draw=draw)
+
+
+if __name__ == "__main__":
+    main()
