@@ -2,8 +2,8 @@
 
 Every piece is timed where it happens (`in place`), and in another process a few times more directly afterwards (`again`, the
 least): the same work on the same data, which the caches have by then. Pieces that cannot be done twice have no such figure.
-`everything else` is what forward and backward add beside the pieces, as measured without any clock inside: torch's calls of our
-hooks, and what calls what.
+`torch's calls of empty hooks` is what hooks that do nothing add to an un-annotated model, in the places where composable has
+its own; `everything else` is what forward and backward add beside all these, as measured without any clock inside.
 
     python benchmarks/inside.py
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,11 +20,13 @@ from typing import Any
 
 from contenders import LOCAL, scale
 from harness import Measure, Rounds, Sample, compete, device_of, series, spread, world_of
+from models import Task
 from options import parse, parser
 from overhead import make_task
 from publish import bars, emit, rounded, table
+from torch import Tensor, nn
 
-PLAIN, IN_PLACE, AGAIN = "composable", "in place", "again"
+PLAIN, IN_PLACE, AGAIN, HOOKED = "composable", "in place", "again", "empty hooks"
 REPEATS = 5
 
 
@@ -39,8 +40,16 @@ class Piece:
 
 
 PIECES = (
-    Piece("all-gathers of the faked group", ("device.collectives.tensors:TensorsWire.all_gather",), True),
-    Piece("reduce-scatter of the faked group", ("device.collectives.tensors:TensorsWire.reduce_scatter",), True),
+    Piece(
+        "all-gathers of the faked group",
+        ("device.collectives.tensors:TensorsWire.all_gather", "device.collectives.tensors:StreamsWire.all_gather"),
+        True,
+    ),
+    Piece(
+        "reduce-scatter of the faked group",
+        ("device.collectives.tensors:TensorsWire.reduce_scatter", "device.collectives.tensors:StreamsWire.reduce_scatter"),
+        True,
+    ),
     Piece("parameters out of the message", ("device.storage:FlatParameters.copy_out",), True),
     Piece("gradients into the message", ("device.gradients:GradientRows.copy_in",), True),
     Piece("gradients onto parameters", ("device.gradients:GradientShards.deliver",)),
@@ -52,6 +61,7 @@ PIECES = (
     Piece("outputs watched", ("runtime.iteration:Root.watch",)),
     Piece("memory", ("device.memory:ElasticBuffer.allocate", "device.memory:ElasticBuffer.free")),
 )
+HOOKS = "torch's calls of empty hooks"
 REST = "everything else"
 
 
@@ -60,8 +70,14 @@ class Clock:
 
     def __init__(self, *, again: bool) -> None:
         self._again = again
-        self.seconds: dict[str, float] = defaultdict(float)
-        self.calls: dict[str, int] = defaultdict(int)
+        self.seconds: dict[str, float] = {}
+        self.calls: dict[str, float] = {}
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self.seconds = {piece.title: 0.0 for piece in PIECES}
+        self.calls = {piece.title: 0.0 for piece in PIECES}
 
     def attach(self, piece: Piece) -> None:
         """Time the piece's functions from here on, in this process."""
@@ -96,6 +112,21 @@ class Clock:
         return time.perf_counter() - start
 
 
+def hook(task: Task) -> None:
+    """Put a hook that does nothing wherever composable has one: around each unit, before its output, behind its gradients."""
+
+    def watch(module: nn.Module, args: Any, output: Tensor) -> None:
+        assert output.grad_fn is not None
+        output.grad_fn.register_prehook(lambda *gradients: None)
+
+    for unit in task.model.modules():
+        if isinstance(unit, task.units):
+            unit.register_forward_pre_hook(lambda module, args, kwargs: (args, kwargs), prepend=True, with_kwargs=True)
+            unit.register_forward_hook(watch, always_call=True)
+            for parameter in unit.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda parameter: None)
+
+
 def build(label: str, options: argparse.Namespace) -> Measure:
     """One training step per call, without an optimizer: seconds of the host for all of it, and for each piece."""
     device = device_of(options)
@@ -104,19 +135,20 @@ def build(label: str, options: argparse.Namespace) -> Measure:
     if label in (IN_PLACE, AGAIN):
         for piece in PIECES:
             clock.attach(piece)
-    model = scale(LOCAL if label == LOCAL else PLAIN, task.model, task.units, device=device, world=world_of(options))
+    if label == HOOKED:
+        hook(task)
+    model = scale(LOCAL if label in (LOCAL, HOOKED) else PLAIN, task.model, task.units, device=device, world=world_of(options))
     step = 0
 
     def measure() -> Sample:
         nonlocal step
-        clock.seconds.clear()
-        clock.calls.clear()
+        clock.start()
         start = time.perf_counter()
         task.loss(model, step).backward()
         taken = time.perf_counter() - start
         model.zero_grad()
         step += 1
-        calls = {f"calls of {title}": float(number) for title, number in clock.calls.items()}
+        calls = {f"calls of {title}": number for title, number in clock.calls.items()}
         return {"step": taken, **clock.seconds, **calls}
 
     return measure
@@ -129,16 +161,22 @@ def pieces_table(rounds: Rounds, units: int) -> tuple[str, dict[str, dict[str, f
         found = spread(series(rounds, label, metric))
         return {name: 1e6 * seconds / units for name, seconds in found.items()}
 
-    pairs = zip(series(rounds, PLAIN, "step"), series(rounds, LOCAL, "step"), strict=True)
-    added = spread(1e6 * (ours - alone) / units for ours, alone in pairs)
-    shown = {piece.title: per_unit(IN_PLACE, piece.title) for piece in PIECES}
-    rest = added["median"] - sum(values["median"] for values in shown.values())
+    def added(label: str) -> dict[str, float]:
+        pairs = zip(series(rounds, label, "step"), series(rounds, LOCAL, "step"), strict=True)
+        return spread(1e6 * (seconds - alone) / units for seconds, alone in pairs)
+
+    found = {piece.title: per_unit(IN_PLACE, piece.title) for piece in PIECES}
+    pieces = sorted(PIECES, key=lambda piece: -found[piece.title]["median"])
+    shown = {piece.title: found[piece.title] for piece in pieces} | {HOOKS: added(HOOKED)}
+    total = added(PLAIN)["median"]
+    rest = total - sum(values["median"] for values in shown.values())
     rows = []
-    for piece in sorted(PIECES, key=lambda piece: -shown[piece.title]["median"]):
+    for piece in pieces:
         calls = series(rounds, IN_PLACE, f"calls of {piece.title}")[0] / units
         again = f"{per_unit(AGAIN, piece.title)['median']:.1f}" if piece.repeatable else ""
         rows.append([piece.title, f"{calls:.1f}", f"{shown[piece.title]['median']:.1f}", again])
-    rows += [[REST, "", f"{rest:.1f}", ""], ["added by forward and backward", "", f"{added['median']:.1f}", ""]]
+    rows.append([HOOKS, "", f"{shown[HOOKS]['median']:.1f}", ""])
+    rows += [[REST, "", f"{rest:.1f}", ""], ["added by forward and backward", "", f"{total:.1f}", ""]]
     shown[REST] = {"median": rest, "min": rest, "max": rest}
     return table(["microseconds per unit and step", "calls", IN_PLACE, AGAIN], rows), shown
 
@@ -149,7 +187,7 @@ def main() -> None:
     options.add_argument("--units", type=int, default=32)
     options.add_argument("--params", type=int, default=0, help="parameters per unit; 0: a transformer block, which has 12")
     found = parse(options, units=2)
-    rounds = compete(build, [LOCAL, PLAIN, IN_PLACE, AGAIN], found)
+    rounds = compete(build, [LOCAL, PLAIN, IN_PLACE, AGAIN, HOOKED], found)
     pieces, shown = pieces_table(rounds, found.units)
     what = f"{found.units} transformer blocks" if not found.params else f"{found.units} units of {found.params} parameters"
     title = f"Where the host's time goes: {what}, fake process group of {found.fake_world} ranks, {found.device}"
