@@ -111,6 +111,49 @@ def test_parameters_changed_while_they_are_unsharded_are_gathered_again(
     pool.run(2, _run, test, change, device=device)
 
 
+class Aliasing(nn.Module):
+    """Returns its parameter itself, which so outlives the forward."""
+
+    def __init__(self, unshards: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(1.0, 7.0).view(2, 3))
+        self.unshards = unshards  # in the middle of a call
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.unshards:
+            unshard(self)
+        return x @ self.weight.t(), self.weight.view(-1)
+
+
+def _change_what_outlives_forward(change: Callable[[nn.Module], None], unshards: str) -> None:
+    model = Aliasing(unshards == "inside").to(current_device())
+    fully_shard(model)
+    x = torch.ones(2, 3, device=current_device())
+    for _ in range(3):
+        out, alias = model(x)
+        assert torch.equal(alias, model.weight.full_tensor().view(-1))  # type: ignore[operator]
+        out.sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.full_like(alias, 2.0).view(2, 3))  # type: ignore[operator, union-attr]
+        model(x)  # no backward follows, so that the parameters stay
+        change(model)
+        model.zero_grad()
+        if unshards == "between":
+            unshard(model)
+
+
+def _run_aliasing(change: str, unshards: str) -> None:
+    _change_what_outlives_forward(CHANGES[change], unshards)
+
+
+@pytest.mark.parametrize("unshards", ["never", "between", "inside"])
+@pytest.mark.parametrize("change", ["in_place", "in_their_local_part", "by_an_optimizer"])
+def test_parameters_that_outlive_a_forward_without_backward_are_gathered_again(
+    pool: Pool, change: str, unshards: str, device: str
+) -> None:
+    need_devices(device, 2)
+    pool.run(2, _run_aliasing, change, unshards, device=device)
+
+
 def _labels_of_the_second_forward() -> list[str]:
     log = Log()
     with wires_wrapped_by(partial(Recording, log=log)):
