@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import nn
@@ -68,8 +67,7 @@ class Handle:
         self._near_channel: Channel | None = ground.near.open_channel() if ground.near is not None else None
         self._arrivals: list[Arrival] = []
         self._from_neighbours = False
-        self._edition = self._gathered = _UNKNOWN  # of the shards: as last looked at, and when they were gathered
-        self._keeps = not isinstance(recipe.after_forward, Free)  # something of what was gathered, for the next forward
+        self._edition = self._gathered = (-1, -1, -1)  # of the shards: as last looked at, and when they were gathered
         self.gradients = UnitGradients(self._channel)
         self.parameters = UnitParameters(
             self.slots,
@@ -106,9 +104,6 @@ class Handle:
             self._take_in_foreigners()
         parameters.follow()
         parameters.release_gradients()
-        if self.phase is Phase.SHARDED and not self._keeps and not self.pins:
-            self._edition = _UNKNOWN  # looking takes time, and nobody will ask
-            return
         self._edition = self._look_up_edition()
         if self.phase is not Phase.SHARDED and self._gathered != self._edition:
             self.reshard()
@@ -127,11 +122,7 @@ class Handle:
     @property
     def stale(self) -> bool:
         """Whether what was gathered may no longer be what the shards say; see Note [Stale parameters]."""
-        if self.phase is Phase.SHARDED:
-            return False
-        if self._gathered == _UNKNOWN:
-            return not self.depth  # a call that is running goes on with what it began with
-        return self._gathered != self._look_up_edition()
+        return self.phase is not Phase.SHARDED and self._gathered != self._look_up_edition()
 
     # --- unshard and reshard ----------------------------------------------------------------------------------------
 
@@ -271,9 +262,6 @@ class Handle:
         """Where the parameters are."""
         parts = self.parameters.parts
         return parts[0].flat.device if parts else torch.device("cpu")
-
-
-_UNKNOWN: Final = (-1, -1, -1)  # what was gathered from shards of unknown edition is gathered anew by the next forward
 
 
 def _ignore() -> None:

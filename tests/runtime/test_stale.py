@@ -154,6 +154,58 @@ def test_parameters_that_outlive_a_forward_without_backward_are_gathered_again(
     pool.run(2, _run_aliasing, change, unshards, device=device)
 
 
+class TwoPaths(nn.Module):
+    """The loss reaches `kept` by an attribute, or by a view of its weight that a later forward multiplies with."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.plain, self.kept, self.way = nn.Linear(4, 4), Kept(way), way
+
+    def forward(self, x: Tensor, *, first: bool) -> Tensor:
+        y: Tensor = self.plain(x)
+        if first:
+            self.kept(y)
+        elif self.way == "view":
+            y = y @ self.kept.result
+        return y
+
+
+class Kept(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.weight, self.way = nn.Parameter(torch.arange(16.0).view(4, 4) / 8), way
+
+    def forward(self, x: Tensor) -> Tensor | None:
+        self.result = self.weight.t() if self.way == "view" else x @ self.weight
+        return self.result if self.way == "view" else None
+
+
+def _two_forwards(way: str) -> None:
+    torch.manual_seed(0)
+    plain, model = TwoPaths(way), TwoPaths(way)
+    model.load_state_dict(plain.state_dict())
+    plain.to(current_device())
+    model.to(current_device())
+    fully_shard(model, policy={Kept, nn.Linear})
+    x = torch.ones(2, 4, device=current_device())
+    for _ in range(2):
+        for each in (plain, model):
+            each.zero_grad()
+            y = each(x, first=True)
+            if way == "unit":
+                each.plain(x)
+            z = each(2 * x, first=False)
+            (y.sum() + z.square().sum() + (each.kept.result.sum() if way != "view" else 0.0)).backward()
+        for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("way", ["attribute", "view", "unit"])
+def test_what_a_backward_still_needs_outlives_another_forward(pool: Pool, way: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _two_forwards, way, device=device)
+
+
 def _labels_of_the_second_forward() -> list[str]:
     log = Log()
     with wires_wrapped_by(partial(Recording, log=log)):
