@@ -50,6 +50,8 @@ class Iteration:
 class Unit(Protocol):
     """What a root asks of its units."""
 
+    root: Root | None
+
     @property
     def modules(self) -> Sequence[nn.Module]: ...
 
@@ -82,6 +84,12 @@ class Root:
             handle.gradients.on_first = self._open_backward
             handle.gradients.on_complete = partial(self.gradients_complete, index)
 
+    def disband(self) -> None:
+        """A unit leaves: the next forward plans the tree anew, without it."""
+        for unit in self.units:
+            if unit.root is self:
+                unit.root = None
+
     def check_hooks(self) -> None:
         """Raise when somebody removed the hooks of one of the units' modules."""
         if not self._watch.all_stand():
@@ -94,7 +102,9 @@ class Root:
     def open_forward(self, module: nn.Module) -> None:
         """Called before every forward of a unit; the outermost one opens an iteration, or goes on with the open one."""
         if self.depth == 0 and self.iteration is not None and self.iteration.in_backward:
+            shown = [handle for handle in self.handles if handle.depth]
             self._unwind("its backward did not finish")
+            self._warn_of_gradients(shown)
         self.depth += 1
         if self.depth > 1:
             return
@@ -103,6 +113,16 @@ class Root:
             self.iteration = Iteration()
         for handle in self.handles:
             handle.prepare()
+
+    def _warn_of_gradients(self, shown: Sequence[Handle]) -> None:
+        """A backward raised while these units' modules saw unsharded parameters: to clear those clears nothing."""
+        left = [handle.name for handle in shown if any(slot.sharded.grad is not None for slot in handle.slots)]
+        if left:
+            logger.warning(
+                "gradients of unit '%s' that were there when a backward raised are still there, and the next ones are added to "
+                "them. To clear them call optimizer.zero_grad(): model.zero_grad() does not reach them before the next forward",
+                left[0],
+            )
 
     def enter(self, handle: Handle) -> None:
         """`handle`'s module is about to compute."""

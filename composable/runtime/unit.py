@@ -95,6 +95,8 @@ class ShardedUnit:
         for guard in self.guards:
             guard.remove()
         self.guards = []
+        if self.root is not None and not self.root.depth:
+            self.root.disband()
         if self._handle is None:
             return
         handle, self._handle = self._handle, None

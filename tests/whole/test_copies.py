@@ -248,3 +248,40 @@ def test_one_annotation_can_be_removed_while_another_stays(pool: Pool, device: s
     need_devices(device, 2)
     expected = [["checkpoint", "fully_shard"], ["fully_shard"], [], ["replicate"]]
     assert pool.run(2, _remove_one_of_two, device=device) == [expected, expected]
+
+
+def _remove_one_unit(between: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(current_device())
+    reference = copy.deepcopy(model)
+    fully_shard(model, policy={nn.Linear})
+    x = torch.ones(2, 3, device=current_device())
+
+    def train(change: str = "") -> None:
+        for each in (reference, model):
+            each.zero_grad()
+            loss = each(x).square().sum()
+            if change and each is model:
+                remove(model[0], fully_shard)
+            loss.backward()
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            if not (change and type(one) is nn.Parameter):  # what was removed before backward gets no gradient
+                torch.testing.assert_close(one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad, other.grad)
+
+    train()
+    if between:
+        train("remove")
+    else:
+        remove(model[0], fully_shard)
+    assert type(model[0].weight) is nn.Parameter
+    train()
+    fully_shard(model[0])
+    assert isinstance(model[0].weight, DTensor)
+    train()
+    train()
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["after a step", "between forward and backward"])
+def test_one_unit_can_be_removed_and_annotated_anew_while_its_root_lives(pool: Pool, between: bool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _remove_one_unit, between, device=device)
