@@ -118,13 +118,17 @@ class ElasticBuffer:
         with torch.inference_mode(False):
             self.tensor = torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,), (1,)).data
         self._held = True
-        self.lodged = False  # whether the memory is somebody else's
         self._lender: torch.UntypedStorage | None = None
         self._on_leave: Callable[[], None] = _nothing
 
     @property
     def held(self) -> bool:
         return self._held
+
+    @property
+    def lodged(self) -> bool:
+        """Whether the memory is somebody else's."""
+        return self._lender is not None
 
     @property
     def nbytes(self) -> int:
@@ -145,8 +149,7 @@ class ElasticBuffer:
         if self._held or not CAN_SWAP:
             return False
         swap_memory(self._storage, memory)
-        self._held = self.lodged = True
-        self._lender, self._on_leave = memory, on_leave
+        self._held, self._lender, self._on_leave = True, memory, on_leave
         return True
 
     def move_out(self) -> None:
@@ -157,14 +160,14 @@ class ElasticBuffer:
     def _part(self) -> Callable[[], None]:
         assert self._lender is not None
         swap_memory(self._storage, self._lender)
-        on_leave, self._on_leave, self._lender, self.lodged = self._on_leave, _nothing, None, False
+        on_leave, self._on_leave, self._lender = self._on_leave, _nothing, None
         return on_leave
 
     def free(self) -> None:
         if not self._held:
             return
         self._held = False
-        if self.lodged:
+        if self._lender is not None:
             self._part()()
         else:
             self._shelf.drain(self._storage)

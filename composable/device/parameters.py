@@ -85,9 +85,7 @@ class Stage:
         for registry, name, sharded, _ in self._by_table:
             if registry.get(name) is not sharded:
                 return False
-        return not self._by_setattr or all(
-            module._parameters.get(name) is sharded for module, name, sharded, _ in self._by_setattr
-        )
+        return all(module._parameters.get(name) is sharded for module, name, sharded, _ in self._by_setattr)
 
 
 def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:

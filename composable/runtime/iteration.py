@@ -116,7 +116,8 @@ class Root:
 
     def _warn_of_gradients(self, shown: Sequence[Handle]) -> None:
         """A backward raised while these units' modules saw unsharded parameters: to clear those clears nothing."""
-        left = [handle.name for handle in shown if any(slot.sharded.grad is not None for slot in handle.slots)]
+        # Without parts, the two forms of a parameter are one.
+        left = [h.name for h in shown if h.parameters.parts and any(slot.sharded.grad is not None for slot in h.slots)]
         if left:
             logger.warning(
                 "gradients of unit '%s' that were there when a backward raised are still there, and the next ones are added to "

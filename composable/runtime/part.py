@@ -9,7 +9,7 @@ from typing import Final
 from torch import Tensor, nn
 
 from composable.device.collectives import Arrival, Channel, GatherPart, Wire
-from composable.device.gradients import take_gradients
+from composable.device.gradients import missing_in, take_gradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import ParameterSlots
 from composable.device.storage import FlatParameters
@@ -122,11 +122,7 @@ class Part:
 
     def still_missing(self) -> int:
         """How many of the awaited gradients are not here."""
-        missing = 0
-        for parameter in self._awaited:
-            if parameter.grad is None:
-                missing += 1
-        return missing
+        return missing_in([parameter.grad for parameter in self._awaited])
 
     def reduce(self, channel: Channel, label: str) -> None:
         """Launch the reduction of what is here."""
@@ -136,7 +132,8 @@ class Part:
         if reduction is None:
             reduction = self._reduction = Reduction(self.flat, self.sharded, self._wire, self.trainable)
             self._reductions[self.trainable] = reduction
-            self.worth_releasing += [reduction] if reduction.worth_releasing else []
+            if reduction.worth_releasing:
+                self.worth_releasing.append(reduction)
         reduction.launch(take_gradients(self._unsharded), channel, label)
 
     def finish(self) -> None:

@@ -159,7 +159,8 @@ class TwoPaths(nn.Module):
 
     def __init__(self, way: str) -> None:
         super().__init__()
-        self.plain, self.kept, self.way = nn.Linear(4, 4), Kept(way), way
+        # Of one size: whatever is freed too early is overwritten by the other.
+        self.plain, self.kept, self.way = nn.Linear(4, 4, bias=False), Kept(way), way
 
     def forward(self, x: Tensor, *, first: bool) -> Tensor:
         y: Tensor = self.plain(x)
