@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, ClassVar
 
 import pytest
@@ -321,73 +320,6 @@ def test_functional_call_computes_with_the_tensors_that_it_is_given() -> None:
     for one, other in zip(gradients, torch.autograd.grad(actual.square().mean(), list(given.values())), strict=True):
         assert torch.equal(one, other)
     assert _step_is_good(model)
-
-
-class _Log(logging.Handler):
-    """What the library logs within a `with`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname}: {record.getMessage()}")
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("composable").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("composable").removeHandler(self)
-
-
-def _no_room(*_: object) -> None:
-    raise MemoryError("no room")
-
-
-def _log_of_a_failure() -> list[str]:
-    model = _model()
-    fully_shard(model, policy={Layer})
-    with _Log() as lines:
-        with model.decoder.up.register_forward_pre_hook(_no_room), pytest.raises(MemoryError, match="no room"):
-            model(_batch())
-        assert _step_is_good(model)
-    return lines
-
-
-def _log_of_a_failed_backward(clear_by: str) -> list[str]:
-    model = _model()
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert _step_is_good(model)
-    with _Log() as lines:
-        loss = model(_batch())
-        assert loss.grad_fn is not None
-        loss.sum().backward(retain_graph=True)
-        with loss.grad_fn.register_hook(_no_room), pytest.raises(MemoryError, match="no room"):
-            loss.sum().backward()
-        (optimizer if clear_by == "optimizer" else model).zero_grad()
-        model(_batch())
-    return lines
-
-
-def test_gradients_that_zero_grad_did_not_reach_after_a_failed_backward_are_told_of(pool: Pool) -> None:
-    first = "WARNING: previous step: its backward did not finish; state was reset"
-    assert pool.run(2, _log_of_a_failed_backward, "optimizer")[0] == [first]
-    assert_text(
-        "\n".join(pool.run(2, _log_of_a_failed_backward, "model")[0]),
-        """\
-WARNING: previous step: its backward did not finish; state was reset
-WARNING: gradients of unit '' that were there when a backward raised are still there, and the next ones are added to them. \
-To clear them call optimizer.zero_grad(): model.zero_grad() does not reach them before the next forward""",
-    )
-
-
-def test_a_failed_step_is_reported_once_with_its_unit_and_the_next_one_is_good(pool: Pool) -> None:
-    assert_text(
-        "\n".join(pool.run(2, _log_of_a_failure)[0]),
-        """WARNING: previous step of unit 'decoder' ended with MemoryError; state was reset""",
-    )
 
 
 def _other_order() -> str:

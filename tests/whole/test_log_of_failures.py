@@ -1,0 +1,108 @@
+"""What the log says of a step that raised, once the next one begins."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline as assert_text
+from torch import Tensor, nn
+
+from composable import fully_shard
+from tests.helpers.battery.odd import Layer
+from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.world import Pool, current_device
+
+
+class _Log(logging.Handler):
+    """What the library logs within a `with`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(f"{record.levelname}: {record.getMessage()}")
+
+    def __enter__(self) -> list[str]:
+        logging.getLogger("composable").addHandler(self)
+        return self.lines
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("composable").removeHandler(self)
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(0)
+    layers = OrderedDict(encoder=Layer(), decoder=Layer(), head=nn.Linear(6, 2))
+    return nn.Sequential(layers).double().to(current_device())
+
+
+def _batch() -> Tensor:
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    return torch.randn(3, 6, generator=generator, dtype=torch.float64).to(current_device())
+
+
+def _step(model: nn.Module) -> None:
+    """A training step gives the gradients of the plain model."""
+    model.zero_grad()
+    plain = _model()
+    for each in (plain, model):
+        each(_batch()).square().mean().backward()
+    for expected, actual in zip(averaged_gradients(plain).values(), full_gradients(model).values(), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-12)
+
+
+def _no_room(*_: object) -> None:
+    raise MemoryError("no room")
+
+
+def _in_forward() -> list[str]:
+    model = _model()
+    fully_shard(model, policy={Layer})
+    inside = model.get_submodule("decoder.up")
+    with _Log() as lines:
+        with inside.register_forward_pre_hook(_no_room), pytest.raises(MemoryError, match="no room"):
+            model(_batch())
+        _step(model)
+    return lines
+
+
+def _in_backward(clear_by: str, policy: bool) -> list[str]:
+    model = _model()
+    fully_shard(model, policy={Layer} if policy else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _step(model)
+    with _Log() as lines:
+        output = model(_batch())
+        assert output.grad_fn is not None
+        with output.grad_fn.register_hook(_no_room), pytest.raises(MemoryError, match="no room"):
+            output.sum().backward()
+        (optimizer if clear_by == "optimizer" else model).zero_grad()
+        model(_batch())
+        optimizer.zero_grad()
+        _step(model)
+    return lines
+
+
+def test_a_failed_step_is_reported_once_with_its_unit_and_the_next_one_is_good(pool: Pool) -> None:
+    assert_text(
+        "\n".join(pool.run(2, _in_forward)[0]),
+        """WARNING: previous step of unit 'decoder' ended with MemoryError; state was reset""",
+    )
+
+
+@pytest.mark.parametrize("policy", [True, False])
+def test_gradients_that_zero_grad_did_not_reach_after_a_failed_backward_are_told_of(pool: Pool, policy: bool) -> None:
+    first = "WARNING: previous step: its backward did not finish; state was reset"
+    assert pool.run(2, _in_backward, "optimizer", policy)[0] == [first]
+    assert_text(
+        "\n".join(pool.run(2, _in_backward, "model", policy)[0]),
+        """\
+WARNING: previous step: its backward did not finish; state was reset
+WARNING: gradients of unit '' that were there when a backward raised are still there, and the next ones are added to them. \
+To clear them call optimizer.zero_grad(): model.zero_grad() does not reach them before the next forward""",
+    )
