@@ -68,7 +68,8 @@ class Handle:
         self._arrivals: list[Arrival] = []
         self._from_neighbours = False
         self._edition = self._gathered = (-1, -1, -1)  # of the shards: as last looked at, and when they were gathered
-        self.gradients = UnitGradients(self._channel)
+        # Of their own: a rank that is one collective ahead must not take a gather for a reduction.
+        self.gradients = UnitGradients(ground.wire.open_channel())
         self.parameters = UnitParameters(
             self.slots,
             recipe.names,

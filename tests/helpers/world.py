@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,6 +27,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.helpers.worker import Outcome, Settings, Task, serve
 
@@ -296,3 +298,8 @@ def current_device() -> torch.device:
     if os.environ.get("COMPOSABLE_TEST_DEVICE", "cpu") == "cuda":
         return torch.device("cuda", dist.get_rank() if dist.is_initialized() else 0)
     return torch.device("cpu")
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
+    """Let collectives of `group` give up after `seconds` from here on. Its ranks have found each other with more patience."""
+    _set_pg_timeout(timedelta(seconds=seconds), group)

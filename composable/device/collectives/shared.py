@@ -85,7 +85,7 @@ class SharedWire(GroupWire):
         super().__init__(group, device)
         self.common_bytes = COMMON_BYTES
         self._near = near
-        self._channel: Channel = self.open_channel()  # for what has no unit's tag
+        self._sums: Channel = self.open_channel()  # for what has no unit's tag
 
     # --- gathers ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ class SharedWire(GroupWire):
         chunk = flat.numel() if self.ways == 2 else -(-flat.numel() // self.ways)
         start = 0 if self.ways == 2 else self.rank * chunk
         sums = flat[start : start + chunk]
-        tags = self._channel.next_tag(), self._channel.next_tag()
+        tags = self._sums.next_tag(), self._sums.next_tag()
 
         def fill(block: Block) -> None:
             _scale(mine, factor, out=view_of(block.memory, 0, flat.numel(), flat.dtype))
@@ -202,6 +202,11 @@ class ApartWire(SharedWire):
     An ordinary wire leaves these to the backend: ranks that have come to different units must meet in a check of their order.
     """
 
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, near: Neighbourhood) -> None:
+        super().__init__(group, device, near)
+        self._broadcasts: Channel = self.open_channel()
+        self._checks: Channel = self.open_channel()
+
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         if tensor.device.type != "cpu":
             super().broadcast(tensor, label=label)
@@ -218,7 +223,7 @@ class ApartWire(SharedWire):
                 tensor.detach().copy_(shown.view(tensor.shape))
 
         nbytes = flat.numel() * flat.element_size() if self.rank == 0 else 0
-        self._hand_over(nbytes, fill, receive, label, self._channel.next_tag()).wait()
+        self._hand_over(nbytes, fill, receive, label, self._broadcasts.next_tag()).wait()
 
     def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
         columns = list(zip(*self.exchange(values, label=label), strict=True))
@@ -235,7 +240,7 @@ class ApartWire(SharedWire):
             for peer, message in self._messages(words):
                 rows[peer] = view_of(message, 0, count, torch.int64).tolist()
 
-        self._hand_over(8 * count, fill, receive, label, self._channel.next_tag()).wait()
+        self._hand_over(8 * count, fill, receive, label, self._checks.next_tag()).wait()
         return rows
 
 

@@ -96,10 +96,11 @@ class Arrival(Protocol):
 
 
 class Channel:
-    """Tags that keep one unit's messages apart from all others in the same group.
+    """Tags that keep one unit's messages of one kind apart from all others in the same group.
 
     A tag holds the channel, a running number and the part of the message, so that messages of another unit or of another
-    step can never be taken for the expected ones: ranks that diverge wait (and time out by name), and compute nothing wrong.
+    kind can never be taken for the expected ones: ranks that diverge wait (and time out by name). Gathers and reductions are
+    of different kinds, since a rank that left out a collective would otherwise take the next one's bytes for it.
     Tags do not repeat within a million channels and two milliards of messages. Backends whose tags are C ints get the lowest
     31 bits, which repeat after a thousand of either.
     """
@@ -143,7 +144,7 @@ class Wire(Protocol):
         """Whether `all_reduce` reads a term where it lies; the others copy it first, which can be done earlier."""
 
     def open_channel(self) -> Channel:
-        """Tags for one unit's messages; every rank opens its channels in the same order."""
+        """Tags for one unit's messages of one kind; every rank opens its channels in the same order."""
 
     def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
         """What `all_gather` needs, made once. Every rank prepares gathers with a `room` in the same order."""
