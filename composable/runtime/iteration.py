@@ -243,6 +243,7 @@ class Root:
             self._leave_backward(iteration, entered=index)
             iteration.active.append(index)
             iteration.entered[index] = None
+            iteration.reduced.pop(index, None)  # what arrives from here on was not in that reduction
             handle.gradients.expect()
         self._gather(index, *iteration.finished.next_units(PREFETCH_DEPTH))
         handle.land()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Final
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers.battery import BATTERY
+from composable import fully_shard
+from tests.helpers.battery import BATTERY, Case
+from tests.helpers.battery.case import mean_square, rows
+from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import assert_same_gradients
 from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import Pool, need_devices
@@ -216,3 +220,73 @@ def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme
     if program.startswith("a_part") and scheme == "fully_shard as one unit":
         pytest.skip("the part is no unit here; calling it alone is refused, see test_misuse_while_running.py")
     pool.run(2, _run, program, scheme, device=device)
+
+
+# --- units of several modules -----------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Between the modules of one unit there are so many others that all of their reductions cannot be in flight at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = Layer()
+        self.between = nn.ModuleList([Layer() for _ in range(4)])
+        self.last = Layer()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(x)
+        for layer in self.between:
+            x = layer(x)
+        return self.head(self.last(x))
+
+
+_CHAIN: Final = Case("units of several modules", Chain, rows(4, 6), mean_square, (Layer,))
+
+
+def _first_and_last(model: Chain, *, reshard: bool) -> None:
+    fully_shard([model.shared, model.last], reshard_after_forward=reshard)
+    for layer in model.between:
+        fully_shard(layer, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+
+
+def _across_each_other(model: Chain) -> None:
+    first, second, third, fourth = model.between
+    fully_shard([model.shared, second, fourth])
+    fully_shard(first)
+    fully_shard([third, model.head])
+    fully_shard(model)
+
+
+def _a_part_of_one_with_another(model: Chain) -> None:
+    first, *others, last = model.between
+    fully_shard([model.shared.up, model.last])
+    fully_shard([first, last])
+    for layer in others:
+        fully_shard(layer)
+    fully_shard(model)
+
+
+SHAPES: Final[dict[str, Callable[[Chain], None]]] = {
+    "first and last": partial(_first_and_last, reshard=True),
+    "first and last, without resharding": partial(_first_and_last, reshard=False),
+    "across each other": _across_each_other,
+    "a part of one with another": _a_part_of_one_with_another,
+}
+
+
+def _run_in_shape(program: str, shape: str) -> None:
+    assert_same_gradients(_CHAIN, lambda model, case: SHAPES[shape](model), PROGRAMS[program])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_units_of_several_modules_have_the_gradients_of_the_plain_model(
+    pool: Pool, program: str, shape: str, device: str
+) -> None:
+    need_devices(device, 2)
+    if program.startswith("a_part") and shape == "a part of one with another":
+        pytest.skip("the part is no unit here; calling it alone is refused, see test_misuse_while_running.py")
+    pool.run(2, _run_in_shape, program, shape, device=device)
