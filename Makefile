@@ -56,5 +56,5 @@ $(READY): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "composable needs Python 3.11 or newer on the PATH; make PYTHON=... names one" >&2; exit 1; }
 	@echo "composable: installing into $(VENV) with the pinned versions; the first time takes some minutes"
 	@test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[demo,test,dev]'
+	@$(PY) -m pip install --disable-pip-version-check -c constraints.txt -e '.[demo,test,dev]'
 	@touch $@

@@ -1,5 +1,7 @@
 """Scale PyTorch models over many ranks by annotating their modules in place. The front door: public names, nothing else."""
 
+from importlib.metadata import PackageNotFoundError, version
+
 from composable import errors, traversal
 from composable.api.checkpoint import checkpoint
 from composable.api.fully_shard import fully_shard
@@ -11,6 +13,11 @@ from composable.report.describe import describe
 from composable.state.clipping import clip_grad_norm_
 from composable.state.step_on_shards import ShardStepping, step_on_shards
 
+try:
+    __version__ = version("torch-composable")
+except PackageNotFoundError:  # a source tree on the path, not installed
+    __version__ = "0+unknown"
+
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",
@@ -18,6 +25,7 @@ __all__ = [
     "Policy",
     "ShardStepping",
     "SizePolicy",
+    "__version__",
     "checkpoint",
     "clip_grad_norm_",
     "contract",

@@ -37,6 +37,10 @@ _EQUIVALENTS: Final = {
     "backward_prefetch": "the recorded order is always prefetched; leave it out",
     "param_init_fn": "initialise the module before or after annotating it",
     "sync_module_state": "sync_module_states=",
+    "mp_policy": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
+    "mixed_precision": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
+    "offload_policy": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
+    "cpu_offload": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
 }
 
 Placement = Callable[[nn.Parameter], Shard | None]

@@ -32,6 +32,9 @@ _EQUIVALENTS: Final = {
     "broadcast_buffers": "buffers always follow rank 0; leave it out",
     "ignored_modules": "ignored_params=",
     "init_sync": "sync_module_states=",
+    "mp_policy": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
+    "mixed_precision": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
+    "offload_policy": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
 }
 
 

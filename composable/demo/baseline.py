@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
@@ -28,7 +29,8 @@ class Baseline:
 def run_baseline(options: Options, threads: int) -> Baseline:
     """Train in a fresh process: its memory is its own, and this one keeps nothing of it."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=spawn) as pool:
+    quietly = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a stack trace of its own
+    with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=signal.signal, initargs=quietly) as pool:
         return pool.submit(_train, options, threads).result()
 
 
@@ -44,9 +46,9 @@ def _train(options: Options, threads: int) -> Baseline:
 
     losses = [
         train_step(model, optimizer, *rows(step), peak=options.learning_rate, step=step).item()
-        for step in range(options.baseline_steps)
+        for step in range(options.compared_steps)
     ]
-    idx, targets = rows(options.baseline_steps)
+    idx, targets = rows(options.compared_steps)
     memory = measure_step(model, optimizer, lambda: loss_of(model, idx, targets), ignore=[data], resident_before=before)
     return Baseline(losses, memory)
 

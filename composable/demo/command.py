@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from composable.demo import snapshot
-from composable.demo.launch import is_rank, launch
+from composable.demo.launch import INTERRUPTED, is_rank, launch
 from composable.demo.options import BadValue, Options, ParityError, options_from
 from composable.demo.screen import Screen
 from composable.demo.train import train
@@ -22,7 +22,17 @@ def run(arguments: argparse.Namespace, command_line: Sequence[str]) -> int:
         return _run_rank(options_from(arguments, ranks=int(os.environ["WORLD_SIZE"])))
     options = options_from(arguments)
     _prepare(options)
-    return launch(options.ranks, command_line)
+    status = launch(options.ranks, command_line)
+    if status == INTERRUPTED:
+        print(f"composable demo: interrupted; {_what_is_left(options)}", file=sys.stderr)
+    return status
+
+
+def _what_is_left(options: Options) -> str:
+    step = snapshot.saved_step(options)
+    if not step:
+        return "there is no checkpoint yet, so the next run starts anew"
+    return f"the checkpoint of step {step} is in {options.out}, and --resume continues from it"
 
 
 def _prepare(options: Options) -> None:

@@ -60,6 +60,11 @@ class MemoryTrace:
     resident_before: int = 0
     idle: int = 0
 
+    def kept(self) -> int:
+        """Bytes at the end of backward that are neither parameters nor gradients nor optimizer state, and outlive the step."""
+        ends = next(start for phase, start in self.phases if phase == "optimizer")
+        return self.totals[ends][Kind.COMMUNICATION] + self.totals[ends][Kind.UNSHARDED] + self.idle
+
     def peak(self) -> int:
         """The most bytes that tensors held at any time."""
         return max(sum(total) for total in self.totals)

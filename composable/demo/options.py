@@ -46,6 +46,11 @@ class Options:
             return self.steps
         return start + MORE_STEPS if self.resume else DEFAULT_STEPS
 
+    @property
+    def compared_steps(self) -> int:
+        """How many first steps of a new run are compared with the un-annotated model: no more than there are."""
+        return min(self.baseline_steps, self.until(0))
+
     def fixed(self) -> dict[str, Any]:
         """What must not change between a run and its continuation, or the losses could not be the same."""
         names = ("seed", "batch_size", "context", "layers", "width", "learning_rate")

@@ -68,7 +68,7 @@ class Screen:
         self._console.print(table)
 
     def bytes_per_rank(self, local: dict[str, int], whole: dict[str, int], ranks: int) -> None:
-        """What one rank holds at rest against the un-annotated model."""
+        """What one rank holds at the end of backward against the un-annotated model."""
         if self._quiet:
             return
         table = Table("MiB", "un-annotated", f"each of {ranks} ranks", "share", box=None, pad_edge=False)
@@ -78,7 +78,7 @@ class Screen:
             mine = sum(local.values()) if name == "together" else local[name]
             all_of_it = sum(whole.values()) if name == "together" else whole[name]
             style = "bold" if name == "together" else None
-            row = (name, f"{all_of_it / MIB:.2f}", f"{mine / MIB:.2f}", f"{mine / all_of_it:.0%}")
+            row = (name, f"{all_of_it / MIB:.2f}", f"{mine / MIB:.2f}", f"{mine / all_of_it:.0%}" if all_of_it else "")
             table.add_row(*row, style=style)
         self._console.print(table)
 

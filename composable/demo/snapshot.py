@@ -68,6 +68,15 @@ def load(options: Options, model: nn.Module, optimizer: torch.optim.Optimizer) -
     return Progress(record["step"], record["losses"], [(step, loss) for step, loss in record["validation"]])
 
 
+def saved_step(options: Options) -> int:
+    """The step of the checkpoint in `--out`; 0 where there is none, or none that can be read."""
+    try:
+        record = json.loads((_home(options) / "latest.json").read_text())
+        return int(record["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
 def read_record(options: Options) -> dict[str, Any]:
     """What is known of the latest checkpoint, after a check that this run can continue it.
 

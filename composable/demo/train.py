@@ -45,6 +45,8 @@ def train(options: Options, screen: Screen) -> None:
         f"[bold]composable demo[/bold]: {ranks} rank{'s' * (ranks > 1)}, "
         f"{len(corpus.train) / 1e6:.1f} MB of Python source from {corpus.files} files of the standard library"
     )
+    if not options.resume and (step := snapshot.saved_step(options)):
+        screen.line(f"the checkpoint in {options.out} (step {step}) will be replaced; --resume would continue from it")
     baseline = _baseline(options, screen)
     before = resident_bytes()
     model = annotate(build(options))
@@ -64,7 +66,8 @@ def train(options: Options, screen: Screen) -> None:
     screen.heading("describe(model)")
     screen.text(str(describe(model)))
     screen.heading("Bytes at the end of backward")
-    screen.bytes_per_rank(footprint.local, footprint.whole, ranks)
+    kept = "messages, kept buffers"
+    screen.bytes_per_rank({**footprint.local, kept: trace.kept()}, {**footprint.whole, kept: 0}, ranks)
     if rank == 0:
         _draw(options, screen, progress, baseline, trace, ranks)
 
@@ -181,7 +184,7 @@ def _baseline(options: Options, screen: Screen) -> Baseline | None:
     """The un-annotated run, made by rank 0 and known to all; None where there is nothing to compare."""
     if not options.baseline_steps or options.resume:
         return None
-    screen.line(f"un-annotated model: {options.baseline_steps} steps in one process on the whole batch ...")
+    screen.line(f"un-annotated model: {options.compared_steps} steps in one process on the whole batch ...")
     return _from_rank_0(lambda: run_baseline(options, cores()))
 
 

@@ -69,8 +69,14 @@ class Verb(Protocol, Generic[P, S_co]):
 
     def __call__(self, module: Target, /, *args: P.args, **kwargs: P.kwargs) -> Target: ...
 
-    def state(self, module: nn.Module) -> S_co | None:
-        """What this verb keeps about `module`; None where it was not applied. Never writes."""
+    def state(self, module: nn.Module | Sequence[nn.Module]) -> S_co | None:
+        """What this verb keeps about `module`, or about a list that was annotated as one; None where it was not applied.
+
+        Never writes.
+
+        Raises:
+            AnnotationError: not a module, or a list of modules that were annotated apart.
+        """
 
 
 def registry(module: nn.Module) -> Mapping[str, Annotation]:
@@ -182,12 +188,13 @@ def contract(
                 outer[-1].nested.append((modules[0], record))
             return target
 
-        def state_of(module: nn.Module) -> Any:
-            for transaction in reversed(transactions.running()):
-                if transaction.covers(name, module):
-                    return transaction.state
-            record = registry(module).get(name)
-            return record.state if record is not None else None
+        def state_of(module: nn.Module | Sequence[nn.Module]) -> Any:
+            states = [_state_on(one, name) for one in modules_of(f"{name}.state", module)]
+            if any(state is not states[0] for state in states):
+                raise AnnotationError(
+                    f"{name}.state() takes one module, or a list that was annotated as one; these were annotated apart"
+                )
+            return states[0]
 
         verb.state = state_of  # type: ignore[attr-defined]
         return cast("Verb[P, S]", verb)
@@ -230,6 +237,15 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
         raise NotAnnotatedError(f"{name} was not applied to {module_name(first)}; {there}")
     record.take_back_from(first)
     return module
+
+
+def _state_on(module: nn.Module, name: str) -> Any:
+    """The state of the verb `name` on `module`, also while the verb runs; None where it was not applied."""
+    for transaction in reversed(transactions.running()):
+        if transaction.covers(name, module):
+            return transaction.state
+    record = registry(module).get(name)
+    return record.state if record is not None else None
 
 
 def _admit(name: str, module: nn.Module, reasons: Mapping[str, str]) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.config import Free, Keep, Regroup
+from composable.errors import few
 from composable.model.contract import Annotation, registry
 from composable.model.traversal import REPLICATE, SHARD, managed_parameters
 from composable.runtime.replica import ReplicatedUnit
@@ -40,10 +41,12 @@ class Description:
     """What `describe` returns: print it, or take `to_dict()`."""
 
     rows: tuple[UnitRow, ...]
+    elsewhere: dict[str, tuple[str, ...]] = field(default_factory=dict)  # other verbs: modules that are no unit, by FQN
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank but for `bytes_per_rank` of uneven shards."""
-        return {"units": [asdict(row) for row in self.rows], "total": self._total()}
+        elsewhere = {verb: list(names) for verb, names in self.elsewhere.items()}
+        return {"units": [asdict(row) for row in self.rows], "elsewhere": elsewhere, "total": self._total()}
 
     def _total(self) -> dict[str, int]:
         return {
@@ -69,12 +72,11 @@ class Description:
         )
         lines = [header]
         for row in self.rows:
-            annotation = row.annotation + (" + checkpoint" if row.checkpointed else "")
             lines.append(
                 (
                     row.unit or "(root)",
                     row.module,
-                    annotation,
+                    row.annotation,
                     str(row.parameters),
                     f"{row.numel:,}",
                     readable_bytes(row.bytes),
@@ -111,7 +113,8 @@ class Description:
             for line in lines
         ]
         rule = "-" * max(len(line) for line in text)
-        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1]])
+        notes = [f"{verb}, on modules that are no unit: {few(names)}" for verb, names in self.elsewhere.items()]
+        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *notes])
 
     __repr__ = __str__
 
@@ -129,30 +132,40 @@ def readable_bytes(count: int) -> str:
 def describe(module: nn.Module) -> Description:
     """The units of an annotated model, in order, with what each holds and how it is spread.
 
-    Parameters that no annotation manages come last, as a unit named "(not annotated)".
+    Parameters that are neither sharded nor replicated come last, as a unit named "(not annotated)", or "(rest)" where
+    other verbs were applied somewhere. Verbs on modules that are no unit are told of below the table.
 
     Example:
         >>> print(describe(fully_shard(model, policy={Block})))
     """
     rows: list[UnitRow] = []
+    elsewhere: dict[str, list[str]] = {}
     seen: dict[int, None] = {}
     for name, below in module.named_modules():
         annotations = registry(below)
-        checkpointed = _is_checkpointed(annotations)
-        for verb in (SHARD, REPLICATE):
-            if verb in annotations and id(annotations[verb].state) not in seen:
-                state = annotations[verb].state
+        verbs = _verbs(annotations)
+        managing = [verb for verb in (SHARD, REPLICATE) if verb in annotations]
+        for verb in managing:
+            state = annotations[verb].state
+            if id(state) not in seen:
                 seen[id(state)] = None
-                rows.append(
-                    _sharded(name, below, state, checkpointed)
-                    if verb == SHARD
-                    else _replicated(name, below, state, checkpointed)
-                )
-    rest = _unmanaged(module)
-    return Description((*rows, rest) if rest is not None else tuple(rows))
+                rows.append(_sharded(name, state, verbs) if verb == SHARD else _replicated(name, below, state, verbs))
+        for verb in () if managing else verbs:
+            elsewhere.setdefault(verb, []).append(name or "(root)")
+    rest = _unmanaged(module, elsewhere)
+    return Description((*rows, *rest), {verb: tuple(names) for verb, names in elsewhere.items()})
 
 
-def _sharded(name: str, module: nn.Module, unit: ShardedUnit, checkpointed: bool) -> UnitRow:
+def _verbs(annotations: Mapping[str, Annotation]) -> list[str]:
+    """The verbs that do something on this very module: what makes it a unit first, then the others as they were applied.
+
+    With a policy `checkpoint` does something on the picked modules below only.
+    """
+    others = [verb for verb in annotations if verb != "checkpoint" or annotations[verb].state.brackets]
+    return sorted(others, key=lambda verb: verb not in (SHARD, REPLICATE))
+
+
+def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
     handle = unit.handle
     parameters = [slot.sharded for slot in handle.slots]
     after = {Free: "reshard", Keep: "keep"}.get(type(handle.after_forward), "")
@@ -162,7 +175,7 @@ def _sharded(name: str, module: nn.Module, unit: ShardedUnit, checkpointed: bool
     return UnitRow(
         unit=name,
         module=" + ".join(type(m).__name__ for m in unit.modules),
-        annotation=SHARD,
+        annotation=" + ".join(verbs),
         parameters=len(parameters),
         numel=sum(p.numel() for p in parameters),
         bytes=sum(p.numel() * p.element_size() for p in parameters),
@@ -174,46 +187,40 @@ def _sharded(name: str, module: nn.Module, unit: ShardedUnit, checkpointed: bool
         ),
         after_forward=after,
         state=handle.phase.name,
-        checkpointed=checkpointed,
+        checkpointed="checkpoint" in verbs,
     )
 
 
-def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, checkpointed: bool) -> UnitRow:
-    return _plain_row(name, type(module).__name__, REPLICATE, unit.parameters, unit.wire.ways, checkpointed)
+def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, verbs: list[str]) -> UnitRow:
+    return _plain_row(name, type(module).__name__, verbs, unit.parameters, unit.wire.ways)
 
 
-def _plain_row(
-    name: str, module: str, annotation: str, parameters: list[nn.Parameter], ranks: int, checkpointed: bool
-) -> UnitRow:
+def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: list[nn.Parameter], ranks: int) -> UnitRow:
     size = sum(p.numel() * p.element_size() for p in parameters)
     return UnitRow(
         unit=name,
         module=module,
-        annotation=annotation,
+        annotation=" + ".join(verbs) or "-",
         parameters=len(parameters),
         numel=sum(p.numel() for p in parameters),
         bytes=size,
         bytes_per_rank=size,
         ranks=ranks,
         dtypes=_unique(str(p.dtype).removeprefix("torch.") for p in parameters),
-        placements=("replicated",) if annotation == REPLICATE else ("local",),
+        placements=("replicated",) if REPLICATE in verbs else ("local",),
         after_forward="-",
         state="-",
-        checkpointed=checkpointed,
+        checkpointed="checkpoint" in verbs,
     )
 
 
-def _is_checkpointed(annotations: Mapping[str, Annotation]) -> bool:
-    """Whether the module itself is; with a policy only the picked ones below it are."""
-    return "checkpoint" in annotations and bool(annotations["checkpoint"].state.brackets)
-
-
-def _unmanaged(module: nn.Module) -> UnitRow | None:
+def _unmanaged(module: nn.Module, elsewhere: Mapping[str, list[str]]) -> list[UnitRow]:
     annotations = registry(module)
     if SHARD in annotations or REPLICATE in annotations:
-        return None
+        return []
     rest = [managed.parameter for managed in managed_parameters([("", module)])]
-    return _plain_row("(not annotated)", type(module).__name__, "-", rest, 1, _is_checkpointed(annotations)) if rest else None
+    name = "(rest)" if elsewhere else "(not annotated)"
+    return [_plain_row(name, type(module).__name__, _verbs(annotations), rest, 1)] if rest else []
 
 
 def _unique(values: Any) -> tuple[str, ...]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from expecttest import assert_expected_inline
 
+import composable
 from composable.__main__ import main
 
 
@@ -83,4 +86,28 @@ def test_an_output_folder_that_cannot_be_made_is_refused_with_the_reason(
     assert_expected_inline(
         answer(capsys, "--out", "taken"),
         """python -m composable demo: --out taken: File exists""",
+    )
+
+
+def test_help_and_version_need_none_of_the_extras() -> None:
+    blocked = "import sys; sys.modules.update(rich=None, matplotlib=None, numpy=None); from composable.__main__ import main; "
+
+    def says(*command_line: str) -> str:
+        code = blocked + f"main({list(command_line)!r})"
+        done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert "train a small language model" in says("--help")
+    assert "--resume" in says("demo", "--help")
+    assert says("--version") == f"composable {composable.__version__}\n"
+
+
+def test_the_missing_extra_is_named_with_what_brings_it() -> None:
+    code = "import sys; sys.modules.update(rich=None); from composable.__main__ import main; main(['demo'])"
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert_expected_inline(
+        done.stderr.strip(),
+        """python -m composable demo: rich is missing; pip install 'torch-composable[demo]' brings it, or pip install -e '.[demo]' in a checkout""",  # noqa: E501
     )

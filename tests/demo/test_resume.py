@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -28,10 +30,10 @@ def record(out: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eight steps in one go, the first three checked against the un-annotated model."""
+    """Eight steps in one go, all checked against the un-annotated model, though more were asked for than there are."""
     out = tmp_path_factory.mktemp("straight")
-    printed = demo(out, "--steps", "8", "--baseline-steps", "3")
-    assert "first 3 steps agree with the un-annotated model" in printed
+    printed = demo(out, "--steps", "8", "--baseline-steps", "9")
+    assert "first 8 steps agree with the un-annotated model" in printed
     return out
 
 
@@ -58,6 +60,29 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_interrupted(
     assert record(interrupted)["losses"] == record(straight)["losses"][:5]
     assert record(out)["losses"] == record(straight)["losses"]
     assert record(out)["validation"][-1] == record(straight)["validation"][-1]
+
+
+def test_a_run_says_that_it_replaces_a_checkpoint(interrupted: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(interrupted, tmp_path / "run")
+    printed = demo(out, "--steps", "1", "--no-baseline")
+    assert f"the checkpoint in {out} (step 5) will be replaced; --resume would continue from it" in printed
+    assert record(out)["step"] == 1
+
+
+def test_an_interrupted_run_says_in_a_line_how_to_go_on(interrupted: Path, tmp_path: Path) -> None:
+    out = shutil.copytree(interrupted, tmp_path / "run")
+    command = [sys.executable, "-m", "composable", "demo", *TINY[:-1], "--out", str(out), "--steps", "1000000", "--resume"]
+    # In a session of its own, so that the interrupt reaches what a terminal's would: the launcher and all ranks.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as run:
+        assert run.stdout is not None
+        assert run.stderr is not None
+        next(line for line in run.stdout if line.startswith("step "))
+        os.killpg(run.pid, signal.SIGINT)
+        said = run.stderr.read()
+        run.stdout.read()
+    assert run.returncode == 130
+    step = record(out)["step"]
+    assert said == f"composable demo: interrupted; the checkpoint of step {step} is in {out}, and --resume continues from it\n"
 
 
 def test_a_checkpoint_of_two_ranks_is_resumed_by_one(straight: Path, interrupted: Path, tmp_path: Path) -> None:

@@ -120,6 +120,21 @@ def test_modules_that_are_annotated_as_one_share_one_state():
     assert dict(registry(model)) == {}
 
 
+def test_the_state_of_a_list_is_that_of_its_modules():
+    model = Model()
+    mark([model.emb, model.enc], level=7)
+    assert mark.state([model.emb, model.enc]) is mark.state(model.emb)
+    assert mark.state([model.enc[0]]) is None
+    assert_text(
+        message(AnnotationError, lambda: mark.state([model.emb, model.enc[0]])),
+        """mark.state() takes one module, or a list that was annotated as one; these were annotated apart""",
+    )
+    assert_text(
+        message(AnnotationError, lambda: mark.state("emb")),  # type: ignore[arg-type]
+        """mark.state() takes a module or a list of modules, and got str""",
+    )
+
+
 def test_nothing_of_it_is_seen_by_torch():
     plain, model = Model(), Model()
     mark(model)

@@ -11,7 +11,7 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
-from composable import checkpoint, describe, fully_shard, keep_unsharded, replicate, unshard
+from composable import checkpoint, contract, describe, fully_shard, keep_unsharded, replicate, unshard
 from composable.report.describe import readable_bytes
 from tests.helpers.world import Pool, spmd
 
@@ -76,6 +76,37 @@ unit             module              annotation   params  numel     bytes  per r
 ----------------------------------------------------------------------------------------------------------------------------
 total                                                 10  1,284  5.02 KiB  5.02 KiB""",
     )
+
+
+@contract()
+def log_calls(module: nn.Module) -> None:
+    """A verb of a user's, which manages no parameters."""
+
+
+def test_verbs_that_make_no_unit_are_told_of_wherever_they_are() -> None:
+    model = _model()
+    log_calls(model)
+    log_calls(model[0])
+    checkpoint(model, policy={nn.Linear})
+    fully_shard(model[0])
+    assert_text(
+        str(describe(model)),
+        """\
+unit    module      annotation               params  numel     bytes  per rank  dtype    placement  after fwd  state
+----------------------------------------------------------------------------------------------------------------------
+0       Block       fully_shard + log_calls       4    608  2.38 KiB  2.38 KiB  float32  local      reshard    SHARDED
+(rest)  Sequential  log_calls                     6    676  2.64 KiB  2.64 KiB  float32  local      -          -
+----------------------------------------------------------------------------------------------------------------------
+total                                            10  1,284  5.02 KiB  5.02 KiB
+log_calls, on modules that are no unit: (root)
+checkpoint, on modules that are no unit: 0.linear, 1.linear, 2""",
+    )
+    assert describe(model).to_dict()["elsewhere"] == {"log_calls": ["(root)"], "checkpoint": ["0.linear", "1.linear", "2"]}
+
+
+def test_a_model_that_other_verbs_were_applied_to_is_not_called_unannotated() -> None:
+    model = checkpoint(_model())
+    assert [(row.unit, row.annotation) for row in describe(model).rows] == [("(rest)", "checkpoint")]
 
 
 def _placement(parameter: nn.Parameter) -> Shard | None:

@@ -154,7 +154,7 @@ def test_unknown_keywords_are_refused_with_their_equivalent(pool: Pool) -> None:
     )
     assert_text(
         later,
-        """UnknownArgumentError: fully_shard() has no argument 'mp_policy'; did you mean 'policy'? It takes: mesh, policy, reshard_after_forward, shard_placement_fn, ignored_params, sync_module_states""",
+        """UnknownArgumentError: fully_shard() has no argument 'mp_policy'; mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have""",
     )
 
 
