@@ -3,6 +3,11 @@
 Note [Version counters]
 Autograd refuses to use a saved tensor that was written to since. Gathering the same values again is not such a write, so
 all our writes go through tensors made from `.data`, whose version counters are their own.
+
+Note [A storage per shard]
+What torch saves is storages, and a `DTensor` whose local tensor starts inside its storage can neither be detached and copied
+nor saved. So a sharded parameter does not hold a view of the shard buffer, but a tensor over the same memory with a storage
+of its own, as DLPack makes it: a saved shard is as large as the shard. Its version counter is its own, too.
 """
 
 from __future__ import annotations
@@ -10,9 +15,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from composable.device.collectives import GatherPart, Room, Wire
 from composable.device.memory import ElasticBuffer, MemoryPool
@@ -36,6 +43,34 @@ def starts_in(buffer: Tensor) -> tuple[int, ...]:
 def note_shards(buffer: Tensor, layout: Layout, rank: int) -> None:
     """Note where the shards start in a shard buffer, or in a buffer that is laid out like one."""
     note_starts(buffer, [slot.shard_start for slot in layout.slots if slot.local_numel(rank)])
+
+
+_BUFFERS: Final[WeakValueDictionary[int, Tensor]] = WeakValueDictionary()  # where shards are: by the address of each
+
+
+def with_own_storage(view: Tensor, buffer: Tensor) -> Tensor:
+    """Another tensor over the memory of `view`, which lies in `buffer`; see Note [A storage per shard].
+
+    The view itself where that cannot be had: some devices do not speak DLPack.
+    """
+    if view.device.type == "meta":
+        return torch.empty_like(view)
+    try:
+        octets = from_dlpack(view.detach().reshape(-1).view(torch.uint8))
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        return view
+    if view.numel():
+        _BUFFERS[view.data_ptr()] = buffer
+    return octets.view(view.dtype).view(view.shape).data
+
+
+def in_buffer(local: Tensor) -> Tensor:
+    """The view of a shard buffer that `with_own_storage` was given; `local` itself if that is not where it comes from."""
+    buffer = _BUFFERS.get(local.data_ptr()) if local.numel() else None
+    if buffer is None or buffer.dtype != local.dtype or buffer.device != local.device:
+        return local
+    start = (local.data_ptr() - buffer.data_ptr()) // local.element_size()
+    return buffer.as_strided(local.shape, local.stride(), start)
 
 
 def shape_like_rows(flat: Tensor, slot: Slot, rank: int) -> Tensor:
@@ -76,8 +111,13 @@ class FlatParameters:
         self.full.free()
 
     def shard_view(self, index: int) -> Tensor:
-        """The shard of parameter `index`; it shares the buffer's version counter, so optimizer writes are noticed."""
+        """The shard of parameter `index`, as a view: it shares the buffer's version counter."""
         return shape_like_rows(self.shard, self.layout.slots[index], self.rank)
+
+    def local(self, index: int) -> Tensor:
+        """The shard of parameter `index` as the sharded parameter holds it: the same memory, a storage of its own."""
+        with torch.inference_mode(False):
+            return with_own_storage(self.shard_view(index), self.shard)
 
     def _full_view(self, index: int) -> Tensor:
         slot = self.layout.slots[index]

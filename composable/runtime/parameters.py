@@ -121,12 +121,12 @@ class UnitParameters:
         assert mesh is not None
         registered = slot.registered
         assert isinstance(registered, nn.Parameter)
-        view = flat.shard_view(position)
+        local = flat.local(position)
         if isinstance(registered, DTensor):
-            adopt_local(registered, view)
+            adopt_local(registered, local)
             slot.sharded = registered
         else:
-            sharded = make_sharded(view, flat.layout.slots[position], mesh, requires_grad=registered.requires_grad)
+            sharded = make_sharded(local, flat.layout.slots[position], mesh, requires_grad=registered.requires_grad)
             slot.replace(sharded)
             slot.sharded = sharded
         slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=True)
@@ -168,7 +168,7 @@ class UnitParameters:
 
     def edition(self) -> int:
         """Changes whenever somebody wrote to a shard, but for optimizers; see Note [Stale parameters]."""
-        versions: int = sum(map(_version, self._sharded))
+        versions: int = sum(map(_version, self._sharded)) + sum(map(_version, self._locals))
         for part in self.parts:
             versions += part.flat.shard._version
         return versions

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Partial
 
 from composable.device.parameters import adopt_local
 from composable.device.private import local_of
-from composable.device.storage import note_starts, starts_in
+from composable.device.storage import in_buffer, note_starts, starts_in
 
 _CACHE_LINE: Final = 64  # bytes: what slots are aligned to, and no vector is longer
 _ROUNDED_ALIKE: Final = (torch.float32, torch.float64)
@@ -83,7 +83,7 @@ def piece_of(parameter: DTensor, state: Mapping[str, Any], *, fused: bool) -> Pi
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return None
-    local, local_gradient = local_of(parameter), local_of(gradient)
+    local, local_gradient = in_buffer(local_of(parameter)), local_of(gradient)
     plain = type(local) is Tensor and type(local_gradient) is Tensor and not local.requires_grad
     spread_alike = gradient.placements == parameter.placements and gradient.device_mesh == parameter.device_mesh
     alike = local.shape == local_gradient.shape and local.dtype == local_gradient.dtype and spread_alike
