@@ -31,7 +31,7 @@ def saved_bytes(task: Task) -> int:
     return size
 
 
-TURNS: Final = 3  # buffers that units of one layout take turns in
+TURNS: Final = 2  # buffers that units of one layout take turns in: one is computed with, one is on its way
 BLOCKS: Final = 2  # messages of a rank that are filled or read at the same time
 
 AROUND: Final = (
@@ -61,13 +61,8 @@ def predicted(contender: str, task: Task, *, ways: int, activations: int, on_hos
         return 3 * total + max(activity, total + (AROUND if on_host else 0.0))
     if contender == "composable-replicate":
         return 4 * total + activity  # gradients live in buckets, which stay
-    # On the host, memory for what passes through is kept and used again, so it is there all the time. Ranks of one host have
-    # the unsharded parameters in common: three units take turns, the root and what is kept has a place of its own. A gather
-    # that finds its place in use needs a buffer of this rank's: it happens to one unit where forward turns into backward.
-    if contender == "composable":
-        gathered = (root + TURNS * unit) / ways + unit
-    else:
-        gathered = total / ways
+    # On the host, memory for what passes through is kept and used again, so it is there all the time.
+    gathered = root + TURNS * unit if contender == "composable" else total
     # Gradients of two units (one grows, one is being reduced), and what of them is on its way to other ranks.
     reducing = 2 * unit + BLOCKS * unit * (ways - 1) / ways
     return 4 * total / ways + gathered + reducing + activity

@@ -7,7 +7,6 @@ alias survives: refilling the storage before backward revives saved views withou
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from weakref import WeakValueDictionary
 
 import torch
@@ -118,17 +117,10 @@ class ElasticBuffer:
         with torch.inference_mode(False):
             self.tensor = torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,), (1,)).data
         self._held = True
-        self._lender: torch.UntypedStorage | None = None
-        self._on_leave: Callable[[], None] = _nothing
 
     @property
     def held(self) -> bool:
         return self._held
-
-    @property
-    def lodged(self) -> bool:
-        """Whether the memory is somebody else's."""
-        return self._lender is not None
 
     @property
     def nbytes(self) -> int:
@@ -140,38 +132,7 @@ class ElasticBuffer:
             self._shelf.fill(self._storage)
             self._held = True
 
-    def lodge(self, memory: torch.UntypedStorage, on_leave: Callable[[], None]) -> bool:
-        """Live in `memory`, which is somebody's and has the right size, until `free`; False if that cannot be.
-
-        Args:
-            on_leave: called when the memory is not needed any more; not when the buffer moves out.
-        """
-        if self._held or not CAN_SWAP:
-            return False
-        swap_memory(self._storage, memory)
-        self._held, self._lender, self._on_leave = True, memory, on_leave
-        return True
-
-    def move_out(self) -> None:
-        """Go on in memory of the pool's, with undefined contents."""
-        self._part()
-        self._shelf.fill(self._storage)
-
-    def _part(self) -> Callable[[], None]:
-        assert self._lender is not None
-        swap_memory(self._storage, self._lender)
-        on_leave, self._on_leave, self._lender = self._on_leave, _nothing, None
-        return on_leave
-
     def free(self) -> None:
-        if not self._held:
-            return
-        self._held = False
-        if self._lender is not None:
-            self._part()()
-        else:
+        if self._held:
             self._shelf.drain(self._storage)
-
-
-def _nothing() -> None:
-    return None
+            self._held = False

@@ -30,9 +30,9 @@ def _map(descriptor: int, nbytes: int) -> mmap.mmap:
     return mapped
 
 
-def _bytes_of(mapped: mmap.mmap, count: int = -1) -> Tensor:
+def _bytes_of(mapped: mmap.mmap) -> Tensor:
     with torch.inference_mode(False):
-        return torch.frombuffer(mapped, dtype=torch.uint8, count=count)
+        return torch.frombuffer(mapped, dtype=torch.uint8)
 
 
 class Readers(Protocol):
@@ -144,62 +144,6 @@ class Outbox:
 
 def _size(block: Block) -> int:
     return block.nbytes
-
-
-class Common:
-    """Memory of a fixed size that processes of one host have in common: one makes it, the others open it.
-
-    Attributes:
-        memory: all of it, as uint8.
-        storage: all of it once more, for tensors to live in; empty while it is lent.
-        descriptor, mark: by which others find it, and make sure that it is what they were told of.
-    """
-
-    _keeper: int = -1  # this process's descriptor, if it made the memory
-
-    def __init__(self, nbytes: int, descriptor: int, mark: int) -> None:
-        mapped = _map(descriptor, _room_for(nbytes))
-        self.memory = _bytes_of(mapped, nbytes)
-        self.storage = _bytes_of(mapped, nbytes).untyped_storage()
-        self.descriptor = descriptor
-        self.mark = mark
-        self._mark = _bytes_of(mapped)[-8:].view(torch.int64)
-
-    @classmethod
-    def make(cls, nbytes: int) -> Common:
-        descriptor = os.memfd_create("composable")
-        os.ftruncate(descriptor, _room_for(nbytes))
-        made = cls(nbytes, descriptor, int.from_bytes(os.urandom(7), "little"))
-        made._keeper = descriptor
-        made._mark.fill_(made.mark)
-        return made
-
-    @classmethod
-    def open(cls, process: int, descriptor: int, nbytes: int, mark: int) -> Common:
-        """What another process has made.
-
-        Raises:
-            OSError: it is not there any more.
-        """
-        here = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR)
-        try:
-            if os.fstat(here).st_size != _room_for(nbytes):
-                raise OSError(f"memory {descriptor} of process {process} has another size")
-            opened = cls(nbytes, here, mark)
-        finally:
-            os.close(here)
-        if int(opened._mark.item()) != mark:
-            raise OSError(f"memory {descriptor} of process {process} is something else now")
-        return opened
-
-    def __del__(self) -> None:
-        if self._keeper >= 0:
-            os.close(self._keeper)
-
-
-def _room_for(nbytes: int) -> int:
-    """Whole huge pages, with the mark at their end."""
-    return -(-(nbytes + 8) // GRAIN) * GRAIN
 
 
 class Window:

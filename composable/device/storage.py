@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from composable.device.collectives import GatherPart, Room, Wire
+from composable.device.collectives import GatherPart, Wire
 from composable.device.memory import ElasticBuffer, MemoryPool
 from composable.plan.layout import Layout, Route, Slot
 
@@ -90,10 +90,7 @@ class FlatParameters:
         wire: Wire,
         pool: MemoryPool,
         shard: Tensor | None = None,
-        stays: bool = False,
-        private: bool = False,
     ) -> None:
-        """`stays`: unsharded parameters are kept after forward; `private`: no other rank may see them."""
         self.layout = layout
         self.dtype = dtype
         self.device = device
@@ -104,8 +101,7 @@ class FlatParameters:
         note_shards(self.shard, layout, self.rank)
         self.full = ElasticBuffer(layout.full_numel if layout.gathered else 0, dtype, device, pool)
         self._packed_copies = self._plan_copies()
-        room = None if private or device.type != "cpu" else Room(self.full.nbytes, f"{layout} {dtype}", stays)
-        self.gather_plan = wire.prepare(self._gather_parts(), room) if layout.gathered else None
+        self.gather_plan = wire.prepare(self._gather_parts()) if layout.gathered else None
         # Views can only be made while the memory is there.
         self.full_views = [self._full_view(index) for index in range(len(layout.slots))]
         self.full.free()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from composable.config import AfterForward, Free, Keep, Regroup
+from composable.config import AfterForward, Free, Regroup
 from composable.device.collectives import Arrival, Channel
 from composable.device.memory import MemoryPool
 from composable.device.parameters import Owner, ParameterSlots
@@ -77,7 +77,6 @@ class Handle:
             ground,
             pool,
             on_gradient=self.gradients.countdown.arrived,
-            stay=isinstance(recipe.after_forward, Keep),
         )
         self.gradients.parts = self.parameters.parts
         self.rename("")
@@ -130,9 +129,9 @@ class Handle:
     def unshard(self) -> None:
         """Launch the all-gather unless the parameters are, or will be, there. Users may write to what is gathered."""
         self._edition = self._look_up_edition()
-        self.unshard_in_step(private=True)
+        self.unshard_in_step(for_user=True)
 
-    def unshard_in_step(self, *, private: bool = False) -> None:
+    def unshard_in_step(self, *, for_user: bool = False) -> None:
         """`unshard`, after `prepare`: what is written to a shard from there on counts as written after the gather."""
         before = self.phase
         self.phase = advance(before, Event.UNSHARD, unit=self.name)
@@ -145,7 +144,7 @@ class Handle:
                 assert self._near_channel is not None
                 arrival = part.gather_from_neighbours(self._near_channel, self._label)
             else:
-                arrival = part.gather(self._channel, self._label, private=private)
+                arrival = part.gather(self._channel, self._label, for_user=for_user)
             if arrival is not None:
                 self._arrivals.append(arrival)
 
@@ -172,17 +171,16 @@ class Handle:
         self._free()
 
     def _free(self) -> None:
-        written: list[str] = []
+        written = ""
         for part in self.parameters.parts:
-            if part.flat.full.lodged:
-                written += part.find_writes()
-        for part in self.parameters.parts:
+            for name in part.find_writes():
+                written = written or name
             part.free()
         if written:
             raise PhaseError(
-                f"parameter '{written[0]}' of unit '{self.name}' was written to in place while it was unsharded. What is "
-                "written there is lost, and the ranks of this host compute with the same memory: the step that has just run is "
-                "not to be trusted. Write to the sharded parameter, outside of forward."
+                f"parameter '{written}' of unit '{self.name}' was written to in place while it was unsharded; such a write is "
+                "lost when the parameter is resharded. Compute a new tensor, or write to the sharded parameter, outside of "
+                "forward."
             )
 
     def settle_after_forward(self) -> None:
@@ -237,6 +235,7 @@ class Handle:
         finally:
             self.phase = Phase.SHARDED
             for part in self.parameters.parts:
+                part.find_writes()  # and forget them: the step is lost anyway
                 part.free()
             self.gradients.drop()
 

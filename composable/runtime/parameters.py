@@ -40,15 +40,12 @@ class UnitParameters:
         ground: Ground,
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
-        *,
-        stay: bool = False,
     ) -> None:
         self.slots = tuple(slots)
         self._names = names
         self._placements = placements
         self._ground = ground
         self._pool = pool
-        self._stay = stay  # after forward
         self._on_gradient = on_gradient
         self.parts: tuple[Part, ...] = ()
         self.stage = Stage(())
@@ -88,9 +85,7 @@ class UnitParameters:
     def _flat(self, dtype: torch.dtype, device: torch.device, indices: Sequence[int]) -> FlatParameters:
         wire = self._ground.wire
         layout = self._layout(indices, dtype, device)
-        # An embedding with a largest norm writes to its weight whenever it is used.
-        written = any(getattr(o.module, "max_norm", None) is not None for index in indices for o in self.slots[index].owners)
-        flat = FlatParameters(layout, dtype=dtype, device=device, wire=wire, pool=self._pool, stays=self._stay, private=written)
+        flat = FlatParameters(layout, dtype=dtype, device=device, wire=wire, pool=self._pool)
         with torch.no_grad():
             for position, index in enumerate(indices):
                 tensor = self.slots[index].registered

@@ -13,6 +13,7 @@ from composable.device.gradients import missing_in, take_gradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import ParameterSlots
 from composable.device.storage import FlatParameters
+from composable.plan.layout import Route
 from composable.runtime.ground import Ground
 from composable.runtime.reduction import Reduction
 
@@ -26,7 +27,16 @@ class Part:
         self.flat = flat
         self.sharded = [member.sharded for member in members]
         self._unsharded = [member.unsharded for member in members]
-        self._versions: list[int] = []  # of the unsharded parameters when they were gathered
+        # Unsharded parameters to which nobody should write. An embedding with a largest norm does so whenever it is used; what
+        # every rank holds whole is the shard itself, and not lost.
+        watched = [
+            (slot.name, member.unsharded)
+            for slot, member in zip(flat.layout.slots, members, strict=True)
+            if slot.route is not Route.WHOLE and not any(getattr(o.module, "max_norm", None) is not None for o in member.owners)
+        ]
+        self._watched = [name for name, _ in watched], [unsharded for _, unsharded in watched]
+        self._versions = list(map(_version, self._watched[1]))
+        self._for_user = False  # whether what is gathered is the user's to write to
         self._wire = ground.wire
         self._full = flat.full
         self._gathered = flat.layout.gathered
@@ -54,20 +64,16 @@ class Part:
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
-    def gather(self, channel: Channel, label: str, *, private: bool) -> Arrival | None:
+    def gather(self, channel: Channel, label: str, *, for_user: bool) -> Arrival | None:
         """Launch the all-gather from everybody's shards; None if every rank holds everything anyway.
 
         Args:
-            private: the user may write to what is gathered, so no other rank may see it.
+            for_user: the user asked for it, and may do with the unsharded parameters as he likes.
         """
         if not self._gathered:
             return None
-        if private:
-            self._full.allocate()
-        else:
-            self._wire.make_room(self.flat.gather_plan, self._full)
-            if self._full.lodged:
-                self._versions = list(map(_version, self._unsharded))
+        self._for_user = for_user
+        self._full.allocate()
         return self._wire.all_gather(self.flat.gather_plan, label=label, channel=channel)
 
     def gather_from_neighbours(self, channel: Channel, label: str) -> Arrival | None:
@@ -84,13 +90,16 @@ class Part:
         elif self._coarse is not None:
             self._coarse.free()
 
-    def find_writes(self) -> list[str]:
-        """The unsharded parameters that somebody has written to although other ranks compute with the same memory."""
-        versions = list(map(_version, self._unsharded))
+    def find_writes(self) -> Sequence[str]:
+        """The unsharded parameters that somebody has written to in place since they were gathered: it will be lost."""
+        names, unsharded = self._watched
+        versions = list(map(_version, unsharded))
         if versions == self._versions:
-            return []
-        changed = zip(self.flat.layout.slots, versions, self._versions, strict=True)
-        return [slot.name for slot, now, before in changed if now != before]
+            return ()
+        before, self._versions = self._versions, versions
+        if self._for_user:
+            return ()
+        return [name for name, old, new in zip(names, before, versions, strict=True) if old != new]
 
     def free(self) -> None:
         """Only the shards remain."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from composable.device.collectives import Channel, GatherPart, ReducePart, Room
+from composable.device.collectives import Channel, GatherPart, ReducePart
 
 
 class Seat:
@@ -22,7 +22,7 @@ class Seat:
     def open_channel(self) -> Channel:
         return Channel(0)
 
-    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> list[GatherPart]:
+    def prepare(self, parts: Sequence[GatherPart]) -> list[GatherPart]:
         return list(parts)
 
 

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from composable.device.collectives import (
     Arrival,
-    Buffer,
     Channel,
     GatherPart,
     PairsWire,
     ReducePart,
-    Room,
     Scratch,
     SharedWire,
     TensorsWire,
@@ -135,11 +133,8 @@ class LastMoment(_Around):
     """Moves no byte before the wait, and leaves NaN where the result will be: who reads too early, or changes what is
     being sent, computes something else than expected, every time and not once in a thousand runs."""
 
-    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return self._inner.prepare(parts), list(parts)
-
-    def make_room(self, prepared: Any, buffer: Buffer) -> None:
-        buffer.allocate()  # what is spoiled here must not be what other ranks compute with
 
     def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         plan, parts = prepared
@@ -174,13 +169,6 @@ def _spoil(tensor: Tensor) -> None:
 def all_shared(wire: Wire) -> Wire:
     """The wire that ranks of one host have anyway; that it is the one through shared memory is made sure of."""
     assert not isinstance(wire, (PairsWire, TensorsWire))
-    return wire
-
-
-def all_in_common(wire: Wire) -> Wire:
-    """Unsharded parameters of every size in memory that the ranks have in common, in place of only large ones."""
-    assert isinstance(wire, SharedWire)
-    wire.common_bytes = 0
     return wire
 
 

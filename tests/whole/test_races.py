@@ -15,7 +15,7 @@ from composable.device.collectives import Wire, wires_wrapped_by
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_training, differences
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.wires import Impatient, LastMoment, Slow, all_in_common, all_shared, all_sockets
+from tests.helpers.wires import Impatient, LastMoment, Slow, all_shared, all_sockets
 from tests.helpers.world import Pool, need_devices
 
 WRAPPERS: Final[dict[str, Callable[[Wire], Wire]]] = {
@@ -26,7 +26,6 @@ WRAPPERS: Final[dict[str, Callable[[Wire], Wire]]] = {
 # Which way bytes take depends on where the ranks run; tests would only ever see one way.
 WAYS: Final[dict[str, Callable[[Wire], Wire]]] = {
     "all through shared memory": all_shared,
-    "all into common memory": all_in_common,
     "all through sockets": all_sockets,
 }
 _CASES: Final = (
@@ -72,8 +71,6 @@ def test_training_does_not_depend_on_when_collectives_arrive(
     [
         (2, "all through shared memory"),
         (3, "all through shared memory"),
-        (2, "all into common memory"),
-        (3, "all into common memory"),
         (3, "all through sockets"),
     ],
 )

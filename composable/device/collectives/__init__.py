@@ -15,12 +15,10 @@ from composable.device.collectives.shared import SharedWire, shared_wire
 from composable.device.collectives.tensors import StreamsWire, TensorsWire
 from composable.device.collectives.wire import (
     Arrival,
-    Buffer,
     Channel,
     GatherPart,
     LocalWire,
     ReducePart,
-    Room,
     Scratch,
     Term,
     Wire,
@@ -29,13 +27,11 @@ from composable.device.collectives.wire import (
 __all__ = [
     "PAIRS_UP_TO",
     "Arrival",
-    "Buffer",
     "Channel",
     "GatherPart",
     "LocalWire",
     "PairsWire",
     "ReducePart",
-    "Room",
     "Scratch",
     "SharedWire",
     "StreamsWire",

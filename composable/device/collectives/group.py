@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.groups import backend_of
-from composable.device.collectives.wire import Buffer, Channel, ReducePart, failed
+from composable.device.collectives.wire import Channel, ReducePart, failed
 
 # torch 2.13 renamed these two; both names mean the same collective.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,9 +39,6 @@ class GroupWire:
         number = _CHANNELS.get(self.group, 0)
         _CHANNELS[self.group] = number + 1
         return Channel(number)
-
-    def make_room(self, prepared: Any, buffer: Buffer) -> None:
-        buffer.allocate()
 
     def _is_mean(self, parts: Sequence[ReducePart]) -> bool:
         """Whether the backend can scale the sums, too."""

@@ -11,15 +11,13 @@ from typing import Final
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire
-from composable.device.collectives.places import Place, Places
 from composable.device.private import timeout_of
-from composable.device.shared_memory import Block, Common, Identity, Outbox, Window, my_identity
+from composable.device.shared_memory import Block, Identity, Outbox, Window, my_identity
 from composable.device.words import Inbox, Outlet, Word
 
 SWITCH: Final = "COMPOSABLE_SHARED_MEMORY"  # "0" in the environment of any rank: all of them use sockets
 _LABEL: Final = "exchange of where each rank's shared memory is"
 _DONE: Final = 1  # added to a message's tag: word that it has been read
-_MAKER: Final = 0  # the rank that makes places
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class Thanks:
 
 
 class Neighbourhood:
-    """What lives as long as a process group: the other ranks, the blocks that this one shows, and the places in common.
+    """What lives as long as a process group: the other ranks, and the blocks that this one shows.
 
     A block comes back when its readers say so, through pipes of that group; with the group, both are gone.
     """
@@ -64,18 +62,11 @@ class Neighbourhood:
         self.ways = wire.ways
         self.peers = tuple((wire.rank + step) % wire.ways for step in range(1, wire.ways))
         self.outbox = Outbox()
-        self.places = Places(self._announce if wire.rank == _MAKER else None)
         self._neighbours = neighbours
         self._group = weakref.ref(wire.group)
         self._device = wire.device
 
     # --- words ------------------------------------------------------------------------------------------------------
-
-    def say(self, tag: int, first: int, second: int) -> Thanks:
-        """Say a word to everybody, who will say that they have finished."""
-        for peer in self.peers:
-            self._neighbours[peer].outlet.say(tag, first, second)
-        return Thanks(self, tag)
 
     def say_done(self, tag: int) -> None:
         """Tell everybody that their message has been read."""
@@ -92,37 +83,15 @@ class Neighbourhood:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def show(self, block: Block, tag: int) -> Thanks:
-        """Tell everybody that `block` is filled."""
-        thanks = self.say(tag, block.descriptor, block.nbytes)
-        self.outbox.lend(block, thanks)
-        return thanks
+    def show(self, block: Block, tag: int) -> None:
+        """Tell everybody that `block` is filled; they will say that they have finished."""
+        for peer in self.peers:
+            self._neighbours[peer].outlet.say(tag, block.descriptor, block.nbytes)
+        self.outbox.lend(block, Thanks(self, tag))
 
     def look(self, peer: int, word: Word) -> Tensor:
         """The block that `peer` told of."""
         return self._neighbours[peer].window.look(*word)
-
-    def _announce(self, place: Place) -> None:
-        assert place.common is not None
-        for peer in self.peers:
-            self._neighbours[peer].outlet.say(_tag_of(place), place.common.descriptor, place.common.mark)
-
-    def opened(self, place: Place) -> Common:
-        """The memory of `place`. The rank that makes it tells of it when it prepares the same gather.
-
-        Raises:
-            OSError: it has not, or has let the memory go.
-            EOFError: it has ended.
-        """
-        if place.common is None:
-            descriptor, mark = self.hear(_MAKER, _tag_of(place))
-            place.common = Common.open(self._neighbours[_MAKER].process, descriptor, place.nbytes, mark)
-        return place.common
-
-
-def _tag_of(place: Place) -> int:
-    """Apart from all tags of channels, which are positive."""
-    return -1 - place.number
 
 
 # --- who sees whose memory --------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from composable.device.collectives.wire import (
     Channel,
     GatherPart,
     ReducePart,
-    Room,
     Scratch,
     Term,
     Works,
@@ -43,7 +42,7 @@ class PairsWire(GroupWire):
         # Each rank starts with its right neighbour, so that nobody is everybody's first.
         self._peers = tuple((self.rank + step) % self.ways for step in range(1, self.ways))
 
-    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
         receives: list[tuple[list[Tensor], int, int]] = []
         sends: list[tuple[list[Tensor], int, int]] = []
         copies: list[tuple[Tensor, Tensor]] = []

@@ -5,8 +5,8 @@ A message over the loopback device is copied into the kernel and out again, by t
 cores. Here the sender copies it into a block of shared memory and says which in a word; the receiver reads it at the first
 use of the result, straight into its final place (gathers) or straight into the sum (reductions), and says that the block may
 be filled again. Words carry tags like all messages, so ranks that diverge still wait and time out by name.
-No shard and no gradient lives in shared memory: an optimizer may write to a shard while others read the last message.
-Unsharded parameters may, see Note [One unsharded buffer per host].
+Nothing that anybody computes with lives in shared memory, only messages: an optimizer may write to a shard while others read
+the last message, and whatever a user's code writes to on one rank is that rank's own.
 """
 
 from __future__ import annotations
@@ -20,17 +20,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.gathers import CommonGather, GatherPlan, make_room, offsets, plan_gather, view_of
+from composable.device.collectives.gathers import GatherPlan, offsets, plan_gather, view_of
 from composable.device.collectives.group import GroupWire
 from composable.device.collectives.neighbourhood import Neighbourhood, look_around
 from composable.device.collectives.wire import (
     FAILURES,
     Arrival,
-    Buffer,
     Channel,
     GatherPart,
     ReducePart,
-    Room,
     Scratch,
     Term,
     failed,
@@ -39,7 +37,6 @@ from composable.device.shared_memory import Block
 from composable.device.words import Word
 
 DIRECT_BYTES: Final = 32 << 10  # bytes in a shard from which copying it by itself pays; benchmarks/collectives.py
-COMMON_BYTES: Final = 1 << 20  # bytes in an unsharded buffer from which a place in common, in whole huge pages, pays
 
 Fill = Callable[[Block], object]
 Receive = Callable[[dict[int, Word]], None]  # the words of the peers, by rank
@@ -48,7 +45,7 @@ Receive = Callable[[dict[int, Word]], None]  # the words of the peers, by rank
 class _Handover:
     """A message that this rank has shown, and those that it waits for from all others."""
 
-    __slots__ = ("_block", "_label", "_near", "_receive", "_tag", "thanks")
+    __slots__ = ("_block", "_label", "_near", "_receive", "_tag")
 
     def __init__(self, near: Neighbourhood, block: Block, tag: int, label: str, receive: Receive) -> None:
         self._near = near
@@ -56,7 +53,7 @@ class _Handover:
         self._tag = tag
         self._label = label
         self._receive: Receive | None = receive
-        self.thanks = near.show(block, tag)
+        near.show(block, tag)
 
     def wait(self) -> None:
         if self._receive is None:
@@ -83,30 +80,21 @@ class SharedWire(GroupWire):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, near: Neighbourhood) -> None:
         super().__init__(group, device)
-        self.common_bytes = COMMON_BYTES
         self._near = near
         self._sums: Channel = self.open_channel()  # for what has no unit's tag
 
     # --- gathers ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
-        place = self._near.places.place_for(room) if room is not None and room.nbytes >= self.common_bytes else None
-        return plan_gather(parts, self.rank, self.ways, place)
-
-    def make_room(self, prepared: Any, buffer: Buffer) -> None:
-        make_room(prepared, buffer, self._near)
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        return plan_gather(parts, self.rank, self.ways)
 
     def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         plan: GatherPlan = prepared
-        near, tag = self._near, channel.next_tag()
-        try:
-            if plan.lodger is not None:
-                return CommonGather(plan, near, label, tag)
-        except FAILURES as error:
-            raise failed(label, self.rank, error) from error
-        arrival = self._hand_over(plan.nbytes, plan.fill, lambda words: plan.copy_from(near, words), label, tag)
-        if plan.place is not None:
-            plan.place.note(arrival.thanks)
+
+        def receive(words: dict[int, Word]) -> None:
+            plan.copy_from(self._messages(words))
+
+        arrival = self._hand_over(plan.nbytes, plan.fill, receive, label, channel.next_tag())
         plan.copy_own()
         return arrival
 

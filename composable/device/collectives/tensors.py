@@ -17,7 +17,6 @@ from composable.device.collectives.wire import (
     Channel,
     GatherPart,
     ReducePart,
-    Room,
     Scratch,
     Term,
     Works,
@@ -41,7 +40,7 @@ class TensorsWire(GroupWire):
         super().__init__(group, device)
         (self._gather, self._for_gather), (self._scatter, self._for_sum), (_, self._for_mean) = launchers(group)
 
-    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return [(as_real(part.whole), as_real(part.shard), self._for_gather) for part in parts]
 
     def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
@@ -94,7 +93,7 @@ class StreamsWire(GroupWire):
         super().__init__(group, device)
         self._streams = streams
 
-    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return tuple(parts)
 
     def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:

@@ -40,33 +40,6 @@ class ReducePart:
 Term = tuple[Tensor, float]  # what a rank adds to a sum: a tensor of the sum's shape and layout, and a factor
 
 
-class Buffer(Protocol):
-    """A buffer whose memory comes and goes, or is somebody else's for a time; see `composable.device.memory`."""
-
-    @property
-    def lodged(self) -> bool: ...
-
-    def allocate(self) -> None: ...
-
-    def lodge(self, memory: torch.UntypedStorage, on_leave: Callable[[], None]) -> bool: ...
-
-    def move_out(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a wire that has memory to offer must know of the buffer that all of a gather's `whole` lie in.
-
-    `nbytes`: its size.
-    `layout`: describes where every rank's chunks lie in it; buffers that are described alike take turns in the same memory.
-    `stays`: the buffer is needed for so long that others cannot wait for it.
-    """
-
-    nbytes: int
-    layout: str
-    stays: bool
-
-
 class Scratch(Protocol):
     """Lends memory that is used again and again."""
 
@@ -146,11 +119,8 @@ class Wire(Protocol):
     def open_channel(self) -> Channel:
         """Tags for one unit's messages of one kind; every rank opens its channels in the same order."""
 
-    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
-        """What `all_gather` needs, made once. Every rank prepares gathers with a `room` in the same order."""
-
-    def make_room(self, prepared: Any, buffer: Buffer) -> None:
-        """Give `buffer`, in which the parts of `prepared` land, memory for the next `all_gather`."""
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        """What `all_gather` needs, made once."""
 
     def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         """Launch. The parts' memory must be there."""
@@ -220,11 +190,8 @@ class LocalWire:
     def open_channel(self) -> Channel:
         return Channel(0)
 
-    def prepare(self, parts: Sequence[GatherPart], room: Room | None = None) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return tuple(parts)
-
-    def make_room(self, prepared: Any, buffer: Buffer) -> None:
-        buffer.allocate()
 
     def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         for part in prepared:
