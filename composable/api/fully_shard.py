@@ -180,7 +180,7 @@ def _refuse_unfit(parameters: Sequence[ManagedParameter]) -> None:
     for managed in parameters:
         home = label_of(managed.parameter)
         if home is not None:
-            _refuse_taken(managed, *home)
+            _refuse_taken(managed, *home[:2])
         if isinstance(managed.parameter, DTensor):
             raise AnnotationError(
                 f"parameter '{managed.fqn}' is a DTensor already ({managed.parameter.placements}); only plain parameters "

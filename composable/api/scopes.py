@@ -60,8 +60,7 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """
     handles = _handles_in("unshard", module)
     for handle in handles:
-        if handle.stale:
-            handle.reshard()
+        handle.drop_if_stale()
         handle.unshard()
     pending = Unsharding(handles)
     if not async_op:

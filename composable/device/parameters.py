@@ -121,9 +121,9 @@ def make_sharded(local: Tensor, slot: Slot, mesh: DeviceMesh, *, requires_grad: 
 _LABEL = "_composable_unit"
 
 
-def label(parameter: nn.Parameter, unit: str, fqn: str) -> None:
-    """Note on a parameter, sharded or as it was before, which unit it belongs to, and its FQN there."""
-    setattr(parameter, _LABEL, (unit, fqn))
+def label(parameter: nn.Parameter, unit: str, fqn: str, form: str) -> None:
+    """Note on a parameter, sharded or not, which unit it belongs to, its FQN there, and what it is to the unit."""
+    setattr(parameter, _LABEL, (unit, fqn, form))  # plain strings: copies and files may take them along
 
 
 def unlabel(parameter: nn.Parameter) -> None:
@@ -131,9 +131,9 @@ def unlabel(parameter: nn.Parameter) -> None:
     vars(parameter).pop(_LABEL, None)
 
 
-def label_of(parameter: nn.Parameter) -> tuple[str, str] | None:
-    """The unit and FQN that `label` noted, None for a parameter that nobody sharded."""
-    found: tuple[str, str] | None = getattr(parameter, _LABEL, None)
+def label_of(parameter: nn.Parameter) -> tuple[str, str, str] | None:
+    """The unit, FQN and form that `label` noted, None for a parameter that nobody sharded."""
+    found: tuple[str, str, str] | None = getattr(parameter, _LABEL, None)
     return found
 
 

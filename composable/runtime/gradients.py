@@ -59,6 +59,7 @@ class UnitGradients:
         on_first: called when a first gradient arrives that was not expected, and others are missing.
         on_complete: called when all have arrived; decides when to `reduce`.
         countdown: arrivals until there is something to do but to count.
+        rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
     """
 
     def __init__(self, channel: Channel) -> None:
@@ -69,6 +70,8 @@ class UnitGradients:
         self._channel = channel
         self._unit = ""
         self._label = ""
+        self.rounds = 0
+        self._reduced = False  # in this backward
         self.countdown = Countdown(self._take_note)
 
     def rename(self, unit: str) -> None:
@@ -101,13 +104,19 @@ class UnitGradients:
     def end(self) -> None:
         """Backward has ended, and whatever arrived was reduced."""
         self.finish()
+        self._end_round()
+
+    def _end_round(self) -> None:
         self.countdown.left = 0
+        self.rounds += self._reduced
+        self._reduced = False
 
     def reduce(self) -> None:
         """Launch the reduction of what arrived; what did not counts as zero, and stays None if it did nowhere."""
         if self.phase is GradPhase.REDUCING:
             self.finish()
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self._unit)
+        self._reduced = True
         self.countdown.left = 0
         for part in self.parts:
             part.reduce(self._channel, self._label)
@@ -123,7 +132,7 @@ class UnitGradients:
     def drop(self) -> None:
         """After an error: nothing in flight, no unreduced gradient."""
         self.phase = GradPhase.EMPTY
-        self.countdown.left = 0
+        self._end_round()
         for part in self.parts:
             part.forget_gradients()
         for part in self.parts:

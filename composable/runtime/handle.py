@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,14 +13,15 @@ from composable.config import AfterForward, Free, Regroup
 from composable.device.collectives import Arrival, Channel
 from composable.device.memory import MemoryPool
 from composable.device.parameters import Owner, ParameterSlots
-from composable.errors import PhaseError
+from composable.errors import PhaseError, few
 from composable.model.hooks import Guard, GuardRow
 from composable.plan.layout import Layout
 from composable.plan.phases import Event, Phase, advance
-from composable.runtime.epoch import optimizer_steps
 from composable.runtime.gradients import UnitGradients
 from composable.runtime.ground import Ground
-from composable.runtime.parameters import UnitParameters
+from composable.runtime.parameters import UnitParameters, Versions
+
+logger = logging.getLogger("composable")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,6 @@ class Handle:
         self._strides = recipe.strides
         self.phase = Phase.SHARDED
         self.pins = 0  # scopes and explicit calls that keep the parameters unsharded
-        self.backwards = 0  # that have ended
         self.uses = 0  # forwards whose backward has not been entered yet
         self.depth = 0  # calls of its modules that are running, and its backward
         self._calls = 0  # the former alone
@@ -67,7 +68,9 @@ class Handle:
         self._near_channel: Channel | None = ground.near.open_channel() if ground.near is not None else None
         self._arrivals: list[Arrival] = []
         self._from_neighbours = False
-        self._edition = self._gathered = (-1, -1, -1)  # of the shards: as last looked at, and when they were gathered
+        self.versions: Versions = []  # of the shards, as last looked up; the same object until somebody writes to one
+        self._gathered = (self.versions, 0)  # the edition of the shards when they were gathered
+        self._gathered_anew = 0  # how often, because they had changed
         # Of their own: a rank that is one collective ahead must not take a gather for a reduction.
         self.gradients = UnitGradients(ground.wire.open_channel())
         self.parameters = UnitParameters(
@@ -85,6 +88,7 @@ class Handle:
         """Take the FQN under the root, once there is a root, for messages."""
         self.name = name
         self._label = f"all-gather of unit '{name}'"
+        self.parameters.rename(name)
         self.gradients.rename(name)
 
     def guarded_by(self, guards: Sequence[Guard]) -> None:
@@ -104,9 +108,7 @@ class Handle:
             self._take_in_foreigners()
         parameters.follow()
         parameters.release_gradients()
-        self._edition = self._look_up_edition()
-        if self.phase is not Phase.SHARDED and self._gathered != self._edition:
-            self.reshard()
+        self.drop_if_stale()
 
     def _take_in_foreigners(self) -> None:
         """Parameters that were moved, cast or replaced become the unit's own."""
@@ -116,35 +118,53 @@ class Handle:
             parameters.rebuild()
             self.gradients.parts = parameters.parts
 
-    def _look_up_edition(self) -> tuple[int, int, int]:
-        return self.parameters.edition(), optimizer_steps(), self.backwards
+    def look_up_edition(self) -> tuple[Versions, int]:
+        """Notice what was written to shards: graphs that were made before cannot go back through what it was written to."""
+        versions = self.parameters.versions()
+        if versions != self.versions:
+            self.parameters.outdate(self.versions, versions)
+            self.versions = versions
+        return self.versions, self.gradients.rounds
 
-    @property
-    def stale(self) -> bool:
-        """Whether what was gathered may no longer be what the shards say; see Note [Stale parameters]."""
-        return self.phase is not Phase.SHARDED and self._gathered != self._look_up_edition()
+    def drop_if_stale(self) -> None:
+        """Free what was gathered, if it may no longer be what the shards say; see Note [Stale parameters]."""
+        if self.phase is not Phase.SHARDED and self._gathered != self.look_up_edition():
+            self._gathered_anew += 1
+            self.reshard()
+
+    def tell_of_writes(self, before: Versions) -> None:
+        """Backward is about to go through a forward whose parameters were written to since."""
+        names = self.parameters.written_since(before)
+        logger.warning(
+            "unit '%s': %s changed between a forward and its backward, by an optimizer's step, by load_state_dict or in place. "
+            "If that backward needs the former values, autograd refuses it ('modified by an inplace operation'), as it does "
+            "without fully_shard; run the backward first",
+            self.name,
+            few([f"'{name}'" for name in names]),
+        )
 
     # --- unshard and reshard ----------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Launch the all-gather unless the parameters are, or will be, there. Users may write to what is gathered."""
-        self._edition = self._look_up_edition()
         self.unshard_in_step(for_user=True)
 
     def unshard_in_step(self, *, for_user: bool = False) -> None:
-        """`unshard`, after `prepare`: what is written to a shard from there on counts as written after the gather."""
+        """`unshard` for modules to compute with: nobody should write to what is gathered."""
         before = self.phase
         self.phase = advance(before, Event.UNSHARD, unit=self.name)
         if self.phase is before:
             return
         near = self._from_neighbours = before is Phase.REGROUPED
-        self._gathered = self._edition
+        self._gathered = self.look_up_edition()
+        channel = self._near_channel if near else self._channel
+        assert channel is not None
+        channel.decisions = self._gathered_anew
         for part in self.parameters.parts:
             if near:
-                assert self._near_channel is not None
-                arrival = part.gather_from_neighbours(self._near_channel, self._label)
+                arrival = part.gather_from_neighbours(channel, self._label)
             else:
-                arrival = part.gather(self._channel, self._label, for_user=for_user)
+                arrival = part.gather(channel, self._label, for_user=for_user)
             if arrival is not None:
                 self._arrivals.append(arrival)
 

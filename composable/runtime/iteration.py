@@ -230,6 +230,9 @@ class Root:
             return iteration
         iteration = self.iteration = iteration or Iteration()
         iteration.in_backward = True
+        for handle in self.handles:
+            if handle.phase is not Phase.SHARDED:
+                handle.look_up_edition()
         at_end_of_backward(self._end_backward)
         return iteration
 
@@ -295,7 +298,6 @@ class Root:
         for handle in self.handles:
             handle.gradients.end()
             handle.uses = 0
-            handle.backwards += 1
             if not handle.pins:
                 handle.reshard()
         self.iteration = None
@@ -318,14 +320,18 @@ class Root:
 class _Entry:
     """Called before backward goes through one call's outputs; several outputs count once."""
 
-    __slots__ = ("_counted", "_handle")
+    __slots__ = ("_counted", "_handle", "_versions")
 
     def __init__(self, handle: Handle, count: bool) -> None:
         self._handle = handle
         self._counted = count
+        self._versions = handle.versions
 
     def __call__(self, *gradients: Tensor) -> None:
         if self._counted:
             self._counted = False
             self._handle.uses -= 1
         self._handle.on_backward()
+        if self._versions is not self._handle.versions:
+            self._handle.tell_of_writes(self._versions)
+            self._versions = self._handle.versions

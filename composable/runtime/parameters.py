@@ -18,7 +18,10 @@ from composable.device.private import local_of
 from composable.device.storage import FlatParameters
 from composable.plan.layout import Layout, ParamSpec, plan_layout
 from composable.runtime.ground import Ground
+from composable.runtime.optimizers import Form, note
 from composable.runtime.part import Part
+
+Versions = list[list[int]]  # of each part's shards
 
 _requires_grad: Final = attrgetter("requires_grad")
 _version: Final = attrgetter("_version")
@@ -52,6 +55,7 @@ class UnitParameters:
         self.trainable = False  # any of them
         self._sharded: tuple[DTensor, ...] = ()
         self._locals: tuple[Tensor, ...] = ()  # where the sharded parameters' data should be
+        self._unit = ""
         self.rebuild()
 
     # --- coming -----------------------------------------------------------------------------------------------------
@@ -76,6 +80,7 @@ class UnitParameters:
                 self._settle_in(flat, position, self.slots[index])
             parts.append(Part(flat, [self.slots[index] for index in indices], self._ground))
         self.parts = tuple(parts)
+        self.rename(self._unit)
         self.trainable = False
         self.stage = Stage(self.slots)
         self._sharded = tuple(slot.sharded for slot in self.slots if isinstance(slot.sharded, DTensor))
@@ -127,6 +132,14 @@ class UnitParameters:
         slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=True)
         slot.unsharded.register_post_accumulate_grad_hook(self._on_gradient)
 
+    def rename(self, unit: str) -> None:
+        """Take the unit's name for messages."""
+        self._unit = unit
+        for fqn, slot in zip(self._names, self.slots, strict=True):
+            if slot.unsharded is not slot.sharded:
+                note(slot.unsharded, Form.UNSHARDED, unit, fqn)
+            note(slot.sharded, Form.SHARDED if self._ground.mesh is not None else Form.WHOLE, unit, fqn)
+
     # --- staying ----------------------------------------------------------------------------------------------------
 
     def intact(self) -> bool:
@@ -141,9 +154,11 @@ class UnitParameters:
             for slot in self.slots:
                 slot.sharded = slot.unsharded = slot.registered  # type: ignore[assignment]
             return False
-        for slot in self.slots:
+        for name, slot in zip(self._names, self.slots, strict=True):
             registered = slot.registered
             if isinstance(registered, nn.Parameter):
+                if registered is not slot.sharded:
+                    note(slot.sharded, Form.REPLACED, self._unit, name)
                 for owner in slot.owners[1:]:
                     if owner.module._parameters.get(owner.name) is slot.sharded:
                         slot.replace(registered)
@@ -161,12 +176,20 @@ class UnitParameters:
                 part.follow(trainable)
                 self.trainable = any(other.awaited for other in self.parts)
 
-    def edition(self) -> int:
-        """Changes whenever somebody wrote to a shard, but for optimizers; see Note [Stale parameters]."""
-        versions: int = sum(map(_version, self._sharded)) + sum(map(_version, self._locals))
-        for part in self.parts:
-            versions += part.flat.shard._version
-        return versions
+    def versions(self) -> Versions:
+        """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""
+        return [list(map(_version, part.counted)) for part in self.parts]
+
+    def outdate(self, before: Versions, now: Versions) -> None:
+        """Unsharded parameters count as written to where the sharded ones were."""
+        for part, former, versions in zip(self.parts, before, now, strict=False):  # none of a unit that was built anew
+            if former != versions:
+                part.outdate(former, versions)
+
+    def written_since(self, before: Versions) -> list[str]:
+        """Names of the parameters that were written to."""
+        pairs = zip(self.parts, before, self.versions(), strict=False)
+        return [name for part, former, versions in pairs for name in part.written_since(former, versions)]
 
     def release_gradients(self) -> None:
         """Give back the memory of sharded gradients that nobody holds any more."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, ne, or_, sub
 from typing import Final
 
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import Arrival, Channel, GatherPart, Wire
 from composable.device.gradients import missing_in, take_gradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import ParameterSlots
+from composable.device.private import local_of
 from composable.device.storage import FlatParameters
 from composable.plan.layout import Route
 from composable.runtime.ground import Ground
@@ -37,6 +41,8 @@ class Part:
         self._watched = [name for name, _ in watched], [unsharded for _, unsharded in watched]
         self._versions = list(map(_version, self._watched[1]))
         self._for_user = False  # whether what is gathered is the user's to write to
+        # Whose version counters tell of writes to shards: to the parameters, to their local tensors, to all of them together.
+        self.counted = [*self.sharded, *(local_of(p) for p in self.sharded if isinstance(p, DTensor)), flat.shard]
         self._wire = ground.wire
         self._full = flat.full
         self._gathered = flat.layout.gathered
@@ -101,6 +107,17 @@ class Part:
             return ()
         return [name for name, old, new in zip(names, before, versions, strict=True) if old != new]
 
+    def outdate(self, before: Sequence[int], now: Sequence[int]) -> None:
+        """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""
+        watched = self._watched[1]
+        undue = list(map(sub, map(_version, watched), self._versions))
+        increment_version(list(compress(self._unsharded, _written(before, now))))
+        self._versions = list(map(sub, map(_version, watched), undue))
+
+    def written_since(self, before: Sequence[int], now: Sequence[int]) -> list[str]:
+        """The names of the parameters that `outdate` would outdate."""
+        return list(compress([slot.name for slot in self.flat.layout.slots], _written(before, now)))
+
     def free(self) -> None:
         """Only the shards remain."""
         self._full.free()
@@ -158,3 +175,12 @@ class Part:
         """Wait for the reduction, if one is in flight, and forget it."""
         for reduction in self._reductions.values():
             reduction.drop()
+
+
+def _written(before: Sequence[int], now: Sequence[int]) -> list[bool]:
+    """For each parameter, whether its version counter, or its local tensor's, or that of all shards, has changed."""
+    count = len(before) // 2
+    if before[-1] != now[-1]:
+        return [True] * count
+    changed = list(map(ne, before, now))
+    return list(map(or_, changed[:count], changed[count:]))

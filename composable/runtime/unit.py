@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from composable.device.memory import HOST_MEMORY
-from composable.device.parameters import label, unlabel
 from composable.device.private import in_backward
 from composable.errors import HooksRemovedError, ShardedParameterError
 from composable.model.hooks import Guard, dispatcher_of, is_running, map_tensors
@@ -21,6 +20,7 @@ from composable.model.transaction import is_taking_back
 from composable.model.traversal import get_states, names_below
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.iteration import Root
+from composable.runtime.optimizers import Form, forget, note
 
 _CALLING: Final = ("_call_impl", "_wrapped_call_impl", "__call__", "inner")  # how torch calls a module
 
@@ -75,10 +75,9 @@ class ShardedUnit:
         """Take a name for messages: the FQN below whatever was annotated last."""
         self.spare_name = name
         self.handle.rename(name)
-        for fqn, slot in zip(self.handle.names, self.handle.slots, strict=True):
-            label(slot.sharded, name, fqn)
-        for fqn, original in self.originals():
-            label(original, name, fqn)
+        if self.handle.ground.mesh is not None:
+            for fqn, original in self.originals():
+                note(original, Form.ORIGINAL, name, fqn)
 
     def enclosed_by(self, outer: ShardedUnit) -> None:
         self.enclosing = weakref.ref(outer)
@@ -102,13 +101,16 @@ class ShardedUnit:
         handle, self._handle = self._handle, None
         handle.guarded_by(())
         originals = [reference() for reference in self._originals]
-        for parameter in (*originals, *(slot.sharded for slot in handle.slots)):
-            if parameter is not None:
-                unlabel(parameter)
         if is_taking_back():
             handle.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for
         else:
             handle.dissolve(originals)
+        for fqn, slot in zip(handle.names, handle.slots, strict=True):
+            note(slot.sharded, Form.REMOVED, handle.name, fqn)
+        for slot, original in zip(handle.slots, originals, strict=True):
+            for parameter in (slot.registered, original):
+                if isinstance(parameter, nn.Parameter):
+                    forget(parameter)
         self.recipe = None
 
     # --- the bracket ------------------------------------------------------------------------------------------------

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, keep_unsharded, unshard
 from composable.device.collectives import wires_wrapped_by
+from composable.errors import CommunicationError
 from tests.helpers.wires import Log, Recording
 from tests.helpers.world import Pool, current_device, need_devices
 
@@ -63,10 +66,10 @@ CHANGES: Final = {
 }
 
 
-def _model() -> tuple[nn.Module, Tensor]:
+def _model(*, reshard_after_forward: bool = True) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(current_device())
-    fully_shard(model, policy={nn.Linear})
+    fully_shard(model, policy={nn.Linear}, reshard_after_forward=reshard_after_forward)
     return model, torch.ones(2, 3, device=current_device())
 
 
@@ -237,3 +240,74 @@ def _cast_while_kept() -> None:
 def test_parameters_cast_while_they_are_kept_are_gathered_again(pool: Pool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _cast_while_kept, device=device)
+
+
+def _a_step_of_something_else_on_one_rank(scope: str) -> None:
+    model, x = _model(reshard_after_forward=scope != "kept by the unit")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    private = nn.Linear(2, 2, device=x.device)
+    early = torch.optim.SGD(private.parameters(), lr=0.1)
+    with keep_unsharded(model) if scope == "scope" else nullcontext():
+        for _ in range(3):
+            expected = _expected(model, x)
+            for _ in range(3):
+                output = model(x)
+                torch.testing.assert_close(output.detach(), expected)
+                if dist.get_rank() == 0:
+                    private(torch.ones(1, 2, device=x.device)).sum().backward()
+                    early.step()
+            output.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("scope", ["scope", "kept by the unit"])
+def test_one_rank_may_step_an_optimizer_of_its_own_while_parameters_are_kept(pool: Pool, scope: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _a_step_of_something_else_on_one_rank, scope, device=device)
+
+
+def _labels_after_a_step(whose: str) -> list[str]:
+    log = Log()
+    with wires_wrapped_by(partial(Recording, log=log)):
+        model, x = _model()
+    held = {"another's": nn.Linear(2, 2), "a unit's": model[2]}[whose]  # type: ignore[index]
+    for parameter in held.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with keep_unsharded(model), torch.no_grad():
+        model(x)
+        torch.optim.SGD(held.parameters(), lr=0.1).step()
+        log.events.clear()
+        model(x)
+    return log.labels()
+
+
+@pytest.mark.parametrize("whose", ["another's", "a unit's"])
+def test_a_step_makes_stale_what_its_optimizer_holds(pool: Pool, whose: str, device: str) -> None:
+    need_devices(device, 2)
+    expected = {"another's": [], "a unit's": ["all-gather of unit '2'"]}[whose]
+    assert pool.run(2, _labels_after_a_step, whose, device=device) == [expected, expected]
+
+
+def _write_on_one_rank() -> str:
+    model, x = _model()
+    with keep_unsharded(model), torch.no_grad():
+        model(x)
+        if dist.get_rank() == 0:
+            model[0].weight.to_local().mul_(2.0)  # type: ignore[index, operator, union-attr]
+        try:
+            model(x)
+        except CommunicationError as error:
+            return str(error)
+    try:
+        # What this rank gathers next would, by its number, go with what the other rank has gathered anew.
+        model(x)
+    except CommunicationError as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_ranks_that_decide_differently_about_gathering_anew_time_out_by_name(pool: Pool) -> None:
+    first, second = pool.run(2, _write_on_one_rank, group_timeout=4.0, spoils=True)
+    for rank, said in enumerate((first, second)):
+        assert said.startswith(f"rank {rank}: the all-gather of unit '0' failed: "), said

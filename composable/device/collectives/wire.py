@@ -74,6 +74,7 @@ class Channel:
     A tag holds the channel, a running number and the part of the message, so that messages of another unit or of another
     kind can never be taken for the expected ones: ranks that diverge wait (and time out by name). Gathers and reductions are
     of different kinds, since a rank that left out a collective would otherwise take the next one's bytes for it.
+    The running number leaps with `decisions`, so that ranks which decide differently do not meet one message later either.
     Tags do not repeat within a million channels and two milliards of messages. Backends whose tags are C ints get the lowest
     31 bits, which repeat after a thousand of either.
     """
@@ -82,16 +83,19 @@ class Channel:
     LOWEST: Final = (1 << 31) - 1
     _FLAG: Final = 1 << 30  # apart from the small tags that users choose
 
-    __slots__ = ("_base", "_count")
+    _APART: Final = 1_000_003  # odd in the lowest bits, too: one decision more is many messages away
+
+    __slots__ = ("_base", "_count", "decisions")
 
     def __init__(self, number: int) -> None:
         high, low = divmod(number, 1 << 10)
         self._base = self._FLAG | low << 20 | (high % (1 << 10)) << 52
         self._count = 0
+        self.decisions = 0  # that ranks take by themselves and must take alike; if not, their messages do not meet
 
     def next_tag(self) -> int:
         self._count += 1
-        count = self._count
+        count = self._count + self.decisions * self._APART
         return self._base | (count >> 10 & (1 << 21) - 1) << 31 | (count & (1 << 10) - 1) << 10
 
 

@@ -1,0 +1,137 @@
+"""What optimizers do to the parameters of units: whose step writes to which, and which of them nothing trains; knows no unit.
+
+Note [Stale parameters]
+What was gathered is a copy, and must not be computed with after the shards have changed. Two signs count, each enough: the
+version counter of a shard changed, or gradients of the unit were reduced, after which programs write in ways of their own.
+Version counters alone do not tell of optimizers: an in-place operation on a DTensor bumps the counter of the wrapper, one on
+its local tensor another, and `foreach` and `fused` optimizers bump none. So a step is written down here, as a write to each
+parameter that it had a gradient for; a step of an optimizer that holds none of a unit's parameters is no sign at all.
+Gathering anew takes all ranks, so they must decide alike: reductions are collectives themselves, and steps and writes are
+the program's, which has to do them on every rank. Tags of gathers hold how often the unit was gathered anew, so that ranks
+which decide differently wait for each other, and time out by name, and do not compute with parts of different times.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from operator import attrgetter
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from composable.device.parameters import label, label_of, unlabel
+from composable.errors import OptimizerError
+
+_gradient: Final = attrgetter("grad")
+
+
+class Form(Enum):
+    """What a parameter is to a unit; the value says so of one that an optimizer holds, and what to do if it should not."""
+
+    SHARDED = "is sharded"
+    WHOLE = "is the user's own, on one rank without a process group"
+    UNSHARDED = (
+        "is held as the unsharded copy that a module shows while it computes: the optimizer was made inside a forward or "
+        "backward. Make it between steps"
+    )
+    ORIGINAL = "was replaced by a sharded one when fully_shard was called. Make the optimizer after annotating"
+    REPLACED = (
+        "was replaced on its module, by load_state_dict(assign=True) or an assignment, after the optimizer was made. Make "
+        "the optimizer anew, or load without assign=True, which keeps the parameters"
+    )
+    REMOVED = "went when fully_shard was removed. Make the optimizer anew"
+
+
+_written: int = 0  # notes, ever
+
+
+def note(parameter: nn.Parameter, form: Form, unit: str, fqn: str) -> None:
+    """Remember what `parameter` is to a unit, from now on."""
+    global _written
+    _written += 1
+    label(parameter, unit, fqn, form.name)
+
+
+def forget(parameter: nn.Parameter) -> None:
+    """`parameter` is the user's own again."""
+    global _written
+    _written += 1
+    unlabel(parameter)
+
+
+class _Holding:
+    """What one optimizer holds, looked up once. It refers to no parameter: hooks of a parameter may lead to the optimizer,
+    and one that is referred to weakly cannot be cast or moved."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self._written = _written
+        self._ids = list(map(id, parameters))  # of one that went, an id may come again; then it is noted again, too
+        self._sharded: list[int] = []
+        self.foreign: list[int] = []
+        self._moving: list[int] = []
+        for index, parameter in enumerate(parameters):
+            found = label_of(parameter)
+            if found is not None and found[2] == Form.SHARDED.name:
+                self._sharded.append(index)
+            elif found is not None and found[2] != Form.WHOLE.name:
+                self.foreign.append(index)
+
+    def is_of(self, parameters: list[nn.Parameter]) -> bool:
+        """Whether it was looked up for just these, and would be the same today."""
+        return self._written == _written and not self.foreign and self._ids == list(map(id, parameters))
+
+    def before_step(self, parameters: list[nn.Parameter]) -> None:
+        """Some optimizers drop gradients as they go."""
+        self._moving = self._with_gradients(parameters)
+
+    def after_step(self, parameters: list[nn.Parameter]) -> None:
+        moved = self._moving or self._with_gradients(parameters)
+        if moved:
+            increment_version([parameters[index] for index in moved])
+
+    def _with_gradients(self, parameters: list[nn.Parameter]) -> list[int]:
+        gradients = map(_gradient, [parameters[index] for index in self._sharded])
+        return [index for index, gradient in zip(self._sharded, gradients, strict=True) if gradient is not None]
+
+
+_holdings: WeakKeyDictionary[Optimizer, _Holding] = WeakKeyDictionary()
+
+
+def _look_up(optimizer: Optimizer) -> tuple[_Holding, list[nn.Parameter]]:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    holding = _holdings.get(optimizer)
+    if holding is None or not holding.is_of(parameters):
+        holding = _holdings[optimizer] = _Holding(parameters)
+    return holding, parameters
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    holding, parameters = _look_up(optimizer)
+    for index in holding.foreign:
+        _refuse_foreign(optimizer, parameters[index])
+    holding.before_step(parameters)
+
+
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    holding, parameters = _look_up(optimizer)
+    holding.after_step(parameters)
+
+
+def _refuse_foreign(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    found = label_of(parameter)
+    assert found is not None
+    unit, fqn, form = found
+    if form == Form.ORIGINAL.name and parameter.grad is not None:
+        return  # it is used elsewhere, too
+    raise OptimizerError(
+        f"{type(optimizer).__name__}.step: parameter '{fqn}' of unit '{unit}' {Form[form].value}, from model.parameters(). "
+        "The step would train nothing; no parameter was changed."
+    )
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)
