@@ -32,9 +32,33 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def at_end_of_backward(callback: Any) -> None:
-    """Run `callback` when the running backward pass ends without an error. The engine offers it only here."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+class _Ending:
+    """What the engine calls when a backward pass ends, and drops without a call when it raises."""
+
+    __slots__ = ("_callback", "_otherwise")
+
+    def __init__(self, callback: Callable[[], None], otherwise: Callable[[], None]) -> None:
+        self._callback = callback
+        self._otherwise: Callable[[], None] | None = otherwise
+
+    def __call__(self) -> None:
+        self._callback()
+        self._otherwise = None
+
+    def __del__(self) -> None:
+        if self._otherwise is not None:
+            self._otherwise()
+
+
+def _nothing() -> None:
+    return None
+
+
+def at_end_of_backward(callback: Callable[[], None], otherwise: Callable[[], None] = _nothing) -> None:
+    """Run `callback` when the running backward pass ends without an error, `otherwise` when it raised. The engine offers the
+    first only here, and the second not at all: but the pass drops what it was to call before the error reaches the caller.
+    `otherwise` must not raise, and wait for nobody."""
+    torch.autograd.Variable._execution_engine.queue_callback(_Ending(callback, otherwise))
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

@@ -102,9 +102,7 @@ class Root:
     def open_forward(self, module: nn.Module) -> None:
         """Called before every forward of a unit; the outermost one opens an iteration, or goes on with the open one."""
         if self.depth == 0 and self.iteration is not None and self.iteration.in_backward:
-            shown = [handle for handle in self.handles if handle.depth]
             self._unwind("its backward did not finish")
-            self._warn_of_gradients(shown)
         self.depth += 1
         if self.depth > 1:
             return
@@ -113,17 +111,6 @@ class Root:
             self.iteration = Iteration()
         for handle in self.handles:
             handle.prepare()
-
-    def _warn_of_gradients(self, shown: Sequence[Handle]) -> None:
-        """A backward raised while these units' modules saw unsharded parameters: to clear those clears nothing."""
-        # Without parts, the two forms of a parameter are one.
-        left = [h.name for h in shown if h.parameters.parts and any(slot.sharded.grad is not None for slot in h.slots)]
-        if left:
-            logger.warning(
-                "gradients of unit '%s' that were there when a backward raised are still there, and the next ones are added to "
-                "them. To clear them call optimizer.zero_grad(): model.zero_grad() does not reach them before the next forward",
-                left[0],
-            )
 
     def enter(self, handle: Handle) -> None:
         """`handle`'s module is about to compute."""
@@ -233,7 +220,7 @@ class Root:
         for handle in self.handles:
             if handle.phase is not Phase.SHARDED:
                 handle.look_up_edition()
-        at_end_of_backward(self._end_backward)
+        at_end_of_backward(self._end_backward, self._leave_failed_backward)
         return iteration
 
     def enter_backward(self, index: int) -> None:
@@ -303,6 +290,14 @@ class Root:
         self.iteration = None
 
     # --- after an error ---------------------------------------------------------------------------------------------
+
+    def _leave_failed_backward(self) -> None:
+        """It raised. Who clears gradients or makes an optimizer before the next forward finds the sharded parameters."""
+        iteration = self.iteration
+        if iteration is not None and iteration.in_backward:
+            for index in iteration.active:
+                self.handles[index].hide()
+            iteration.active = []
 
     def _unwind(self, why: str) -> None:
         """Wait for whatever is in flight, free whatever is unsharded, forget unreduced gradients."""

@@ -40,8 +40,8 @@ class Form(Enum):
     )
     ORIGINAL = "was replaced by a sharded one when fully_shard was called. Make the optimizer after annotating"
     REPLACED = (
-        "was replaced on its module, by load_state_dict(assign=True) or an assignment, after the optimizer was made. Make "
-        "the optimizer anew, or load without assign=True, which keeps the parameters"
+        "was replaced on its module, by load_state_dict(assign=True) or an assignment, after the optimizer was made. Load "
+        "without assign=True, which keeps the parameters, or make the optimizer anew"
     )
     REMOVED = "went when fully_shard was removed. Make the optimizer anew"
 

@@ -1,0 +1,164 @@
+"""Optimizers that hold parameters which nothing trains are told so at their step, and optimizers that do not are left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable import fully_shard, remove, replicate
+from composable.errors import OptimizerError
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+
+def _model() -> tuple[nn.Sequential, Tensor]:
+    torch.manual_seed(0)
+    device = current_device()
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(device), torch.ones(2, 3, device=device)
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def _before_the_annotation() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = _model()
+    optimizer = _optimizer(model)
+    return fully_shard(model, policy={nn.Linear}), optimizer
+
+
+def _before_parameters_were_replaced() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, x = _model()
+    fully_shard(model, policy={nn.Linear})
+    optimizer = _optimizer(model)
+    model(x).sum().backward()
+    optimizer.step()  # what it holds has been looked up
+    model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    return model, optimizer
+
+
+def _before_the_annotation_was_removed() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = _model()
+    fully_shard(model)
+    optimizer = _optimizer(model)
+    remove(model, fully_shard)
+    return model, optimizer
+
+
+def _inside_a_forward() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, x = _model()
+    fully_shard(model)
+    made: list[torch.optim.Optimizer] = []
+    with model[1].register_forward_pre_hook(lambda *_: made.append(_optimizer(model))):
+        model(x)
+    return model, made[0]
+
+
+MADE: Final[dict[str, tuple[Callable[[], tuple[nn.Module, torch.optim.Optimizer]], str]]] = {
+    "before the annotation": (
+        _before_the_annotation,
+        "SGD.step: parameter 'weight' of unit '0' was replaced by a sharded one when fully_shard was called. Make the "
+        "optimizer after annotating, from model.parameters(). The step would train nothing; no parameter was changed.",
+    ),
+    "before parameters were replaced": (
+        _before_parameters_were_replaced,
+        "SGD.step: parameter 'weight' of unit '0' was replaced on its module, by load_state_dict(assign=True) or an "
+        "assignment, after the optimizer was made. Load without assign=True, which keeps the parameters, or make the optimizer "
+        "anew, from model.parameters(). The step would train nothing; no parameter was changed.",
+    ),
+    "before the annotation was removed": (
+        _before_the_annotation_was_removed,
+        "SGD.step: parameter '0.weight' of unit '' went when fully_shard was removed. Make the optimizer anew, from "
+        "model.parameters(). The step would train nothing; no parameter was changed.",
+    ),
+    "inside a forward": (
+        _inside_a_forward,
+        "SGD.step: parameter '0.weight' of unit '' is held as the unsharded copy that a module shows while it computes: the "
+        "optimizer was made inside a forward or backward. Make it between steps, from model.parameters(). The step would train "
+        "nothing; no parameter was changed.",
+    ),
+}
+
+
+def _refusal(when: str) -> str:
+    model, optimizer = MADE[when][0]()
+    x = _model()[1]
+    with torch.no_grad():
+        before = model(x)
+    model(x).sum().backward()
+    with pytest.raises(OptimizerError) as caught:
+        optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), before, rtol=0, atol=0)
+    another = _optimizer(model)
+    another.step()
+    with torch.no_grad():
+        assert not torch.allclose(model(x), before), "one that is made anew trains"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("when", MADE)
+def test_an_optimizer_that_would_train_nothing_is_refused(pool: Pool, when: str, device: str) -> None:
+    need_devices(device, 2)
+    assert pool.run(2, _refusal, when, device=device) == [MADE[when][1]] * 2
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError("no room")
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("policy", [True, False])
+def test_an_optimizer_made_after_a_failed_backward_trains(policy: bool) -> None:
+    model, x = _model()
+    plain, _ = _model()
+    fully_shard(model, policy={nn.Linear} if policy else None)
+    output = model(x)
+    with output.grad_fn.register_hook(_fail), pytest.raises(MemoryError):  # type: ignore[union-attr]
+        output.sum().backward()
+    for each in (plain, model):
+        optimizer = _optimizer(each)
+        optimizer.zero_grad()
+        each(x).sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@spmd(ranks=2)
+def test_an_optimizer_of_a_parameter_that_another_module_uses_as_well_is_left_alone() -> None:
+    model, x = _model()
+    other = nn.Linear(3, 5, device=x.device)
+    other.weight = model[0].weight
+    optimizer = _optimizer(other)
+    fully_shard(model)
+    before = other.weight.detach().clone()
+    other(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(other.weight, before)
+
+
+@spmd(ranks=2)
+def test_an_optimizer_made_before_replicate_trains() -> None:
+    model, x = _model()
+    optimizer = _optimizer(model)
+    replicate(model)
+    before = model[0].weight.detach().clone()
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+def test_one_process_without_a_group_keeps_the_users_own_parameters() -> None:
+    model, x = _model()
+    optimizer = _optimizer(model)
+    fully_shard(model, policy={nn.Linear})
+    before = model[0].weight.detach().clone()
+    model(x).sum().backward()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+    remove(model, fully_shard)
+    optimizer.step()
