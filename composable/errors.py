@@ -84,6 +84,10 @@ class OutputError(ComposableError, RuntimeError):
     """The model's: a forward returned nothing that backward could be followed through."""
 
 
+class DifferentiationError(ComposableError, RuntimeError):
+    """The caller's: gradients were asked for in a way in which sharded parameters cannot give them."""
+
+
 class HooksRemovedError(ComposableError, RuntimeError):
     """The caller's: the hooks that an annotation lives by were removed from its module."""
 

@@ -61,6 +61,26 @@ def at_end_of_backward(callback: Callable[[], None], otherwise: Callable[[], Non
     torch.autograd.Variable._execution_engine.queue_callback(_Ending(callback, otherwise))
 
 
+# The number of the next autograd node that this thread makes. Backward runs the highest numbers first. No public call tells
+# what a call of a module has made from what it was given; without this one, everything counts as made.
+next_node: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+
+
+def made_since(number: int, node: torch.autograd.graph.Node) -> bool:
+    """Whether `node` was made after `next_node` gave `number`, by the same thread."""
+    return node._sequence_nr() >= number
+
+
+_is_wrapped: Callable[[torch.Tensor], bool] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
+
+
+def innermost(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrappers of `torch.func`'s transforms (`grad`, `vmap`, ...); they have no storage of their own."""
+    while _is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
     """How long the group's collectives wait; None where this torch does not tell. There is no public way to ask."""
     try:

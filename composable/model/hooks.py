@@ -309,12 +309,22 @@ def _slot_names(cls: type) -> list[str]:
     ]
 
 
-def before_gradient(tensor: Tensor, callback: Callable[..., None]) -> None:
+def _any_node(node: Any) -> bool:
+    return True
+
+
+def before_gradient(tensor: Tensor, callback: Callable[..., None], where: Callable[[Any], bool] = _any_node) -> bool:
     """Call `callback` before backward goes through `tensor`, also when it is a view that is written to later.
 
     An in-place write on a view gives the view a new node and leaves the old one out of the graph, but it cannot leave
     out the node of the view's base. So views are watched at both. A leaf may be a parameter, which lives on when its graph is
     gone: what waits there goes when it has been called.
+
+    Args:
+        where: the nodes that count.
+
+    Returns:
+        Whether there is a place where to call it.
     """
     node = tensor.grad_fn
     if node is None:
@@ -324,7 +334,12 @@ def before_gradient(tensor: Tensor, callback: Callable[..., None]) -> None:
             callback(gradient)
 
         waiting = tensor.register_hook(once)
-        return
+        return True
+    if not where(node):
+        return False
     node.register_prehook(callback)
-    if tensor._is_view() and tensor._base is not None and tensor._base.grad_fn is not None:
-        tensor._base.grad_fn.register_prehook(callback)
+    if tensor._is_view() and tensor._base is not None:
+        base = tensor._base.grad_fn
+        if base is not None and where(base):
+            base.register_prehook(callback)
+    return True

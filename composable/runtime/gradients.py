@@ -16,6 +16,7 @@ from weakref import ref
 from torch import Tensor
 
 from composable.device.collectives import Channel
+from composable.errors import DifferentiationError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.part import Part
 
@@ -120,6 +121,16 @@ class UnitGradients:
         self.countdown.left = 0
         for part in self.parts:
             part.reduce(self._channel, self._label)
+
+    def refuse_graph(self) -> None:
+        """Raise if a gradient arrived: it was made in a backward that builds a graph, and sharded gradients are in none."""
+        if any(part.still_missing() < part.awaited for part in self.parts):
+            raise DifferentiationError(
+                f"backward(create_graph=True) brought gradients to parameters of unit '{self._unit}'. They are averaged over "
+                "the ranks and sharded outside of autograd's graph, so nothing could be differentiated through them. Ask for "
+                "gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True "
+                "out"
+            )
 
     def finish(self) -> None:
         """Wait for the reduction; the sharded parameters have their gradients afterwards."""

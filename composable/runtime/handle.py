@@ -62,7 +62,7 @@ class Handle:
         self.uses = 0  # forwards whose backward has not been entered yet
         self.depth = 0  # calls of its modules that are running, and its backward
         self._calls = 0  # the former alone
-        self.on_backward: Callable[[], None] = _ignore  # backward is about to go through an output
+        self.on_backward: Callable[[bool], None] = _ignore  # backward goes through an output, and builds a graph or not
         self._guards = GuardRow(())
         self._channel: Channel = ground.wire.open_channel()
         self._near_channel: Channel | None = ground.near.open_channel() if ground.near is not None else None
@@ -284,5 +284,5 @@ class Handle:
         return parts[0].flat.device if parts else torch.device("cpu")
 
 
-def _ignore() -> None:
+def _ignore(builds_graph: bool) -> None:
     return None

@@ -6,6 +6,10 @@ autograd runs the newest nodes first, so the nodes of one call run without inter
 Only then are the unit's parameters freed, because a frozen or detached parameter may be needed after the last gradient has
 arrived, and only then is a gradient that has not arrived known not to come. Every rank sees the same sequence of units,
 so every rank launches the same collectives in the same order, whatever parameters it used.
+
+Note [Backward through a backward]
+A backward that builds a graph (`create_graph=True`) leaves nodes behind that need parameters and belong to no call, so
+nothing tells when backward comes to them. The units that such a backward entered stay unsharded until one without has ended.
 """
 
 from __future__ import annotations
@@ -17,15 +21,16 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable.device.collectives import Wire
 from composable.device.private import at_end_of_backward
-from composable.errors import CommunicationError, OutputError, RanksDisagreeError
-from composable.model.hooks import HookWatch, before_gradient, tensors_in
+from composable.errors import CommunicationError, RanksDisagreeError
+from composable.model.hooks import HookWatch
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import BackwardOrder, ForwardOrder
 from composable.runtime.handle import Handle
+from composable.runtime.outputs import watch
 from composable.runtime.recompute import close_interrupted
 
 logger = logging.getLogger("composable")
@@ -45,6 +50,15 @@ class Iteration:
         self.entered: dict[int, None] = {}
         self.reduced: dict[int, None] = {}
         self.reducing: list[int] = []
+        self.builds_graph = False  # this backward, see Note [Backward through a backward]
+        self.pinned: dict[int, None] = {}  # units that it, or one before, keeps unsharded
+
+    def next(self) -> Iteration:
+        """What is left of it when a backward has ended that is not the last."""
+        following = Iteration()
+        following.finished = self.finished
+        following.pinned = self.pinned
+        return following
 
 
 class Unit(Protocol):
@@ -66,15 +80,16 @@ class Unit(Protocol):
 class Root:
     """What lives as long as the root: its handles in traversal order, and the recorded order of their forwards."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], enclosing: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.module = module
         self.units = tuple(units)
         self.handles = handles = tuple(unit.handle for unit in units)
         self._index = {handle: index for index, handle in enumerate(handles)}
-        self._enclosing = tuple(enclosing)  # for each handle, the indices of the handles around it
+        # For each unit, by number, those that were running when it was called: modules need not hold what they call.
+        self._enclosing: list[dict[int, None]] = [{} for _ in handles]
         self.order = ForwardOrder()
         self.iteration: Iteration | None = None
-        self.depth = 0
+        self._running: list[int] = []  # units that are called now, outermost first
         self.entry: nn.Module = module
         self.failure = ""
         self._watch = HookWatch(module for unit in units for module in unit.modules)
@@ -83,6 +98,11 @@ class Root:
             handle.on_backward = partial(self.enter_backward, index)
             handle.gradients.on_first = self._open_backward
             handle.gradients.on_complete = partial(self.gradients_complete, index)
+
+    @property
+    def depth(self) -> int:
+        """How many forwards of units are under way, one inside the other."""
+        return len(self._running)
 
     def disband(self) -> None:
         """A unit leaves: the next forward plans the tree anew, without it."""
@@ -99,12 +119,17 @@ class Root:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def open_forward(self, module: nn.Module) -> None:
+    def open_forward(self, handle: Handle, module: nn.Module) -> None:
         """Called before every forward of a unit; the outermost one opens an iteration, or goes on with the open one."""
-        if self.depth == 0 and self.iteration is not None and self.iteration.in_backward:
+        running = self._running
+        if not running and self.iteration is not None and self.iteration.in_backward:
             self._unwind("its backward did not finish")
-        self.depth += 1
-        if self.depth > 1:
+        index = self._index[handle]
+        for outer in running:
+            if outer != index:
+                self._enclosing[index][outer] = None
+        running.append(index)
+        if len(running) > 1:
             return
         self.entry = module
         if self.iteration is None:
@@ -128,42 +153,28 @@ class Root:
             if handle.phase is Phase.SHARDED or handle.phase is Phase.REGROUPED:
                 handle.unshard_in_step()
 
-    def leave(self, handle: Handle, output: Any, *, complete: bool) -> None:
-        """`handle`'s module has computed `output`; `complete`: so have all modules of its unit."""
+    def leave(self, handle: Handle, output: Any, since: int, *, complete: bool) -> Any:
+        """`handle`'s module has computed `output`, in a call that began when autograd's next node had the number `since`.
+
+        Args:
+            complete: whether all modules of its unit have computed.
+
+        Returns:
+            What the caller gets.
+        """
         assert self.iteration is not None
         keep = False
         if torch.is_grad_enabled():
-            keep = self.watch(handle, output, count=True)
+            output, keep = watch(handle, output, since, count=True)
             self.iteration.finished.forward_finished(self._index[handle])
         if complete and not keep:
             handle.settle_after_forward()
-
-    def watch(self, handle: Handle, output: Any, *, count: bool) -> bool:
-        """Ask to be called before backward goes through `output`; True when the parameters must outlive forward."""
-        opaque: list[Any] = []
-        entry = _Entry(handle, count)
-        found = aliased = seen = False
-        for tensor in tensors_in(output, opaque):
-            seen = True
-            aliased = aliased or handle.parameters.aliased_by(tensor)
-            if tensor.requires_grad:
-                before_gradient(tensor, entry)
-                found = True
-        if found:
-            handle.uses += count
-        elif opaque and not seen and handle.trainable:
-            kinds = ", ".join(dict.fromkeys(type(value).__name__ for value in opaque))
-            raise OutputError(
-                f"fully_shard(unit '{handle.name}'): forward returned {kinds}, in which no tensor that requires grad was "
-                "found; its backward cannot be tracked. Return tensors, containers, dataclasses or objects with attributes."
-            )
-        # Whatever reaches the loss by another way than the outputs still finds its parameters.
-        return aliased or (not found and handle.trainable)
+        return output
 
     def close_forward(self) -> None:
         """The outermost forward has ended."""
-        self.depth -= 1
-        if self.depth:
+        self._running.pop()
+        if self._running:
             return
         if not self._verified:
             self._verify(len(self.handles), next(h.ground.wire for h in self.handles if h.ground.wire.ways > 1))
@@ -174,7 +185,8 @@ class Root:
                 handle.reshard()  # prefetched for nothing
             elif handle.phase is Phase.UNSHARDED and not torch.is_grad_enabled() and not handle.pins:
                 handle.reshard()  # no backward will come
-        if not torch.is_grad_enabled() and self.iteration is not None and not self.iteration.finished.next_units(1):
+        iteration = self.iteration
+        if not torch.is_grad_enabled() and iteration is not None and not (iteration.finished.next_units(1) or iteration.pinned):
             self.iteration = None
 
     def abandon(self, handle_name: str) -> None:
@@ -182,8 +194,9 @@ class Root:
         if not self.failure:
             error = sys.exception()
             self.failure = f"previous step of unit '{handle_name}' ended with {type(error).__name__}"
-        self.depth = max(0, self.depth - 1)
-        if self.depth == 0:
+        if self._running:
+            self._running.pop()
+        if not self._running:
             self._unwind(self.failure)
             self.failure = ""
 
@@ -223,7 +236,7 @@ class Root:
         at_end_of_backward(self._end_backward, self._leave_failed_backward)
         return iteration
 
-    def enter_backward(self, index: int) -> None:
+    def enter_backward(self, index: int, builds_graph: bool) -> None:
         """Backward is about to go through an output of unit `index`."""
         iteration = self._open_backward()
         handle = self.handles[index]
@@ -234,11 +247,23 @@ class Root:
             iteration.active.append(index)
             iteration.entered[index] = None
             iteration.reduced.pop(index, None)  # what arrives from here on was not in that reduction
+            if builds_graph:
+                self._keep_for_graph(iteration, index)
             handle.gradients.expect()
         self._gather(index, *iteration.finished.next_units(PREFETCH_DEPTH))
         handle.land()
         if entering:
             handle.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
+
+    def _keep_for_graph(self, iteration: Iteration, index: int) -> None:
+        iteration.builds_graph = True
+        if index not in iteration.pinned:
+            iteration.pinned[index] = None
+            self.handles[index].pins += 1
+
+    def _unpin(self, iteration: Iteration) -> None:
+        for index in iteration.pinned:
+            self.handles[index].pins -= 1
 
     def _leave_backward(self, iteration: Iteration, entered: int) -> None:
         """See Note [When a unit is left in backward]. A unit may share its outputs with the one around it: neither is left."""
@@ -261,6 +286,9 @@ class Root:
         self._reduce(self._open_backward(), index)
 
     def _reduce(self, iteration: Iteration, index: int) -> None:
+        if iteration.builds_graph:
+            self.handles[index].gradients.refuse_graph()
+            return
         reducing = iteration.reducing
         if index in reducing:
             reducing.remove(index)
@@ -282,12 +310,25 @@ class Root:
             self.handles[index].gradients.finish()
         for index in iteration.active:
             self.handles[index].hide()
+        if iteration.builds_graph or self._running:
+            self._go_on(iteration)
+            return
+        self._unpin(iteration)
         for handle in self.handles:
             handle.gradients.end()
             handle.uses = 0
             if not handle.pins:
                 handle.reshard()
         self.iteration = None
+
+    def _go_on(self, iteration: Iteration) -> None:
+        """A backward has ended in the middle of a forward, or is one that another goes through."""
+        for index in iteration.entered:
+            handle = self.handles[index]
+            handle.gradients.end()
+            if not handle.pins and not handle.depth:
+                handle.reshard()
+        self.iteration = iteration.next()
 
     # --- after an error ---------------------------------------------------------------------------------------------
 
@@ -307,26 +348,8 @@ class Root:
                 handle.reset()
             except CommunicationError as error:
                 logger.warning("while resetting unit '%s': %s", handle.name, error)
+        if self.iteration is not None:
+            self._unpin(self.iteration)
         self.order.abandon()
         self.iteration = None
-        self.depth = 0
-
-
-class _Entry:
-    """Called before backward goes through one call's outputs; several outputs count once."""
-
-    __slots__ = ("_counted", "_handle", "_versions")
-
-    def __init__(self, handle: Handle, count: bool) -> None:
-        self._handle = handle
-        self._counted = count
-        self._versions = handle.versions
-
-    def __call__(self, *gradients: Tensor) -> None:
-        if self._counted:
-            self._counted = False
-            self._handle.uses -= 1
-        self._handle.on_backward()
-        if self._versions is not self._handle.versions:
-            self._handle.tell_of_writes(self._versions)
-            self._versions = self._handle.versions
+        self._running.clear()

@@ -15,7 +15,7 @@ from composable.device.collectives import Arrival, Channel, GatherPart, Wire
 from composable.device.gradients import missing_in, take_gradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import ParameterSlots
-from composable.device.private import local_of
+from composable.device.private import innermost, local_of
 from composable.device.storage import FlatParameters
 from composable.plan.layout import Route
 from composable.runtime.ground import Ground
@@ -133,7 +133,7 @@ class Part:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the unsharded buffer."""
-        return tensor.untyped_storage().data_ptr() == self._full.tensor.untyped_storage().data_ptr()
+        return innermost(tensor).untyped_storage().data_ptr() == self._full.tensor.untyped_storage().data_ptr()
 
     # --- gradients --------------------------------------------------------------------------------------------------
 

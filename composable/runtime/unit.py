@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from composable.device.memory import HOST_MEMORY
-from composable.device.private import in_backward
+from composable.device.private import in_backward, next_node
 from composable.errors import HooksRemovedError, ShardedParameterError
 from composable.model.hooks import Guard, dispatcher_of, is_running, map_tensors
 from composable.model.transaction import is_taking_back
@@ -21,8 +21,19 @@ from composable.model.traversal import get_states, names_below
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.iteration import Root
 from composable.runtime.optimizers import Form, forget, note
+from composable.runtime.outputs import watch
 
 _CALLING: Final = ("_call_impl", "_wrapped_call_impl", "__call__", "inner")  # how torch calls a module
+
+
+class _Call:
+    """One call of a unit's module: how it was entered, and the number of autograd's next node at that time."""
+
+    __slots__ = ("how", "since")
+
+    def __init__(self) -> None:
+        self.how = "entering"
+        self.since = next_node()
 
 
 class ShardedUnit:
@@ -38,7 +49,7 @@ class ShardedUnit:
         self._handle: Handle | None = None
         self._originals: list[weakref.ref[nn.Parameter]] = []
         self._left_to_run: tuple[nn.Module, ...] = ()
-        self._calls: list[str] = []  # of the calls that are running: how each was entered
+        self._calls: list[_Call] = []  # that are running
 
     def take_charge(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
         """Shard the parameters that `recipe` names."""
@@ -116,18 +127,19 @@ class ShardedUnit:
     # --- the bracket ------------------------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._calls.append("entering")
+        call = _Call()
+        self._calls.append(call)
         handle = self.handle
         if in_backward():
             # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
             handle.unshard_in_step()
             handle.land()
             handle.begin_call()
-            self._calls[-1] = "recompute"
+            call.how = "recompute"
             return args, kwargs
         root = self._root_for_call(module)
-        root.open_forward(module)
-        self._calls[-1] = "forward"
+        root.open_forward(handle, module)
+        call.how = "forward"
         if not self._left_to_run:
             self._left_to_run = self.modules
         root.enter(handle)
@@ -138,18 +150,18 @@ class ShardedUnit:
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
-        how = self._calls.pop()
+        call = self._calls.pop()
         handle = self.handle
         handle.end_call()
         root = self.root
         assert root is not None
-        if how == "recompute":
+        if call.how == "recompute":
             if torch.is_grad_enabled():
-                root.watch(handle, output, count=False)
+                watch(handle, output, call.since, count=False)
             return output
         self._left_to_run = tuple([other for other in self._left_to_run if other is not module])
         try:
-            root.leave(handle, output, complete=not self._left_to_run and handle.depth == 0)
+            output = root.leave(handle, output, call.since, complete=not self._left_to_run and handle.depth == 0)
             root.close_forward()
         except BaseException:
             self._left_to_run = ()
@@ -158,10 +170,10 @@ class ShardedUnit:
         return output
 
     def abandon(self, module: nn.Module) -> None:
-        how = self._calls.pop()
-        if how == "recompute":
+        call = self._calls.pop()
+        if call.how == "recompute":
             self.handle.end_call()  # checkpointing stops a recomputation by raising as soon as it has what it needs
-        elif how == "forward":
+        elif call.how == "forward":
             self.handle.end_call()
             self._left_to_run = ()
             assert self.root is not None
@@ -187,13 +199,9 @@ class ShardedUnit:
         if self not in units:  # annotated in a list, and called through a member that does not hold the others
             units = [self]
         names = names_below(module)
-        inside = [unit.modules_inside() for unit in units]
-        enclosing = []
-        for index, unit in enumerate(units):
+        for unit in units:
             unit.handle.rename(names.get(id(unit.modules[0]), unit.handle.name))
-            around = [i for i in range(len(units)) if i != index and any(id(m) in inside[i] for m in unit.modules)]
-            enclosing.append(tuple(around))
-        root = Root(module, units, enclosing)
+        root = Root(module, units)
         for unit in units:
             unit.root = root
         return root
@@ -203,12 +211,8 @@ class ShardedUnit:
 
     def forget_calls(self) -> None:
         """No call of this unit's modules is under way any more."""
-        self._calls = ["entering"] if self._calls[-1:] == ["entering"] else []
+        self._calls = [call for call in self._calls[-1:] if call.how == "entering"]
         self._left_to_run = ()
-
-    def modules_inside(self) -> dict[int, None]:
-        """The ids of this unit's modules and of everything below them."""
-        return {id(below): None for module in self.modules for below in module.modules()}
 
     def check_hooks(self) -> None:
         """Raise when somebody removed the hooks of one of this unit's modules."""
@@ -230,7 +234,7 @@ class ShardedUnit:
         self.check_hooks()
         if in_backward() and self.root is not None:
             # Part of this unit is recomputed, and its outputs were not on the way here.
-            self.handle.on_backward()
+            self.handle.on_backward(False)
             return
         name = next(
             (

@@ -110,7 +110,77 @@ class InPlace(nn.Module):
         return self.head(z)
 
 
+class Maker(nn.Module):
+    """Makes a hidden state, and a bias that all layers share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.bias = nn.Linear(6, 2, bias=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x)), self.bias(x)
+
+
+class Passing(nn.Module):
+    """A decoder layer: what it was given goes on, what it measured is added to a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(6, 7)
+        self.down = nn.Linear(7, 6)
+        self.router = nn.Linear(6, 2)
+
+    def forward(
+        self, x: Tensor, memory: Tensor, bias: Tensor, logits: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        measured = self.router(x) + bias
+        return x + self.down(torch.tanh(self.up(x + memory)) * measured.sum(-1, True)), memory, bias, logits + (measured,)
+
+
+class Picking(nn.Module):
+    """Has no parameters: hands on a part of what it got, and a view of another."""
+
+    def forward(self, x: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, Tensor]:
+        return x[0], x[1].view(-1, 2, 3)[:, 1]
+
+
+class Borrowing(nn.Module):
+    """Computes before and after a unit that it calls and does not hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(6, 6)
+        self.after = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, borrowed: nn.Module) -> Tensor:
+        y, bias = borrowed(torch.tanh(self.before(x)))
+        return self.after(y) * bias.sum(-1, True)
+
+
+class HandingOn(nn.Module):
+    """Units return what other units made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker = Maker()
+        self.layers = nn.ModuleList([Passing() for _ in range(3)])
+        self.picking = Picking()
+        self.borrowing = Borrowing()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory, bias = self.maker(x)
+        state = memory, memory, bias, ()
+        for layer in self.layers:
+            state = layer(*state)
+        last, part = self.picking(state)
+        x = self.borrowing(last, self.maker)
+        return self.head(x) + part.mean(-1, True) + sum(logits.square() for logits in state[3])
+
+
 OUTPUTS: Final = (
     Case("outputs in containers", Outputs, rows(4, 6), _loss, (Wrapping,)),
+    Case("outputs handed on", HandingOn, rows(4, 6), mean_square, (Maker, Passing, Picking, Borrowing)),
     Case("views written in place", InPlace, rows(4, 6), mean_square, (Wrapping,)),
 )

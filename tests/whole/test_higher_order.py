@@ -1,0 +1,292 @@
+"""Gradients of gradients, gradients inside a forward, and torch.func's transforms see a model as if it were not annotated."""
+
+# Messages are compared word for word, each on one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+import torch
+from expecttest import assert_expected_inline as assert_text
+from torch import Tensor, nn
+
+from composable import fully_shard
+from tests.helpers.battery import BATTERY, Case
+from tests.helpers.battery.case import mean_square, rows
+from tests.helpers.battery.odd import Layer
+from tests.helpers.compare import assert_same_gradients
+from tests.helpers.refusals import refusal, same_on_all
+from tests.helpers.schemes import SCHEMES
+from tests.helpers.world import Pool, need_devices
+
+_SCHEMES: Final = ("fully_shard by policy", "fully_shard as one unit", "fully_shard without resharding")
+
+
+def _penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+
+
+# --- a discriminator, as adversarial networks train it ----------------------------------------------------------------
+
+
+def a_penalty_alone(model: nn.Module, x: Tensor) -> Tensor:
+    penalty = _penalty(model, x)
+    penalty.backward()
+    return penalty
+
+
+def a_penalty_after_the_loss(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).mean() - model(x.cos()).mean()
+    loss = loss + 10 * _penalty(model, x.sin())
+    loss.backward()
+    return loss
+
+
+def a_penalty_before_the_loss(model: nn.Module, x: Tensor) -> Tensor:
+    penalty = _penalty(model, x.sin())
+    loss = model(x).mean() - model(x.cos()).mean() + 10 * penalty
+    loss.backward()
+    return loss
+
+
+def a_penalty_with_an_evaluation_in_between(model: nn.Module, x: Tensor) -> Tensor:
+    penalty = _penalty(model, x)
+    with torch.no_grad():
+        seen = model(x.cos()).mean()
+    (penalty * seen).backward()
+    return penalty
+
+
+def two_penalties(model: nn.Module, x: Tensor) -> Tensor:
+    penalty = _penalty(model, x) + _penalty(model, x.cos())
+    penalty.backward()
+    return penalty
+
+
+def a_penalty_of_a_penalty(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
+    loss = second.square().mean()
+    loss.backward()
+    return loss
+
+
+def a_penalty_that_nobody_follows(model: nn.Module, x: Tensor) -> Tensor:
+    _penalty(model, x)
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def a_penalty_after_a_backward_that_retains_the_graph(model: nn.Module, x: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    output = model(x)
+    output.square().mean().backward(retain_graph=True)
+    (gradient,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+    gradient.square().mean().backward()
+    return gradient
+
+
+# --- transforms -------------------------------------------------------------------------------------------------------
+
+
+def a_transformed_gradient(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.grad(lambda y: model(y).square().sum())(x)
+
+
+def a_backward_through_a_transformed_gradient(model: nn.Module, x: Tensor) -> Tensor:
+    gradient = torch.func.grad(lambda y: model(y).square().sum())(x)
+    gradient.square().sum().backward()
+    return gradient
+
+
+def a_gradient_per_sample(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vmap(torch.func.grad(lambda y: model(y).square().sum()))(x)
+
+
+def a_mapped_forward(model: nn.Module, x: Tensor) -> Tensor:
+    output: Tensor = torch.func.vmap(model)(x)
+    output.square().mean().backward()
+    return output
+
+
+def a_jacobian_by_rows(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.jacrev(model)(x)
+
+
+def _forward_mode(transform: Callable[[], Tensor]) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it first loads what forward mode needs
+        return transform()
+
+
+def a_jacobian_by_columns(model: nn.Module, x: Tensor) -> Tensor:
+    return _forward_mode(lambda: torch.func.jacfwd(model)(x))
+
+
+def a_hessian(model: nn.Module, x: Tensor) -> Tensor:
+    return _forward_mode(lambda: torch.func.hessian(lambda y: model(y).square().sum())(x[:1]))
+
+
+PROGRAMS: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
+    program.__name__: program
+    for program in (
+        a_penalty_alone,
+        a_penalty_after_the_loss,
+        a_penalty_before_the_loss,
+        a_penalty_with_an_evaluation_in_between,
+        two_penalties,
+        a_penalty_of_a_penalty,
+        a_penalty_that_nobody_follows,
+        a_penalty_after_a_backward_that_retains_the_graph,
+        a_transformed_gradient,
+        a_backward_through_a_transformed_gradient,
+        a_gradient_per_sample,
+        a_mapped_forward,
+        a_jacobian_by_rows,
+        a_jacobian_by_columns,
+        a_hessian,
+    )
+}
+
+
+class Reshaping(Layer):
+    """Returns a view, which wrapped tensors cannot be asked for their memory about."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unflatten(-1, (2, 3)).transpose(-1, -2)
+
+
+class Discriminator(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Layer()
+        self.second = Reshaping()
+        self.third = Layer()
+        self.head = nn.Linear(6, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.second(self.first(x)).flatten(-2)
+        return self.head(self.third(x))
+
+
+_DISCRIMINATOR: Final = Case("discriminator", Discriminator, rows(4, 6), mean_square, (Layer,))
+
+
+def _run(program: str, scheme: str) -> None:
+    assert_same_gradients(_DISCRIMINATOR, SCHEMES[scheme].annotate, PROGRAMS[program])
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _run, program, scheme, device=device)
+
+
+# --- gradients inside a forward ---------------------------------------------------------------------------------------
+
+
+class Forces(nn.Module):
+    """The gradient of an energy, as models of molecules compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.energy = nn.Linear(6, 1)
+        self.scale = nn.Linear(6, 6)
+        self.builds_graph = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = x
+            for layer in self.layers:
+                y = layer(y)
+            (force,) = torch.autograd.grad(self.energy(y).sum(), x, create_graph=self.builds_graph)
+        return self.scale(force) + self.layers[0](x)
+
+
+class Molecule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.forces = Forces()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.forces(self.embed(x)))
+
+
+_MOLECULE: Final = Case("forces", Molecule, rows(4, 6), mean_square, (Layer, Forces))
+
+
+def one_step(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def two_forwards_and_one_backward(model: nn.Module, x: Tensor) -> None:
+    (model(x).square().mean() + model(2 * x).square().mean()).backward()
+
+
+def evaluation_before_a_step(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        seen = model(x)
+    model(x).square().mean().backward()
+    return seen
+
+
+def gradients_that_nothing_goes_through(model: nn.Module, x: Tensor) -> None:
+    assert isinstance(model, Molecule)
+    model.forces.builds_graph = False
+    two_forwards_and_one_backward(model, x)
+
+
+INSIDE: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
+    program.__name__: program
+    for program in (
+        one_step,
+        two_forwards_and_one_backward,
+        evaluation_before_a_step,
+        gradients_that_nothing_goes_through,
+    )
+}
+
+
+def _run_inside(program: str, scheme: str) -> None:
+    assert_same_gradients(_MOLECULE, SCHEMES[scheme].annotate, INSIDE[program])
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize("program", INSIDE)
+def test_a_forward_may_ask_for_gradients(pool: Pool, program: str, scheme: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _run_inside, program, scheme, device=device)
+
+
+# --- what cannot be ---------------------------------------------------------------------------------------------------
+
+
+def _backward_with_a_graph() -> str:
+    case = BATTERY["a unit used several times"]
+    model = case.model(0, 0)
+    fully_shard(model, policy=set(case.units))
+    (x,) = case.inputs(0, 0, 0)
+    return refusal(lambda: model(x).square().mean().backward(create_graph=True))
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+def test_gradients_of_sharded_parameters_are_not_differentiated(pool: Pool) -> None:
+    assert_text(
+        same_on_all(pool.run(2, _backward_with_a_graph)),
+        """DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit ''. They are averaged over the ranks and sharded outside of autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out""",
+    )
