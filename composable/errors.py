@@ -80,6 +80,10 @@ class ShardedParameterError(ComposableError, RuntimeError):
     """The caller's: a parameter was used for computation while only its shard exists."""
 
 
+class ForeignParameterError(ComposableError, RuntimeError):
+    """The caller's: a parameter was put into a sharded module that cannot take the place of the sharded one."""
+
+
 class OutputError(ComposableError, RuntimeError):
     """The model's: a forward returned nothing that backward could be followed through."""
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.device.private import local_of, set_local
+from composable.errors import few
 from composable.plan.layout import Route, Slot
 
 
@@ -149,6 +150,31 @@ def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
         return whole
     start, length = slot.extent(rank)
     return whole.narrow(slot.dim, start, length)
+
+
+def shard_like(value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:
+    """A tensor of the same shape, spread as `parameter` is: of a plain one, which every rank has, a view on `device`.
+
+    A DTensor of another placement is exchanged with the other ranks, so all of them must call this.
+    """
+    placements = parameter.placements
+    if isinstance(value, DTensor):
+        return value if value.placements == placements else value.redistribute(placements=placements)
+    mesh, local = parameter.device_mesh, value.detach()
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            size = local.shape[placement.dim]
+            chunk = -(-size // mesh.size(axis))
+            start = min(mesh.get_local_rank(axis) * chunk, size)
+            local = local.narrow(placement.dim, start, min(chunk, size - start))
+    if not local.is_meta:
+        local = local.to(device)
+    return _wrap(local, mesh, placements, parameter.shape, parameter.stride())
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """A mesh in a few words: `the (2,) cpu mesh of ranks 0, 1`."""
+    return f"the {tuple(mesh.shape)} {mesh.device_type} mesh of ranks {few([str(r) for r in mesh.mesh.flatten().tolist()])}"
 
 
 def adopt_local(tensor: Tensor, view: Tensor) -> None:

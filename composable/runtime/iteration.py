@@ -125,17 +125,16 @@ class Root:
         if not running and self.iteration is not None and self.iteration.in_backward:
             self._unwind("its backward did not finish")
         index = self._index[handle]
+        if not running:
+            for each in self.handles:  # this may raise
+                each.prepare()
+            self.entry = module
+            if self.iteration is None:
+                self.iteration = Iteration()
         for outer in running:
             if outer != index:
                 self._enclosing[index][outer] = None
         running.append(index)
-        if len(running) > 1:
-            return
-        self.entry = module
-        if self.iteration is None:
-            self.iteration = Iteration()
-        for handle in self.handles:
-            handle.prepare()
 
     def enter(self, handle: Handle) -> None:
         """`handle`'s module is about to compute."""

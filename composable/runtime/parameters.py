@@ -13,9 +13,18 @@ from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import Channel
 from composable.device.memory import MemoryPool
-from composable.device.parameters import ParameterSlots, Stage, adopt_local, cut, make_sharded, make_unsharded
+from composable.device.parameters import (
+    ParameterSlots,
+    Stage,
+    adopt_local,
+    cut,
+    describe_mesh,
+    make_sharded,
+    make_unsharded,
+)
 from composable.device.private import local_of
 from composable.device.storage import FlatParameters
+from composable.errors import ForeignParameterError
 from composable.plan.layout import Layout, ParamSpec, plan_layout
 from composable.runtime.ground import Ground
 from composable.runtime.optimizers import Form, note
@@ -154,16 +163,38 @@ class UnitParameters:
             for slot in self.slots:
                 slot.sharded = slot.unsharded = slot.registered  # type: ignore[assignment]
             return False
-        for name, slot in zip(self._names, self.slots, strict=True):
-            registered = slot.registered
-            if isinstance(registered, nn.Parameter):
-                if registered is not slot.sharded:
-                    note(slot.sharded, Form.REPLACED, self._unit, name)
-                for owner in slot.owners[1:]:
-                    if owner.module._parameters.get(owner.name) is slot.sharded:
-                        slot.replace(registered)
-                slot.sharded = registered
+        # Whatever is refused is refused before the first parameter changes.
+        newcomers = [self._newcomer(name, slot) for name, slot in zip(self._names, self.slots, strict=True)]
+        for name, slot, newcomer in zip(self._names, self.slots, newcomers, strict=True):
+            if newcomer is not None:
+                note(slot.sharded, Form.REPLACED, self._unit, name)
+                slot.replace(newcomer)
+                slot.sharded = newcomer
         return all(isinstance(slot.registered, nn.Parameter) for slot in self.slots)
+
+    def _newcomer(self, name: str, slot: ParameterSlots) -> nn.Parameter | None:
+        """The parameter that somebody registered in place of ours, at any of its places; None if nobody did."""
+        held = [owner.module._parameters.get(owner.name) for owner in slot.owners]
+        others = {id(other): other for other in held if isinstance(other, nn.Parameter) and other is not slot.sharded}
+        if not others:
+            return None
+        if len(others) > 1:
+            raise ForeignParameterError(
+                f"parameter '{name}' is tied: it has {len(slot.owners)} places, and different parameters were registered at "
+                "them. Register one parameter at all of them; to untie them, call remove(module, fully_shard) first"
+            )
+        (other,) = others.values()
+        sharded = slot.sharded
+        if isinstance(other, DTensor) and isinstance(sharded, DTensor):
+            ours, theirs = (sharded.device_mesh, sharded.placements), (other.device_mesh, other.placements)
+            if ours != theirs:
+                raise ForeignParameterError(
+                    f"parameter '{name}' was replaced by a DTensor that is spread otherwise: {other.placements} over "
+                    f"{describe_mesh(other.device_mesh)}, where the unit has {sharded.placements} over "
+                    f"{describe_mesh(sharded.device_mesh)}. Register its full_tensor() as a parameter, or load it with "
+                    "load_state_dict(), which spreads it anew"
+                )
+        return other
 
     def follow(self) -> None:
         """Unsharded parameters follow what users freeze and unfreeze on the sharded ones."""

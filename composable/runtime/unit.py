@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from composable.device.memory import HOST_MEMORY
 from composable.device.private import in_backward, next_node
@@ -20,6 +21,7 @@ from composable.model.transaction import is_taking_back
 from composable.model.traversal import get_states, names_below
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.iteration import Root
+from composable.runtime.loading import StateDictHook
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
 
@@ -48,6 +50,7 @@ class ShardedUnit:
         self.spare_name = ""
         self._handle: Handle | None = None
         self._originals: list[weakref.ref[nn.Parameter]] = []
+        self._loading: list[RemovableHandle] = []
         self._left_to_run: tuple[nn.Module, ...] = ()
         self._calls: list[_Call] = []  # that are running
 
@@ -67,6 +70,8 @@ class ShardedUnit:
         mine = [id(module) for module in modules]
         if handle.ground.mesh is not None:
             self.guards = [Guard(module, self._guard) for key, module in owners.items() if key not in mine]
+            hook = StateDictHook(self)
+            self._loading = [owner.register_load_state_dict_pre_hook(hook) for owner in owners.values()]
         handle.guarded_by(self.guards)
 
     @property
@@ -104,7 +109,9 @@ class ShardedUnit:
         """Undo: whole plain parameters are registered again, the very ones from before where somebody kept them."""
         for guard in self.guards:
             guard.remove()
-        self.guards = []
+        for hook in self._loading:
+            hook.remove()
+        self.guards, self._loading = [], []
         if self.root is not None and not self.root.depth:
             self.root.disband()
         if self._handle is None:

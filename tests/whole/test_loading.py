@@ -1,0 +1,253 @@
+"""State dicts of plain tensors, or spread in any way, are loaded into sharded models, which go on like the plain one."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from composable import fully_shard, remove
+from tests.helpers.world import Pool, current_device, need_devices
+
+
+class Tied(nn.Module):
+    """An embedding that is the head's weight, a layer, a buffer, a parameter without dimensions and one cut elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.body = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 6))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(self.embed(x))) * self.scale
+        return result
+
+
+def _made(seed: int, device: torch.device | str | None = None) -> Tied:
+    torch.manual_seed(seed)
+    with torch.device(current_device() if device is None else device):
+        return Tied()
+
+
+def _shard(model: Tied) -> Tied:
+    return fully_shard(model, policy={nn.Linear}, shard_placement_fn=lambda p: Shard(1) if p.shape == (6, 5) else None)
+
+
+def _train(model: nn.Module, steps: int = 2) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(steps):
+        x = torch.arange(6, device=current_device()) + step
+        optimizer.zero_grad()
+        model(x % 7).square().mean().backward()
+        optimizer.step()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _assert_trains_like(model: nn.Module, plain: nn.Module) -> None:
+    _train(model)
+    _train(plain)
+    expected = plain.state_dict()
+    for name, value in model.state_dict().items():
+        assert isinstance(value, DTensor) is (name in dict(model.named_parameters(remove_duplicate=False))), name
+        torch.testing.assert_close(_whole(value), expected[name], msg=name)
+
+
+def _files() -> dict[str, Callable[[Tied], dict[str, Any]]]:
+    """The same contents in several forms."""
+
+    def sharded(plain: Tied) -> dict[str, Any]:
+        return _shard(copy.deepcopy(plain)).state_dict()
+
+    def spread(placement: Any) -> Callable[[Tied], dict[str, Any]]:
+        def form(plain: Tied) -> dict[str, Any]:
+            mesh = next(p.device_mesh for p in _shard(copy.deepcopy(plain)).parameters() if isinstance(p, DTensor))
+            return {
+                name: distribute_tensor(value, mesh, [placement]) if value.ndim == 2 else value
+                for name, value in plain.state_dict().items()
+            }
+
+        return form
+
+    return {
+        "plain tensors": lambda plain: plain.state_dict(),
+        "parameters": lambda plain: dict(plain.named_parameters(remove_duplicate=False)) | dict(plain.named_buffers()),
+        "shards": sharded,
+        "cut along columns": spread(Shard(1)),
+        "replicated": spread(Replicate()),
+        "one place of the tied weight": lambda plain: {
+            name: value for name, value in plain.state_dict().items() if name != "embed.weight"
+        },
+        "with keys that nobody knows": lambda plain: plain.state_dict() | {"more": torch.ones(3)},
+    }
+
+
+_FILES: Final = tuple(_files())
+_LOOSE: Final = ("one place of the tied weight", "with keys that nobody knows")
+
+
+def _load(form: str, assign: bool, start: str) -> None:
+    plain = _made(1)
+    _train(plain)
+    file = {name: value.detach().clone() for name, value in _files()[form](plain).items()}
+    model = _shard(_made(0, "meta" if start == "meta" else None))
+    if start == "after a step":
+        _train(model)
+    found = model.load_state_dict(file, strict=form not in _LOOSE, assign=assign)
+    assert found.missing_keys == (["embed.weight"] if form == "one place of the tied weight" else [])
+    assert found.unexpected_keys == (["more"] if form == "with keys that nobody knows" else [])
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.embed.weight, DTensor)
+    assert all(type(buffer) is Tensor for buffer in model.buffers())
+    twin = copy.deepcopy(model)
+    _assert_trains_like(model, copy.deepcopy(plain))
+    _assert_trains_like(twin, copy.deepcopy(plain))
+    _train(plain)
+    remove(model, fully_shard)
+    assert model.head.weight is model.embed.weight
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], value)
+
+
+@pytest.mark.parametrize("form", _FILES)
+@pytest.mark.parametrize(
+    ("assign", "start"), [(False, "fresh"), (False, "after a step"), (True, "after a step"), (True, "meta")]
+)
+def test_a_loaded_model_goes_on_like_the_plain_one(pool: Pool, form: str, assign: bool, start: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _load, form, assign, start, device=device)
+
+
+def _load_a_part(assign: bool) -> None:
+    plain, model = _made(1), _shard(_made(0))
+    before = {name: _whole(value).clone() for name, value in model.state_dict().items()}
+    model.body.load_state_dict(plain.body.state_dict(), assign=assign)
+    for name, value in model.state_dict().items():
+        expected = plain.state_dict()[name] if name.startswith("body.") else before[name]
+        assert torch.equal(_whole(value), expected), name
+    wrapper = nn.ModuleDict({"inner": model})
+    wrapper.load_state_dict({f"inner.{name}": value for name, value in plain.state_dict().items()}, assign=assign)
+    _assert_trains_like(model, plain)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_parts_of_a_model_and_what_contains_it_load_by_their_own_names(pool: Pool, assign: bool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _load_a_part, assign, device=device)
+
+
+def _load_twice() -> None:
+    """A copy of a model loads into itself, and a second state dict counts, not the first."""
+    model = _shard(_made(0))
+    first, second = _made(1), _made(2)
+    twin = copy.deepcopy(model)
+    twin.load_state_dict(first.state_dict(), assign=True)
+    twin.load_state_dict(second.state_dict(), assign=True)
+    _assert_trains_like(model, _made(0))
+    _assert_trains_like(twin, second)
+
+
+def test_a_copy_loads_into_itself_and_the_last_state_dict_counts(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _load_twice, device=device)
+
+
+def _refusals(assign: bool) -> list[str]:
+    model = _shard(_made(0))
+    plain = _made(1)
+    said = []
+
+    def fails(entries: dict[str, Any]) -> None:
+        with pytest.raises(RuntimeError) as caught:
+            model.load_state_dict(plain.state_dict() | entries, assign=assign)
+        said.append(str(caught.value).partition("\n\t")[2])
+
+    fails({"body.0.weight": torch.ones(5, 7)})
+    other = init_device_mesh(current_device().type, (1, 2), mesh_dim_names=("a", "b"))
+    fails({"body.2.weight": distribute_tensor(torch.ones(6, 5), other, [Replicate(), Replicate()])})
+    if assign:
+        fails({"head.weight": torch.ones(7, 6)})
+    else:
+        model.load_state_dict(plain.state_dict() | {"head.weight": torch.ones(7, 6)})
+        assert torch.equal(_whole(model.embed.weight), torch.ones(7, 6)), "as in a plain model, the last entry counts"
+    model.load_state_dict(plain.state_dict(), assign=assign)
+    _assert_trains_like(model, plain)
+    return said
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_does_not_fit_is_named(pool: Pool, assign: bool) -> None:
+    expected = [
+        "size mismatch for body.0.weight: copying a param with shape torch.Size([5, 7]) from checkpoint, the shape in current "
+        "model is torch.Size([5, 6]).",
+        '"body.2.weight" is a DTensor over the (1, 2) cpu mesh of ranks 0, 1, the parameter is sharded over '
+        "the (2,) cpu mesh of ranks 0, 1; load its full_tensor() in place of it",
+    ]
+    if assign:
+        expected.append('"head.weight" and "embed.weight" are one parameter, and the state dict has different values for them')
+    assert pool.run(2, _refusals, assign) == [expected, expected]
+
+
+def _register(what: str) -> list[str]:
+    model = _shard(_made(0))
+    mesh = model.body[0].weight.device_mesh
+    said = []
+    kept = model.body[0].weight, model.embed.weight
+    if what == "another placement":
+        model.body[0].weight = nn.Parameter(distribute_tensor(torch.ones(6, 6)[:5], mesh, [Shard(1)]))
+    elif what == "another mesh":
+        other = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
+        model.body[0].weight = nn.Parameter(distribute_tensor(torch.ones(5, 6), other, [Replicate(), Shard(0)]))
+    else:
+        model.embed.weight = nn.Parameter(torch.ones(7, 6))
+        model.head.weight = nn.Parameter(torch.ones(7, 6))
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as caught:
+            model(torch.arange(3))
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    assert said[0] == said[1]
+    model.body[0].weight = kept[0]
+    model.embed.weight = model.head.weight = kept[1]
+    _assert_trains_like(model, _made(0))
+    return said[:1]
+
+
+_OURS: Final = "(Shard(dim=0),) over the (2,) cpu mesh of ranks 0, 1"
+_CURE: Final = "Register its full_tensor() as a parameter, or load it with load_state_dict(), which spreads it anew"
+_SPREAD: Final = "ForeignParameterError: parameter 'weight' was replaced by a DTensor that is spread otherwise:"
+_REFUSED: Final = {
+    "another placement": f"{_SPREAD} (Shard(dim=1),) over the (2,) cpu mesh of ranks 0, 1, where the unit has {_OURS}. {_CURE}",
+    "another mesh": f"{_SPREAD} (Replicate(), Shard(dim=0)) over the (1, 2) cpu mesh of ranks 0, 1, where the unit has "
+    f"{_OURS}. {_CURE}",
+    "two for a tied one": "ForeignParameterError: parameter 'embed.weight' is tied: it has 2 places, and different parameters "
+    "were registered at them. Register one parameter at all of them; to untie them, call remove(module, fully_shard) first",
+}
+
+
+@pytest.mark.parametrize("what", _REFUSED)
+def test_a_foreign_parameter_that_cannot_be_the_units_own_is_refused_by_name(pool: Pool, what: str) -> None:
+    assert pool.run(2, _register, what) == [[_REFUSED[what]]] * 2
+
+
+def _cut_over_four() -> None:
+    assert dist.get_world_size() == 4
+    plain, model = _made(1), _shard(_made(0))
+    model.load_state_dict(plain.state_dict(), assign=True)
+    _assert_trains_like(model, plain)
+
+
+def test_full_tensors_are_cut_over_four_ranks_some_of_which_own_nothing(pool: Pool, device: str) -> None:
+    need_devices(device, 4)
+    pool.run(4, _cut_over_four, device=device)
