@@ -13,7 +13,16 @@ from torch.distributed.tensor import DTensor
 
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import like_parameter
-from composable.device.private import CAN_COUNT_USERS, chunk_cat, local_of, storage_key, storage_users, tensor_users
+from composable.device.private import (
+    CAN_COUNT_USERS,
+    chunk_cat,
+    gradient_hooks,
+    hooks_after_accumulation,
+    local_of,
+    storage_key,
+    storage_users,
+    tensor_users,
+)
 from composable.device.storage import FlatParameters, note_shards, pair_rows, shape_like_rows
 from composable.plan.layout import ReduceLayout, Route
 
@@ -37,6 +46,29 @@ def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     for parameter in parameters:
         parameter.grad = None
     return gradients
+
+
+def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """What a parameter's gradient hooks make of its gradient, as autograd would ask them."""
+    with torch.no_grad():
+        for hook in list((gradient_hooks(parameter) or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+    return gradient
+
+
+def with_hooks(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that have hooks which wait for their gradient to be accumulated; almost always none."""
+    if not any(map(hooks_after_accumulation, parameters)):
+        return []
+    return [parameter for parameter in parameters if hooks_after_accumulation(parameter)]
+
+
+def call_hooks_after_accumulation(parameter: nn.Parameter) -> None:
+    """As autograd would."""
+    with torch.no_grad():
+        for hook in list((hooks_after_accumulation(parameter) or {}).values()):
+            hook(parameter)
 
 
 def _picker(indices: Sequence[int]) -> Any:
@@ -203,16 +235,27 @@ class GradientShards:
         flags = self.row[self._plan.flags_start :].tolist()
         return {slot: flag > 0 for slot, flag in zip(self._plan.flagged, flags, strict=True)}
 
-    def deliver(self, indices: Sequence[int]) -> None:
-        """Put the buffer's contents on the parameters: as their gradient, or added to the one they have."""
+    def deliver(self, indices: Sequence[int]) -> list[nn.Parameter]:
+        """Put the buffer's contents on the parameters: as their gradient, or added to the one they have.
+
+        Returns:
+            Those of them that have hooks which wait for it.
+        """
         everyone = len(indices) == len(self._dtensors)
         parameters = self._sharded if everyone else [self._sharded[index] for index in indices]
         fresh = self._dtensors if everyone else [self._dtensors[index] for index in indices]
+        if any(map(gradient_hooks, parameters)):
+            fresh = list(map(hooked, parameters, fresh))
         gradients = list(map(gradient_of, parameters))
         if missing_in(gradients) == len(gradients):
             for parameter, more in zip(parameters, fresh, strict=True):
                 parameter.grad = more
-            return
+        else:
+            self._add(parameters, gradients, fresh)
+        return with_hooks(parameters)
+
+    @staticmethod
+    def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], fresh: Sequence[Tensor]) -> None:
         for parameter, gradient, more in zip(parameters, gradients, fresh, strict=True):
             if gradient is None:
                 parameter.grad = more

@@ -154,6 +154,12 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+# A parameter's hooks of either kind, None or an ordered dict. Autograd calls them for gradients that it accumulates itself;
+# nothing public tells of them. Getters made in C, because they run for every parameter in every backward.
+gradient_hooks: Callable[[torch.Tensor], OrderedDict[int, Any] | None] = attrgetter("_backward_hooks")
+hooks_after_accumulation: Callable[[torch.Tensor], OrderedDict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
     """An optimizer's own hooks before and after `step`, in the order in which they run.
 

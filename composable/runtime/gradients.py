@@ -13,9 +13,10 @@ from types import MethodType
 from typing import Any
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable.device.collectives import Channel
+from composable.device.gradients import call_hooks_after_accumulation
 from composable.errors import DifferentiationError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.part import Part
@@ -73,6 +74,7 @@ class UnitGradients:
         self._label = ""
         self.rounds = 0
         self._reduced = False  # in this backward
+        self._waiting: dict[int, nn.Parameter] = {}  # with hooks to be called when this backward has ended
         self.countdown = Countdown(self._take_note)
 
     def rename(self, unit: str) -> None:
@@ -107,6 +109,12 @@ class UnitGradients:
         self.finish()
         self._end_round()
 
+    def call_hooks(self) -> None:
+        """After `end`: hooks of the user's on sharded parameters, which find the gradients of the whole backward there."""
+        waiting, self._waiting = self._waiting, {}
+        for parameter in waiting.values():
+            call_hooks_after_accumulation(parameter)
+
     def _end_round(self) -> None:
         self.countdown.left = 0
         self.rounds += self._reduced
@@ -137,12 +145,14 @@ class UnitGradients:
         if self.phase is not GradPhase.REDUCING:
             return
         for part in self.parts:
-            part.finish()
+            for parameter in part.finish():
+                self._waiting[id(parameter)] = parameter
         self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self._unit)
 
     def drop(self) -> None:
         """After an error: nothing in flight, no unreduced gradient."""
         self.phase = GradPhase.EMPTY
+        self._waiting = {}
         self._end_round()
         for part in self.parts:
             part.forget_gradients()

@@ -311,7 +311,13 @@ class Root:
             self.handles[index].hide()
         if iteration.builds_graph or self._running:
             self._go_on(iteration)
-            return
+        else:
+            self._conclude(iteration)
+        for handle in self.handles:
+            handle.gradients.call_hooks()
+
+    def _conclude(self, iteration: Iteration) -> None:
+        """A backward has ended that nothing follows before the next forward."""
         self._unpin(iteration)
         for handle in self.handles:
             handle.gradients.end()

@@ -162,10 +162,12 @@ class Part:
                 self.worth_releasing.append(reduction)
         reduction.launch(take_gradients(self._unsharded), channel, label)
 
-    def finish(self) -> None:
-        """Wait for the reduction; the sharded parameters have their gradients afterwards."""
+    def finish(self) -> list[nn.Parameter]:
+        """Wait for the reduction; the sharded parameters have their gradients then. Returns those with hooks to be called."""
+        waiting = []
         for reduction in self._reductions.values():
-            reduction.finish()
+            waiting += reduction.finish()
+        return waiting
 
     def forget_gradients(self) -> None:
         """Forget what was not reduced yet."""

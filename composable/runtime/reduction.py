@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from composable.device.collectives import Arrival, Channel, ReducePart, Wire
-from composable.device.gradients import GradientRows, GradientShards
+from composable.device.gradients import GradientRows, GradientShards, hooked, with_hooks
 from composable.device.parameters import like_parameter
+from composable.device.private import gradient_hooks
 from composable.device.storage import FlatParameters
 from composable.plan.layout import plan_reduction
 from composable.plan.scaling import division_factors
@@ -68,14 +69,19 @@ class Reduction:
             parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, self._share))
         return parts
 
-    def finish(self) -> None:
-        """Wait for the mean and put it on the sharded parameters. Nothing happens without a `launch`."""
+    def finish(self) -> list[nn.Parameter]:
+        """Wait for the mean and put it on the sharded parameters. Nothing happens without a `launch`.
+
+        Returns:
+            The parameters that got a gradient and have hooks which wait for it.
+        """
         if self._whole:
-            for index, gradient in self._whole:
+            whole, self._whole = self._whole, []
+            for index, gradient in whole:
                 _add_gradient(self._sharded[index], gradient)
-            self._whole = []
+            return with_hooks([self._sharded[index] for index, _ in whole])
         if self._arrival is None or self._rows is None:
-            return
+            return []
         arrival, self._arrival = self._arrival, None
         arrival.wait()
         self._shards.take_from_row()
@@ -85,7 +91,7 @@ class Reduction:
             unused = [i for i in self._missing if not used[i]]
             delivered = [i for i in delivered if i not in unused]
         self._rows.buffer.free()
-        self._shards.deliver(delivered)
+        return self._shards.deliver(delivered)
 
     @property
     def worth_releasing(self) -> bool:
@@ -111,7 +117,7 @@ class Reduction:
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Put a whole gradient on a parameter of which this rank holds everything."""
-    if parameter.grad is None:
-        parameter.grad = like_parameter(gradient, parameter)
-    else:
-        parameter.grad = parameter.grad + like_parameter(gradient, parameter)
+    fresh = like_parameter(gradient, parameter)
+    if gradient_hooks(parameter):
+        fresh = hooked(parameter, fresh)
+    parameter.grad = fresh if parameter.grad is None else parameter.grad + fresh

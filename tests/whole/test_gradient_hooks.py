@@ -1,0 +1,112 @@
+"""Hooks that users register on sharded parameters: called once per backward, with what all ranks make of the gradient."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import fully_shard
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+NAMES: Final = ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
+def _models(**options: Any) -> tuple[nn.Sequential, nn.Sequential, Tensor]:
+    device = current_device()
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(device))
+    fully_shard(models[1], **({"policy": {nn.Linear}} | options))
+    return models[0], models[1], torch.arange(6.0, device=device).view(2, 3) / 6
+
+
+def _whole(tensor: Tensor | None) -> Tensor | None:
+    return tensor if tensor is None else tensor.full_tensor()  # type: ignore[operator, no-any-return]
+
+
+def _assert_same(plain: nn.Module, sharded: nn.Module) -> None:
+    for expected, actual in zip(plain.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(_whole(actual.detach()), expected.detach())
+
+
+def _train_in_backward(model: nn.Module, x: Tensor, accumulate: int) -> None:
+    optimizers = {parameter: torch.optim.AdamW([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        optimizers[parameter].zero_grad()  # type: ignore[index]
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for turn in range(3):
+        sum(model(x * scale).square().mean() for scale in range(1, 1 + accumulate)).backward()  # type: ignore[union-attr]
+        assert all(parameter.grad is None for parameter in model.parameters()), turn
+
+
+def _train(model: nn.Module, x: Tensor, accumulate: int) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        sum(model(x * scale).square().mean() for scale in range(1, 1 + accumulate)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@spmd(ranks=[1, 2])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"policy": None}], ids=["units", "kept", "one unit"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_an_optimizer_in_backward_trains_as_the_ordinary_loop_does(options: dict[str, Any], accumulate: int) -> None:
+    plain, sharded, x = _models(**options)
+    _train(plain, x, accumulate)
+    _train_in_backward(sharded, x, accumulate)
+    _assert_same(plain, sharded)
+
+
+@spmd(ranks=[1, 2])
+def test_a_gradient_hook_gets_the_mean_over_ranks_and_may_replace_it() -> None:
+    plain, sharded, x = _models()
+    rank, ways = dist.get_rank(), dist.get_world_size()
+    seen: list[list[Tensor | None]] = [[], []]
+    for seen_by, model in zip(seen, (plain, sharded), strict=True):
+        for parameter in (model[2].weight, model[0].bias):
+            parameter.register_hook(lambda gradient, seen=seen_by: seen.append(gradient.detach().clone()))
+            parameter.register_hook(lambda gradient: gradient * 3)
+    for _ in range(2):
+        # Every rank has its own batch: the plain model computes the mean over all of them.
+        (sum(plain(x * (1 + r)).square().mean() for r in range(ways)) / ways).backward()  # type: ignore[union-attr]
+        sharded(x * (1 + rank)).square().mean().backward()
+    assert len(seen[0]) == len(seen[1]) == 4, "once per parameter and backward"
+    for expected, actual in zip(seen[0], seen[1], strict=True):
+        torch.testing.assert_close(_whole(actual), expected)
+    for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
+        torch.testing.assert_close(_whole(other.grad), one.grad)
+
+
+def _calls() -> tuple[list[str], list[str], list[str]]:
+    _, model, x = _models()
+    calls: list[str] = []
+    handles = []
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is None
+        hook = lambda p, name=name: calls.append(name if p.grad is not None else "no gradient")  # noqa: E731
+        handles.append(parameter.register_post_accumulate_grad_hook(hook))
+    model(x).sum().backward()
+    model(x).sum().backward()
+    both, calls[:] = list(calls), []
+    model[0](x).sum().backward()
+    one, calls[:] = list(calls), []
+    for handle in handles[1:]:
+        handle.remove()
+    model(x).sum().backward()
+    return both, one, list(calls)
+
+
+def test_hooks_are_called_in_the_order_of_parameters_for_those_that_got_a_gradient_and_can_be_removed(
+    pool: Pool, device: str
+) -> None:
+    need_devices(device, 2)
+    assert pool.run(2, _calls, device=device) == [(NAMES * 2, NAMES[:2], NAMES[:1])] * 2
