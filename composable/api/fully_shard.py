@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from composable.api.agreement import synchronise
 from composable.api.meshes import Mesh, device_of, ground_of
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
+from composable.api.taken import refuse_taken
 from composable.config import SYNC_MODES, AfterForward, after_forward
-from composable.device.collectives import is_distributed
-from composable.device.parameters import Owner, label_of
-from composable.errors import AnnotationError, TiedParametersError
-from composable.model.contract import contract, find_fqn, on_undo, require_callable
+from composable.device.parameters import Owner
+from composable.errors import AnnotationError
+from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach
 from composable.model.traversal import SHARD, ManagedParameter, get_states, walk
 from composable.policies import PolicyLike, select_modules
@@ -48,7 +48,7 @@ Placement = Callable[[nn.Parameter], Shard | None]
 
 @contract(
     state_cls=ShardedUnit,
-    clashes={"replicate": "a module can be sharded or replicated, not both. Use a (replicate, shard) mesh for hybrid"},
+    clashes={"replicate": "a module can be sharded or replicated, not both. Call remove(module, replicate) first"},
     equivalents=_EQUIVALENTS,
 )
 def fully_shard(
@@ -111,7 +111,7 @@ def fully_shard(
     ground = _ground(modules, mesh, after)
     shares = parameters_by_unit(modules, list(picked), ignored)
     for parameters in shares:
-        _refuse_unfit(parameters)
+        refuse_taken("fully_shard", modules, parameters)
     synchronise("fully_shard", [p for share in shares for p in share], ground.wire, sync_module_states)
     common = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
     for child, share in zip(reversed(picked), reversed(shares[1:]), strict=True):
@@ -174,34 +174,6 @@ def _refuse_misplaced(modules: Sequence[nn.Module]) -> None:
                 "fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being called, so nothing would "
                 "gather its parameters; annotate the MultiheadAttention instead"
             )
-
-
-def _refuse_unfit(parameters: Sequence[ManagedParameter]) -> None:
-    for managed in parameters:
-        home = label_of(managed.parameter)
-        if home is not None:
-            _refuse_taken(managed, *home[:2])
-        if isinstance(managed.parameter, DTensor):
-            raise AnnotationError(
-                f"parameter '{managed.fqn}' is a DTensor already ({managed.parameter.placements}); only plain parameters "
-                "can be sharded. Leave it out with ignored_params"
-            )
-        if isinstance(managed.parameter, nn.parameter.UninitializedParameter):
-            raise AnnotationError(f"parameter '{managed.fqn}' is uninitialised; run a lazy module once before annotating it")
-
-
-def _refuse_taken(managed: ManagedParameter, unit: str, fqn: str) -> None:
-    """The parameter belongs to a unit already: a parent's, or one that a tied weight is in."""
-    if isinstance(managed.parameter, DTensor) or not is_distributed():
-        inner = fqn.removesuffix(managed.fqn).rstrip(".")
-        raise AnnotationError(f"'{inner}' is inside already-sharded '{unit}'; annotate children first, or use policy=")
-    outside = find_fqn(managed.places[0].module)
-    here = f"{outside}.{managed.places[0].name}" if outside else managed.fqn
-    raise TiedParametersError(
-        f"parameter '{here}' is tied to '{fqn}', which was sharded as part of another unit already. "
-        "Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied "
-        "parameters together"
-    )
 
 
 def _placement(managed: ManagedParameter, choose: Placement | None) -> int | None:

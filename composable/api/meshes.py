@@ -72,21 +72,13 @@ def _one_dimension(verb: str, mesh: DeviceMesh) -> dist.ProcessGroup:
             raise MeshError(f"{verb}: this rank is not part of the mesh {mesh.mesh.tolist()}.")
         return mesh.get_group()
     names = mesh.mesh_dim_names
-    if names is None:
-        raise MeshError(
-            f"{verb} takes a mesh of one dimension; this one has {mesh.ndim} without names. Name them and pick one: "
-            f'mesh = init_device_mesh("{mesh.device_type}", {tuple(mesh.shape)}, '
-            f'mesh_dim_names={_example_names(mesh.ndim)}); {verb}(module, mesh=mesh["shard"])'
-        )
-    pick = next((name for name in names if "shard" in name), names[-1])
+    everybody = mesh.size() == dist.get_world_size()
+    cure = "leave mesh= out" if everybody else "pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten())"
+    part = f'slice such as mesh["{next((n for n in names if "shard" in n), names[-1])}"]' if names else "mesh over some of them"
     raise MeshError(
-        f"{verb} takes a mesh of one dimension; this one has {mesh.ndim}: {names}. "
-        f'Pick the dimension by name: {verb}(module, mesh=mesh["{pick}"])'
+        f"{verb} takes a mesh of one dimension; this one has {mesh.ndim}{f': {names}' if names else ''}. To use all of its "
+        f"ranks together, {cure}. A {part} makes each part of the ranks train a model of its own."
     )
-
-
-def _example_names(ndim: int) -> tuple[str, ...]:
-    return ("replicate", "shard") if ndim == 2 else (*(f"dim{i}" for i in range(ndim - 1)), "shard")
 
 
 def ground_of(verb: str, mesh: Mesh, device: torch.device, after: AfterForward) -> Ground:

@@ -10,11 +10,12 @@ from torch import nn
 from composable.api.agreement import synchronise
 from composable.api.meshes import Mesh, device_of, group_of, wire_device
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
+from composable.api.taken import refuse_other_mesh, refuse_taken
 from composable.config import SYNC_MODES
 from composable.device.collectives import LocalWire, wire_of
 from composable.device.parameters import Owner
 from composable.errors import AnnotationError
-from composable.model.contract import contract, on_undo, require_callable
+from composable.model.contract import contract, known_fqn, on_undo, require_callable
 from composable.model.hooks import attach
 from composable.model.traversal import REPLICATE, SHARD, ManagedParameter, walk
 from composable.policies import PolicyLike, select_modules
@@ -40,7 +41,7 @@ _EQUIVALENTS: Final = {
 
 @contract(
     state_cls=ReplicatedUnit,
-    clashes={"fully_shard": "a module can be sharded or replicated, not both. Use a (replicate, shard) mesh for hybrid"},
+    clashes={"fully_shard": "a module can be sharded or replicated, not both. Call remove(module, fully_shard) first"},
     equivalents=_EQUIVALENTS,
 )
 def replicate(
@@ -95,6 +96,8 @@ def replicate(
     resolved, group = group_of("replicate", mesh, device)
     ignored = ids_of_ignored(modules, ignored_params)
     (parameters,) = parameters_by_unit(modules, [], ignored)
+    refuse_taken("replicate", modules, parameters)
+    refuse_other_mesh(parameters, resolved)
     if group is None or resolved is None:
         ground = Ground(None, LocalWire())
     else:
@@ -135,14 +138,16 @@ def _attach(modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter]
             for name, buffer in below._buffers.items():
                 if buffer is not None:
                     buffers.setdefault(id(buffer), Owner(below, name))
+    places = [place for p in parameters for place in p.places]
+    on_undo(unit.dissolve)
+    unit.rename(known_fqn(modules[0]) or "")
     unit.take_charge(
         modules,
-        [Owner(p.places[0].module, p.places[0].name) for p in parameters],
-        [p.fqn for p in parameters],
+        [Owner(place.module, place.name) for place in places],
+        [place.fqn for place in places],
         list(buffers.values()),
         ground,
         cap_bytes,
     )
-    on_undo(unit.dissolve)
     for each in modules:
         on_undo(attach(each, REPLICATE, unit))

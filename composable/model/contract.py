@@ -46,6 +46,7 @@ __all__ = [
     "Verb",
     "contract",
     "find_fqn",
+    "known_fqn",
     "module_name",
     "naming",
     "on_undo",

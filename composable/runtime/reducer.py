@@ -68,6 +68,7 @@ class Reducer:
         parameters: in the order of their FQNs; gradients are expected roughly in the reverse of it.
         cap_bytes: bytes a bucket may hold.
         agreement: of the reducer before this one.
+        elsewhere: indices of parameters whose gradients somebody else averages.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Reducer:
         cap_bytes: int,
         unit: str,
         agreement: Agreement | None = None,
+        elsewhere: frozenset[int] = frozenset(),
     ) -> None:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
@@ -88,7 +90,8 @@ class Reducer:
         self._wire = wire
         self._cap_bytes = cap_bytes
         self._kinds = _kinds(self.parameters)
-        self._trainable = [i for i, p in enumerate(parameters) if p.requires_grad]
+        self.elsewhere = elsewhere
+        self._trainable = [i for i, p in enumerate(parameters) if p.requires_grad and i not in elsewhere]
         self._buckets: list[Bucket] = []
         self._launched = self._finished = 0
         self._arrivals: list[int] = []
@@ -101,8 +104,9 @@ class Reducer:
     # --- buckets ----------------------------------------------------------------------------------------------------
 
     def _order(self) -> list[int]:
-        known = [i for i in self.agreement.order if i < len(self.parameters) and self.parameters[i].requires_grad]
-        return known + [i for i in reversed(self._trainable) if i not in known]
+        trainable = dict.fromkeys(self._trainable)
+        known = dict.fromkeys(i for i in self.agreement.order if i in trainable)
+        return [*known, *(i for i in reversed(self._trainable) if i not in known)]
 
     def _grouped(self) -> list[list[int]]:
         order = self._order()
@@ -154,6 +158,10 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+
+    def averages(self, i: int) -> bool:
+        """Whether hooks wait for the gradient of parameter `i`."""
+        return i in self._trainable
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these are still the parameters, of the same kinds, and as trainable as they were."""
@@ -279,7 +287,9 @@ class Reducer:
         self.in_backward = False
 
     def unwind(self) -> None:
-        """After a backward that raised: wait for what is in flight and forget it."""
+        """If a backward raised: wait for what is in flight and forget it."""
+        if not self.in_backward:
+            return
         try:
             for bucket in self._buckets:
                 if bucket.arrival is not None:

@@ -8,24 +8,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from composable.device.collectives import Wire
 from composable.device.parameters import Owner
 from composable.device.private import in_backward
+from composable.errors import PhaseError
 from composable.model.hooks import before_gradient, tensors_in
 from composable.runtime.ground import Ground
+from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.reducer import Reducer
 
 
 class ReplicatedUnit:
-    """A replicated module. It is the state and the bracket in one object."""
+    """A replicated module. It is the state and the bracket in one object.
+
+    Gradients are averaged from the annotation on, whether the module is called or not: the annotation, or copying it, puts
+    hooks on the parameters. A call notices what has become of the parameters since, and shares the buffers.
+    """
 
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
         self.name = ""
         self.names: tuple[str, ...] = ()
         self.ground: Ground | None = None
-        self._owners: tuple[Owner, ...] = ()
+        self.number = next_number()
+        self.held: frozenset[int] = frozenset()
+        self._owners: tuple[Owner, ...] = ()  # every place of every parameter: what is tied now need not stay so
         self._places: list[tuple[dict[str, nn.Parameter | None], str]] | None = None  # of the owners; asked at every forward
         self._buffers: tuple[Owner, ...] = ()
         self._cap_bytes = 0
@@ -47,6 +56,8 @@ class ReplicatedUnit:
         self._buffers = tuple(buffers)
         self.ground = ground
         self._cap_bytes = cap_bytes
+        enroll(self)
+        self._renew(self._registered)
 
     @property
     def wire(self) -> Wire:
@@ -54,37 +65,95 @@ class ReplicatedUnit:
         return self.ground.wire
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
-        """The parameters as the module holds them now."""
+    def _registered(self) -> list[nn.Parameter]:
+        """The parameters as the modules hold them now, tied ones as often as they are registered."""
         if self._places is None:
             self._places = [(owner.module._parameters, owner.name) for owner in self._owners]
         held = [registry.get(name) for registry, name in self._places]
         return [parameter for parameter in held if parameter is not None]
 
     @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters that this unit averages the gradients of."""
+        reducer = self.reducer
+        return [parameter for i, parameter in enumerate(reducer.parameters) if i not in reducer.elsewhere]
+
+    @property
     def reducer(self) -> Reducer:
-        parameters = self.parameters
-        if self._reducer is None or not self._reducer.fits(parameters):
-            self._reducer = self._make_reducer(parameters, self._reducer)
+        registered = self._registered
+        if self._reducer is None or not self._reducer.fits(registered):
+            return self._renew(registered)
         return self._reducer
 
-    def _make_reducer(self, parameters: Sequence[nn.Parameter], last: Reducer | None) -> Reducer:
-        agreement = None
+    def _renew(self, registered: Sequence[nn.Parameter]) -> Reducer:
+        """Make the reducer for the parameters that are there now."""
+        last, agreement = self._reducer, None
         if last is not None:
+            last.unwind()
             last.detach()
             # Ranks replace parameters one by one, but what they have agreed on stands until they agree again.
-            agreement = last.agreement if len(last.parameters) == len(parameters) else None
-        unit = self.name or "root"
-        return Reducer(parameters, self.names, self.wire, cap_bytes=self._cap_bytes, unit=unit, agreement=agreement)
+            agreement = last.agreement if len(last.parameters) == len(registered) else None
+        before, self.held = self.held, frozenset(map(id, registered))
+        reducer = self._reducer = Reducer(
+            registered,
+            self.names,
+            self.wire,
+            cap_bytes=self._cap_bytes,
+            unit=self.name or "root",
+            agreement=agreement,
+            elsewhere=owned_elsewhere(self, registered),
+        )
+        tell_the_next(self, before ^ self.held)
+        return reducer
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """The FQN, below the unit, of a parameter that it holds."""
+        return next((name for held, name in zip(self._registered, self.names, strict=False) if held is parameter), "")
+
+    def follow(self) -> None:
+        """Another unit has come to hold, or holds no longer, parameters that this one holds, too."""
+        reducer = self._reducer
+        if reducer is not None and reducer.elsewhere != owned_elsewhere(self, reducer.parameters):
+            self._renew(self._registered)
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Raise when gradients that `optimizer` is about to use were not averaged; see Note [Before an optimizer steps]."""
+        reducer = self._reducer
+        if reducer is None or self.wire.ways == 1:
+            return
+        registered = self._registered
+        if reducer.in_backward:
+            late = {id(p): name for p, name in zip(reducer.parameters, reducer.names, strict=True) if p.requires_grad}
+            why = "its gradients are still being averaged. Step when backward() has returned"
+            if not in_backward():
+                why = (
+                    "a backward before has raised, and its gradients were not averaged. Call zero_grad() and the module "
+                    "itself, model(x), to start anew"
+                )
+        elif not reducer.fits(registered):
+            known = {id(p): None for i, p in enumerate(reducer.parameters) if reducer.averages(i)}
+            late = {
+                id(p): name
+                for p, name in zip(registered, self.names, strict=False)
+                if p.requires_grad and p.grad is not None and id(p) not in known
+            }
+            why = (
+                "it was replaced or unfrozen after replicate, and then used without a call of the module, so its gradient was "
+                "not averaged. Call the module itself, model(x), or annotate after the change"
+            )
+        else:
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in late:
+                    raise PhaseError(f"replicate(unit '{self.name or 'root'}'): parameter '{late[id(parameter)]}': {why}")
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._depth += 1
         if self._depth == 1 and not in_backward():
-            reducer = self.reducer
-            if reducer.in_backward:
-                reducer.unwind()  # the backward before this forward raised
+            self.reducer.unwind()  # if the backward before this forward raised
             self._share_buffers()
         return args, kwargs
 
@@ -130,10 +199,15 @@ class ReplicatedUnit:
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
+        strike_off(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedUnit:
         twin = ReplicatedUnit()
         memo[id(self)] = twin
         for name in ("modules", "name", "names", "_owners", "_buffers", "ground", "_cap_bytes"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        twin.number = self.number
+        enroll(twin)
+        # The copied modules are not whole yet, but their parameters can be copied already.
+        twin._renew(copy.deepcopy(self._registered, memo))
         return twin

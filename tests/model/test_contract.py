@@ -203,7 +203,7 @@ def test_clashes_are_refused_with_their_reason_in_either_order():
     replicate(model.enc)
     assert_text(
         message(ClashError, lambda: fully_shard(model.enc)),
-        """'enc' is managed by replicate; a module can be sharded or replicated, not both. Use a (replicate, shard) mesh for hybrid""",
+        """'enc' is managed by replicate; a module can be sharded or replicated, not both. Call remove(module, replicate) first""",
     )
     fully_shard(model.emb)
     assert_text(

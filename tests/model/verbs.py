@@ -52,7 +52,7 @@ def mark_undoably(module, *, depth=0):
 
 @contract(
     clashes={
-        "replicate": "a module can be sharded or replicated, not both. Use a (replicate, shard) mesh for hybrid",
+        "replicate": "a module can be sharded or replicated, not both. Call remove(module, replicate) first",
         "mark": "see the guide",
     },
     equivalents={

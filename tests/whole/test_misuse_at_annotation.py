@@ -77,11 +77,11 @@ def test_a_module_is_sharded_or_replicated_but_not_both(pool: Pool) -> None:
     first, second = pool.run(2, _sharded_and_replicated)[0]
     assert_text(
         first,
-        """ClashError: 'blocks.0' is managed by replicate; a module can be sharded or replicated, not both. Use a (replicate, shard) mesh for hybrid""",
+        """ClashError: 'blocks.0' is managed by replicate; a module can be sharded or replicated, not both. Call remove(module, replicate) first""",
     )
     assert_text(
         second,
-        """ClashError: 'blocks.1' is managed by fully_shard; a module can be sharded or replicated, not both. Use a (replicate, shard) mesh for hybrid""",
+        """ClashError: 'blocks.1' is managed by fully_shard; a module can be sharded or replicated, not both. Call remove(module, fully_shard) first""",
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import checkpoint, describe, fully_shard, replicate
 from tests.helpers.battery.odd import Layer, Nested
@@ -47,23 +47,47 @@ def _meshes() -> list[str]:
     ]
 
 
+def _follow_the_advice() -> str:
+    """On the first two of three ranks; every rank takes part in making meshes."""
+    ranks = torch.tensor([[0], [1]])
+    kind = current_device().type
+    mesh = DeviceMesh(kind, ranks)
+    flat = DeviceMesh(mesh.device_type, mesh.mesh.flatten())
+    if dist.get_rank() == 2:
+        return ""
+    model = _transformer()
+    said = refused(model, lambda: replicate(model, mesh=mesh))
+    assert "DeviceMesh(mesh.device_type, mesh.mesh.flatten())" in said
+    replicate(model, mesh=flat)
+    assert describe(model).to_dict()["units"][0]["ranks"] == 2
+    return said
+
+
+def test_a_mesh_of_several_dimensions_over_some_ranks_is_refused_with_the_way_to_flatten_it(pool: Pool) -> None:
+    first, second, _ = pool.run(3, _follow_the_advice)
+    assert_text(
+        same_on_all([first, second]),
+        """MeshError: replicate takes a mesh of one dimension; this one has 2. To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()). A mesh over some of them makes each part of the ranks train a model of its own.""",
+    )
+
+
 def test_meshes_that_do_not_fit_are_refused_with_an_example(pool: Pool) -> None:
     three, two, contradicting, replicated, text, number, word = pool.run(2, _meshes)[0]
     assert_text(
         three,
-        """MeshError: fully_shard takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). Pick the dimension by name: fully_shard(module, mesh=mesh["z"])""",
+        """MeshError: fully_shard takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). To use all of its ranks together, leave mesh= out. A slice such as mesh["z"] makes each part of the ranks train a model of its own.""",
     )
     assert_text(
         two,
-        """MeshError: fully_shard takes a mesh of one dimension; this one has 2 without names. Name them and pick one: mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=('replicate', 'shard')); fully_shard(module, mesh=mesh["shard"])""",
+        """MeshError: fully_shard takes a mesh of one dimension; this one has 2. To use all of its ranks together, leave mesh= out. A mesh over some of them makes each part of the ranks train a model of its own.""",
     )
     assert_text(
         contradicting,
-        """MeshError: fully_shard takes a mesh of one dimension; this one has 2: ('shard', 'replicate'). Pick the dimension by name: fully_shard(module, mesh=mesh["shard"])""",
+        """MeshError: fully_shard takes a mesh of one dimension; this one has 2: ('shard', 'replicate'). To use all of its ranks together, leave mesh= out. A slice such as mesh["shard"] makes each part of the ranks train a model of its own.""",
     )
     assert_text(
         replicated,
-        """MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). Pick the dimension by name: replicate(module, mesh=mesh["z"])""",
+        """MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). To use all of its ranks together, leave mesh= out. A slice such as mesh["z"] makes each part of the ranks train a model of its own.""",
     )
     assert_text(text, """MeshError: fully_shard: expected a DeviceMesh, a ProcessGroup or None as mesh, got str.""")
     assert_text(number, """MeshError: reshard_after_forward=3: the mesh has 2 ranks, which 3 does not divide.""")

@@ -1,0 +1,99 @@
+"""Parameters that another annotation has taken already, or that none can take: refused by name; decides nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable.device.collectives import is_distributed
+from composable.device.parameters import label_of
+from composable.errors import AnnotationError, TiedParametersError
+from composable.model.contract import find_fqn, module_name
+from composable.model.traversal import REPLICATE, ManagedParameter
+from composable.runtime.ownership import holder_of
+from composable.runtime.replica import ReplicatedUnit
+
+_DONE = {"fully_shard": "sharded", "replicate": "replicated"}
+
+
+def refuse_taken(verb: str, modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter]) -> None:
+    """Refuse what `verb` cannot take charge of.
+
+    Raises:
+        AnnotationError: a parameter is uninitialised, a DTensor of somebody else's, or `modules` are inside annotated ones.
+        TiedParametersError: a parameter is tied to one that the other verb has in another unit.
+    """
+    for managed in parameters:
+        home = label_of(managed.parameter)
+        if home is not None:
+            _refuse_sharded(verb, managed, *home[:2])
+        if isinstance(managed.parameter, DTensor):
+            raise AnnotationError(
+                f"parameter '{managed.fqn}' is a DTensor already ({managed.parameter.placements}); only plain parameters "
+                f"can be {_DONE[verb]}. Leave it out with ignored_params"
+            )
+        if isinstance(managed.parameter, nn.parameter.UninitializedParameter):
+            raise AnnotationError(f"parameter '{managed.fqn}' is uninitialised; run a lazy module once before annotating it")
+        holder = holder_of(managed.parameter)
+        if isinstance(holder, ReplicatedUnit):
+            _refuse_replicated(verb, modules, managed, holder)
+
+
+def refuse_other_mesh(parameters: Sequence[ManagedParameter], mesh: DeviceMesh | None) -> None:
+    """A parameter of two replicated units is averaged by one of them, so both must mean the same ranks.
+
+    Raises:
+        TiedParametersError: they do not.
+    """
+    for managed in parameters:
+        holder = holder_of(managed.parameter)
+        if isinstance(holder, ReplicatedUnit) and holder.ground is not None and holder.ground.mesh != mesh:
+            raise TiedParametersError(
+                f"parameter '{_full_name(managed)}' is tied to '{_name_in(holder, managed.parameter)}', which is replicated "
+                "over another mesh. Pass the same mesh to both, or annotate both modules as one unit: replicate([a, b])"
+            )
+
+
+def _name_in(holder: ReplicatedUnit, parameter: nn.Parameter) -> str:
+    fqn = find_fqn(holder.modules[0])
+    name = holder.name_of(parameter)
+    return f"{fqn}.{name}" if fqn else name
+
+
+def _full_name(managed: ManagedParameter) -> str:
+    outside = find_fqn(managed.places[0].module)
+    return f"{outside}.{managed.places[0].name}" if outside else managed.fqn
+
+
+def _refuse_sharded(verb: str, managed: ManagedParameter, unit: str, fqn: str) -> None:
+    """The parameter belongs to a sharded unit: a parent's, or one that a tied weight is in."""
+    if isinstance(managed.parameter, DTensor) or not is_distributed():
+        inner = fqn.removesuffix(managed.fqn).rstrip(".")
+        raise AnnotationError(f"'{inner}' is inside already-sharded '{unit}'; annotate children first, or use policy=")
+    cure = (
+        "Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters "
+        "together"
+        if verb == "fully_shard"
+        else "Annotate both modules alike, as one unit: fully_shard([a, b]) or replicate([a, b])"
+    )
+    raise TiedParametersError(
+        f"parameter '{_full_name(managed)}' is tied to '{fqn}', which was sharded as part of another unit already. {cure}"
+    )
+
+
+def _refuse_replicated(verb: str, modules: Sequence[nn.Module], managed: ManagedParameter, holder: ReplicatedUnit) -> None:
+    """The parameter belongs to a replicated unit around these modules, or is tied to one in another unit."""
+    inside = {id(below): None for module in holder.modules for below in module.modules()}
+    if all(id(module) in inside for module in modules):
+        raise AnnotationError(
+            f"{module_name(modules[0])} is inside already-replicated {module_name(holder.modules[0])}; annotate children first"
+            + (", or use policy=" if verb == REPLICATE else "")
+        )
+    if verb != REPLICATE:
+        raise TiedParametersError(
+            f"parameter '{_full_name(managed)}' is tied to '{_name_in(holder, managed.parameter)}', which is replicated; it "
+            "cannot be sharded, too. Annotate both modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])"
+        )

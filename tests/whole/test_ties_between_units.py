@@ -1,0 +1,214 @@
+"""Ties across units: kept between replicated ones, refused by name between a sharded and a replicated one."""
+
+# Messages are compared word for word, each on one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline as assert_text
+from torch import Tensor, nn
+
+from composable import describe, fully_shard, remove, replicate
+from tests.helpers.battery import BATTERY, Case
+from tests.helpers.battery.transformers import Transformer
+from tests.helpers.compare import assert_same_training, averaged_gradients
+from tests.helpers.refusals import refused, same_on_all
+from tests.helpers.world import Pool, current_device, spmd
+
+
+def _transformer() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer().to(current_device())
+
+
+def _first_the_head(model: nn.Module) -> None:
+    replicate(model.head)
+    replicate(model)
+
+
+def _siblings(model: nn.Module) -> None:
+    for child in (*model.blocks, model.head, model.embedding):  # type: ignore[misc]
+        replicate(child)
+    replicate(model)
+
+
+_ANNOTATIONS: Final[dict[str, Callable[[nn.Module], None]]] = {
+    "a policy": lambda model: replicate(model, policy={nn.Linear, nn.Embedding}),
+    "the head, then the model": _first_the_head,
+    "one by one": _siblings,
+}
+
+
+@pytest.mark.parametrize("how", _ANNOTATIONS)
+@spmd(ranks=2)
+def test_a_parameter_of_two_replicated_units_is_averaged_once(how: str) -> None:
+    def annotate(model: nn.Module, case: Case) -> None:
+        _ANNOTATIONS[how](model)
+        assert model.get_parameter("embedding.weight") is model.get_parameter("head.weight")
+        count = sum(1 for _ in model.parameters())
+        assert describe(model).to_dict()["total"]["parameters"] == count
+
+    assert_same_training(BATTERY["transformer with tied embedding"], annotate)
+
+
+class Two(nn.Module):
+    """Two units with one weight, of which ranks may use either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3)
+        self.b = nn.Linear(3, 3)
+        self.b.weight = self.a.weight
+
+    def forward(self, x: Tensor, order: str) -> Tensor:
+        for name in order:
+            x = getattr(self, name)(x).tanh()
+        return x
+
+
+def _twins() -> tuple[Two, Two]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Two().to(current_device(), torch.float64))
+    return models[0], models[1]
+
+
+def _assert_means(plain: nn.Module, ours: nn.Module, orders: list[str]) -> None:
+    x = torch.full((2, 3), 1.0 + dist.get_rank(), dtype=torch.float64, device=current_device())
+    for order in orders:
+        for model in (plain, ours):
+            model.zero_grad()
+            model(x, order).sum().backward()
+        expected = averaged_gradients(plain)
+        for name, parameter in ours.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+@spmd(ranks=2)
+def test_ranks_that_use_a_tied_weight_in_different_units_get_its_mean() -> None:
+    plain, ours = _twins()
+    replicate(ours.a)
+    replicate(ours.b)
+    replicate(ours)
+    _assert_means(plain, ours, ["ab", "b", "b", "aab"] if dist.get_rank() else ["b", "ab", "b", "abb"])
+
+
+@spmd(ranks=2)
+def test_the_other_unit_takes_over_when_the_first_is_removed_and_in_copies() -> None:
+    plain, ours = _twins()
+    replicate(ours.a)
+    replicate(ours.b)
+    _assert_means(copy.deepcopy(plain), copy.deepcopy(ours), ["ab", "ba"])
+    _assert_means(plain, ours, ["ab"])
+    remove(ours.a, replicate)
+    ours.a.requires_grad_(False)
+    plain.a.requires_grad_(False)
+    ours.b.weight.requires_grad_(True)
+    plain.b.weight.requires_grad_(True)
+    _assert_means(plain, ours, ["ab", "b"])
+
+
+@spmd(ranks=2)
+def test_weights_that_are_untied_after_the_annotation_are_both_averaged() -> None:
+    for annotate in (replicate, lambda model: (replicate(model.a), replicate(model.b))):
+        plain, ours = _twins()
+        annotate(ours)
+        for model in (plain, ours):
+            model.b.weight = nn.Parameter(model.b.weight.detach().clone())
+        _assert_means(plain, ours, ["ab", "ba"])
+        for model in (plain, ours):
+            model.a.weight = model.b.weight
+        _assert_means(plain, ours, ["ab", "ba"])
+
+
+def _other_mesh() -> str:
+    _, ours = _twins()
+    groups = [dist.new_group([rank]) for rank in range(2)]
+    replicate(ours.a)
+    return refused(ours, lambda: replicate(ours.b, mesh=groups[dist.get_rank()]))
+
+
+def test_a_tied_parameter_that_would_be_averaged_over_two_meshes_is_refused(pool: Pool) -> None:
+    assert_text(
+        same_on_all(pool.run(2, _other_mesh)),
+        """TiedParametersError: parameter 'b.weight' is tied to 'a.weight', which is replicated over another mesh. Pass the same mesh to both, or annotate both modules as one unit: replicate([a, b])""",
+    )
+
+
+# --- with fully_shard -------------------------------------------------------------------------------------------------
+
+
+def _mixed() -> list[str]:
+    said = []
+    model = _transformer()
+    replicate(model.embedding)
+    said.append(refused(model, lambda: fully_shard(model)))
+    said.append(refused(model, lambda: fully_shard(model.head)))
+    model = _transformer()
+    fully_shard(model.embedding)
+    said.append(refused(model, lambda: replicate(model)))
+    said.append(refused(model, lambda: replicate(model.head)))
+    return said
+
+
+def test_a_parameter_tied_between_a_sharded_and_a_replicated_unit_is_refused_by_name(pool: Pool) -> None:
+    whole, head, model, late = pool.run(2, _mixed)[0]
+    assert_text(
+        whole,
+        """TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which is replicated; it cannot be sharded, too. Annotate both modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])""",
+    )
+    assert_text(
+        head,
+        """TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which is replicated; it cannot be sharded, too. Annotate both modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])""",
+    )
+    assert_text(
+        model,
+        """TiedParametersError: parameters 'embedding.weight' and 'head.weight' are tied, but the first was sharded as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together""",
+    )
+    assert_text(
+        late,
+        """TiedParametersError: parameter 'head.weight' is tied to 'weight', which was sharded as part of another unit already. Annotate both modules alike, as one unit: fully_shard([a, b]) or replicate([a, b])""",
+    )
+
+
+@spmd(ranks=2)
+def test_the_cure_for_ties_between_verbs_trains() -> None:
+    def annotate(model: nn.Module, case: Case) -> None:
+        replicate([model.embedding, model.head])
+        fully_shard(model)
+
+    assert_same_training(BATTERY["transformer with tied embedding"], annotate)
+
+
+# --- inside another unit ----------------------------------------------------------------------------------------------
+
+
+def _inside(outer: str, inner: str, sync: str) -> str:
+    verbs = {"fully_shard": fully_shard, "replicate": replicate}
+    model = _transformer()
+    verbs[outer](model)
+    return refused(model, lambda: verbs[inner](model.blocks[0], sync_module_states=sync))
+
+
+@pytest.mark.parametrize("sync", ["check", "off"])
+def test_a_child_of_an_annotated_module_is_refused_by_name(pool: Pool, sync: str) -> None:
+    assert_text(
+        same_on_all(pool.run(2, _inside, "fully_shard", "replicate", sync)),
+        """AnnotationError: 'blocks.0' is inside already-sharded ''; annotate children first, or use policy=""",
+    )
+    assert_text(
+        same_on_all(pool.run(2, _inside, "replicate", "replicate", sync)),
+        """AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first, or use policy=""",
+    )
+    assert_text(
+        same_on_all(pool.run(2, _inside, "replicate", "fully_shard", sync)),
+        """AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first""",
+    )
