@@ -7,13 +7,12 @@ somewhere else before backward began is somebody's: it stays where it is (a gues
 What nobody accumulates to is overwritten, so somebody who kept it would see it change. Use counts tell: then the keeper
 gets the memory, and the bucket new one.
 
-A new gradient that has a bucket to itself and is divided by a power of two need not be copied: the sum is made of it (`term`)
-and lands in the bucket, and only then `grad` becomes the view.
+A new gradient that has a bucket to itself and may be divided as it is read (`may_scale_terms`) need not be copied: the sum is
+made of it (`term`) and lands in the bucket, and only then `grad` becomes the view.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import deque
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.device.private import CAN_COUNT_USERS, storage_key, storage_users, tensor_users
+from composable.plan.scaling import may_scale_terms
 
 Strides = tuple[int, ...]
 
@@ -69,7 +69,8 @@ class GradientBucket:
         self._flag_count = flags
         self._misfits = [k for k, p in enumerate(parameters) if gradient_strides(p) != strides[k]]
         alone = terms and len(self._sizes) == 1 and not flags
-        self._makes_terms = alone and self._after == 1.0 and math.frexp(self._before)[0] == 0.5
+        dtype = str(parameters[0].dtype).removeprefix("torch.")
+        self._makes_terms = alone and self._after == 1.0 and may_scale_terms(dtype, 1.0 / self._before)
         self._message = self._body = self.flags = _NOWHERE
         self.views = [_NOWHERE] * len(parameters)
         self._storage = self._users_of_storage = self._users_of_view = 0

@@ -55,6 +55,7 @@ class Block:
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.readers: Readers | None = None
         self.settled = False  # whether this rank has received its own part of the collective that the block served
+        self.in_step = False  # whether all ranks receive theirs at the same point of the program
         self.grow(nbytes)
 
     def __del__(self) -> None:
@@ -76,8 +77,10 @@ class Outbox:
     """This rank's blocks. A block is filled again when all of its readers have finished.
 
     Note [Waiting for readers]
-    A rank waits for the readers of a block only if it has itself received what that collective brought it. All ranks run the
-    same collectives in the same order, so the others will get as far without anything that this rank has yet to send.
+    A rank waits for the readers of a block only if it has itself received what that collective brought it, and if all ranks
+    receive that at the same point of the program: then the others will get as far without anything that this rank has yet to
+    send. Buckets of gradients are received when they happen to be there, or else at the end of backward; nobody waits for
+    the readers of those.
     """
 
     def __init__(self) -> None:
@@ -92,7 +95,7 @@ class Outbox:
             block = self._idle_block(nbytes)
             waiting = None
             if block is None and len(self._read) > SPARE_BLOCKS:
-                waiting = next((read for read in self._read if read.settled), None)  # the oldest
+                waiting = next((read for read in self._read if read.settled and read.in_step), None)  # the oldest
                 if waiting is not None:
                     self._read.remove(waiting)
         if waiting is not None:
@@ -122,10 +125,11 @@ class Outbox:
         self._idle.remove(block)
         return block
 
-    def lend(self, block: Block, readers: Readers) -> None:
+    def lend(self, block: Block, readers: Readers, *, in_step: bool) -> None:
         """`block` is being read until all `readers` have finished."""
         block.readers = readers
         block.settled = False
+        block.in_step = in_step
         with self._lock:
             self._read.append(block)
 

@@ -13,6 +13,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from operator import attrgetter, contains
 from types import FrameType
 from typing import Any, Final, Protocol, cast
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+_WAITING: Final = "composable: called before gradients"  # in a node's metadata
 _pre_hooks: Final = attrgetter("_forward_pre_hooks")
 _hooks: Final = attrgetter("_forward_hooks")
 
@@ -320,6 +322,10 @@ def before_gradient(tensor: Tensor, callback: Callable[..., None], where: Callab
     out the node of the view's base. So views are watched at both. A leaf may be a parameter, which lives on when its graph is
     gone: what waits there goes when it has been called.
 
+    Of several callbacks at one node the last one is called first. They come from calls that returned the same tensor, one
+    inside the other, and in the order in which backward goes through calls the outer one is first. On another rank the outer
+    call may have made a tensor of its own of it, and all ranks must go through calls in one order.
+
     Args:
         where: the nodes that count.
 
@@ -337,9 +343,22 @@ def before_gradient(tensor: Tensor, callback: Callable[..., None], where: Callab
         return True
     if not where(node):
         return False
-    node.register_prehook(callback)
+    _before_node(node, callback)
     if tensor._is_view() and tensor._base is not None:
         base = tensor._base.grad_fn
         if base is not None and where(base):
-            base.register_prehook(callback)
+            _before_node(base, callback)
     return True
+
+
+def _before_node(node: Any, callback: Callable[..., None]) -> None:
+    waiting = node.metadata.get(_WAITING)
+    if waiting is None:
+        waiting = node.metadata[_WAITING] = []
+        node.register_prehook(partial(_call_in_turn, waiting))
+    waiting.insert(0, callback)
+
+
+def _call_in_turn(callbacks: Sequence[Callable[..., None]], gradients: Any) -> None:
+    for callback in callbacks:
+        callback(gradients)

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from typing import Final
+
+_WIDE: Final = ("float64", "float32", "bfloat16", "complex128", "complex64")  # in which nothing sensible under- or overflows
+
 
 def division_factors(dtype: str, ranks: int) -> tuple[float, float]:
     """Factors to divide gradients by before and after their sum, whose product is `ranks`.
@@ -21,3 +26,15 @@ def division_factors(dtype: str, ranks: int) -> tuple[float, float]:
     if ranks % before or before * before > 2 * ranks:
         before /= 2
     return before, ranks / before
+
+
+def may_scale_terms(dtype: str, factor: float) -> bool:
+    """Whether the terms of a sum may be multiplied by `factor` in place of the sum, or while they are added.
+
+    That rounds alike for powers of two, but where a dtype ends: in float16 it would undo what `division_factors` is for.
+
+    Example:
+        >>> may_scale_terms("float32", 0.25), may_scale_terms("float32", 1 / 3), may_scale_terms("float16", 0.25)
+        (True, False, False)
+    """
+    return dtype in _WIDE and math.frexp(factor)[0] == 0.5

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from composable.device.buckets import GradientBucket
-from composable.device.collectives import Arrival
+from composable.device.collectives import Pending
 
 IDLE, AWAITED, ARRIVED, SENT = range(4)  # what a gradient may be; idle: no backward is under way
 
@@ -52,7 +52,7 @@ class Bucket:
         self.gradients = gradients
         self.label = label
         self.tally = Tally(len(members))
-        self.arrival: Arrival | None = None
+        self.arrival: Pending | None = None
 
     @property
     def awaited(self) -> int:
@@ -71,7 +71,14 @@ class Bucket:
         self.arrival = None
         self.gradients.drop()
 
+    def progress(self) -> bool:
+        """Do what can be done without waiting for another rank; whether the bucket is finished."""
+        if self.arrival is not None and self.arrival.progress():
+            self.finish()
+        return self.arrival is None
+
     def finish(self) -> None:
+        """Wait for the sum; nothing happens if that has been done, or nothing was launched."""
         arrival, self.arrival = self.arrival, None
         if arrival is not None:
             arrival.wait()

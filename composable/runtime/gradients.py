@@ -1,4 +1,4 @@
-"""One unit's gradients within one backward: counted as they arrive, reduced together; knows neither order nor other units.
+"""One unit's gradients within one backward: they arrive, and are reduced together; knows neither order nor other units.
 
 Note [Hooks on parameters hold nothing]
 A parameter holds the hooks that wait for its gradient where Python's collector does not look. A hook that leads back to its
@@ -38,19 +38,18 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-class Countdown:
-    """Counts arrivals down, and calls at each from the last one on."""
+class Watch:
+    """Calls at a gradient that nobody expects. Those that are expected mean nothing: see Note [Launch points]."""
 
-    __slots__ = ("_call", "left")
+    __slots__ = ("_call", "expecting")
 
     def __init__(self, call: Callable[[], None]) -> None:
-        self.left = 0
+        self.expecting = False
         self._call = weakly(call)
 
     def arrived(self, _: Tensor) -> None:
-        """Autograd finished one parameter's gradient. Runs for every parameter: most calls only count."""
-        self.left -= 1
-        if self.left <= 0:
+        """Autograd finished one parameter's gradient. Runs for every parameter: most calls do nothing."""
+        if not self.expecting:
             self._call()
 
 
@@ -58,16 +57,14 @@ class UnitGradients:
     """EMPTY -> ARRIVING -> REDUCING -> EMPTY, see `composable.plan.phases`.
 
     Attributes:
-        on_first: called when a first gradient arrives that was not expected, and others are missing.
-        on_complete: called when all have arrived; decides when to `reduce`.
-        countdown: arrivals until there is something to do but to count.
+        on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
+        watch: what autograd calls when a gradient is there.
         rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.phase = GradPhase.EMPTY
-        self.on_first: Callable[[], object] = _ignore
-        self.on_complete: Callable[[], None] = _ignore
+        self.on_unexpected: Callable[[], object] = _ignore
         self.parts: tuple[Part, ...] = ()
         self._channel = channel
         self._unit = ""
@@ -75,7 +72,7 @@ class UnitGradients:
         self.rounds = 0
         self._reduced = False  # in this backward
         self._waiting: dict[int, nn.Parameter] = {}  # with hooks to be called when this backward has ended
-        self.countdown = Countdown(self._take_note)
+        self.watch = Watch(self._take_note)
 
     def rename(self, unit: str) -> None:
         """Take the unit's name for messages."""
@@ -83,26 +80,16 @@ class UnitGradients:
         self._label = f"gradient reduction of unit '{unit}'"
 
     def expect(self) -> None:
-        """Backward has reached the unit: there is nothing to do until all of its gradients have arrived."""
-        if self.phase is GradPhase.EMPTY and not self.countdown.left:
-            self.countdown.left = sum([part.awaited for part in self.parts])
+        """Backward has reached the unit, which is going to be reduced whatever arrives until then."""
+        self.watch.expecting = True
 
     def _take_note(self) -> None:
-        """It is the last one, by the count, or one that nobody expected."""
+        """The first gradient that nobody expected. Others may follow; they are reduced with it."""
         if self.phase is GradPhase.REDUCING:
             self.finish()
-        # Looked up and not only counted: a backward inside a backward brings one parameter's gradient twice.
-        missing = 0
-        for part in self.parts:
-            missing += part.still_missing()
-        self.countdown.left = missing
-        # One by one would be too early: a unit's gradients travel together.
-        if not missing:
-            self.on_complete()
-            return
-        if self.phase is GradPhase.EMPTY:
-            self.on_first()
+        self.on_unexpected()
         self.phase = advance_gradients(self.phase, GradEvent.ARRIVE, unit=self._unit)
+        self.watch.expecting = True
 
     def end(self) -> None:
         """Backward has ended, and whatever arrived was reduced."""
@@ -116,7 +103,7 @@ class UnitGradients:
             call_hooks_after_accumulation(parameter)
 
     def _end_round(self) -> None:
-        self.countdown.left = 0
+        self.watch.expecting = False
         self.rounds += self._reduced
         self._reduced = False
 
@@ -126,13 +113,13 @@ class UnitGradients:
             self.finish()
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self._unit)
         self._reduced = True
-        self.countdown.left = 0
+        self.watch.expecting = False
         for part in self.parts:
             part.reduce(self._channel, self._label)
 
     def refuse_graph(self) -> None:
         """Raise if a gradient arrived: it was made in a backward that builds a graph, and sharded gradients are in none."""
-        if any(part.still_missing() < part.awaited for part in self.parts):
+        if any(part.holds_gradients for part in self.parts):
             raise DifferentiationError(
                 f"backward(create_graph=True) brought gradients to parameters of unit '{self._unit}'. They are averaged over "
                 "the ranks and sharded outside of autograd's graph, so nothing could be differentiated through them. Ask for "

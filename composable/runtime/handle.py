@@ -79,7 +79,7 @@ class Handle:
             recipe.placements,
             ground,
             pool,
-            on_gradient=self.gradients.countdown.arrived,
+            on_gradient=self.gradients.watch.arrived,
         )
         self.gradients.parts = self.parameters.parts
         self.rename("")

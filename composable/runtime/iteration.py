@@ -4,8 +4,14 @@ Note [When a unit is left in backward]
 A unit's backward is entered at its outputs. It is over when backward enters a unit that does not enclose it, or ends:
 autograd runs the newest nodes first, so the nodes of one call run without interruption but for those of calls inside it.
 Only then are the unit's parameters freed, because a frozen or detached parameter may be needed after the last gradient has
-arrived, and only then is a gradient that has not arrived known not to come. Every rank sees the same sequence of units,
-so every rank launches the same collectives in the same order, whatever parameters it used.
+arrived, and only then is a gradient that has not arrived known not to come.
+
+Note [Launch points]
+Collectives are launched where backward enters a unit, where that makes it leave another, and where it ends. Every rank sees
+the same sequence of those, whatever parameters it used. Gradients arrive in between, or not at all, so nothing is launched
+because of one. Whoever waits, waits for something launched further up in the same sequence, so the rank that is furthest
+behind always finds what it waits for.
+docs/decisions/0013-launch-points.md tells what goes wrong otherwise.
 
 Note [Backward through a backward]
 A backward that builds a graph (`create_graph=True`) leaves nodes behind that need parameters and belong to no call, so
@@ -24,11 +30,11 @@ import torch
 from torch import nn
 
 from composable.device.collectives import Wire
-from composable.device.private import at_end_of_backward
 from composable.errors import CommunicationError, RanksDisagreeError
 from composable.model.hooks import HookWatch
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import BackwardOrder, ForwardOrder
+from composable.runtime.backward_end import end_of_backward
 from composable.runtime.handle import Handle
 from composable.runtime.outputs import watch
 from composable.runtime.recompute import close_interrupted
@@ -48,7 +54,8 @@ class Iteration:
         # Units by their number, in the order in which it happened to them.
         self.active: list[int] = []  # entered in backward and not left
         self.entered: dict[int, None] = {}
-        self.reduced: dict[int, None] = {}
+        self.to_reduce: dict[int, None] = {}  # entered since they were last reduced
+        self.untracked: dict[int, None] = {}  # whose gradients may come by another way than through their outputs
         self.reducing: list[int] = []
         self.builds_graph = False  # this backward, see Note [Backward through a backward]
         self.pinned: dict[int, None] = {}  # units that it, or one before, keeps unsharded
@@ -58,6 +65,7 @@ class Iteration:
         following = Iteration()
         following.finished = self.finished
         following.pinned = self.pinned
+        following.untracked = self.untracked
         return following
 
 
@@ -96,8 +104,7 @@ class Root:
         self._verified = all(handle.ground.wire.ways == 1 for handle in handles)
         for index, handle in enumerate(handles):
             handle.on_backward = partial(self.enter_backward, index)
-            handle.gradients.on_first = self._open_backward
-            handle.gradients.on_complete = partial(self.gradients_complete, index)
+            handle.gradients.on_unexpected = self._open_backward
 
     @property
     def depth(self) -> int:
@@ -165,7 +172,10 @@ class Root:
         keep = False
         if torch.is_grad_enabled():
             output, keep = watch(handle, output, since, count=True)
-            self.iteration.finished.forward_finished(self._index[handle])
+            index = self._index[handle]
+            self.iteration.finished.forward_finished(index)
+            if keep:
+                self.iteration.untracked[index] = None
         if complete and not keep:
             handle.settle_after_forward()
         return output
@@ -232,20 +242,20 @@ class Root:
         for handle in self.handles:
             if handle.phase is not Phase.SHARDED:
                 handle.look_up_edition()
-        at_end_of_backward(self._end_backward, self._leave_failed_backward)
+        end_of_backward().join(self)
         return iteration
 
     def enter_backward(self, index: int, builds_graph: bool) -> None:
         """Backward is about to go through an output of unit `index`."""
         iteration = self._open_backward()
         handle = self.handles[index]
-        iteration.finished.enter(index)
         entering = index not in iteration.active
         if entering:
+            iteration.finished.enter(index)
             self._leave_backward(iteration, entered=index)
             iteration.active.append(index)
             iteration.entered[index] = None
-            iteration.reduced.pop(index, None)  # what arrives from here on was not in that reduction
+            iteration.to_reduce[index] = None
             if builds_graph:
                 self._keep_for_graph(iteration, index)
             handle.gradients.expect()
@@ -273,40 +283,49 @@ class Root:
                 staying.append(index)
                 continue
             handle = self.handles[index]
-            if handle.uses <= 0 and handle.trainable and index not in iteration.reduced:
+            if handle.uses <= 0 and index not in iteration.untracked:
                 self._reduce(iteration, index)
+                self._finish_reductions(iteration, REDUCTIONS_IN_FLIGHT + 1)
             handle.hide()
             if not handle.pins:
                 handle.reshard()
         iteration.active = staying
 
-    def gradients_complete(self, index: int) -> None:
-        """All gradients of unit `index` have arrived."""
-        self._reduce(self._open_backward(), index)
-
     def _reduce(self, iteration: Iteration, index: int) -> None:
+        iteration.to_reduce.pop(index, None)
+        handle = self.handles[index]
         if iteration.builds_graph:
-            self.handles[index].gradients.refuse_graph()
-            return
+            handle.gradients.refuse_graph()
+        elif handle.trainable:
+            reducing = iteration.reducing
+            if index in reducing:
+                reducing.remove(index)
+            handle.gradients.reduce()
+            reducing.append(index)
+
+    def _finish_reductions(self, iteration: Iteration, left: int) -> None:
+        """Wait for the oldest reductions until `left` are in flight."""
         reducing = iteration.reducing
-        if index in reducing:
-            reducing.remove(index)
-        self.handles[index].gradients.reduce()
-        iteration.reduced[index] = None
-        reducing.append(index)
-        while len(reducing) > REDUCTIONS_IN_FLIGHT + 1:
+        while len(reducing) > left:
             self.handles[reducing.pop(0)].gradients.finish()
 
-    def _end_backward(self) -> None:
+    turn = -1  # of the end of a backward; roots follow each other as their outputs do
+
+    def launch_rest(self) -> None:
+        """Backward is at its end: launch the reductions of whatever has not been left."""
         iteration = self.iteration
         if iteration is None or not iteration.in_backward:
             return
         for index, handle in enumerate(self.handles):
-            late = handle.gradients.phase is GradPhase.ARRIVING  # its backward was not entered through an output
-            if late or (index in iteration.entered and handle.trainable and index not in iteration.reduced):
+            late = handle.gradients.phase is GradPhase.ARRIVING  # brought gradients, but was not entered, or had been left
+            if late or index in iteration.to_reduce or index in iteration.untracked:
                 self._reduce(iteration, index)
-        for index in iteration.reducing:
-            self.handles[index].gradients.finish()
+
+    def finish_backward(self) -> None:
+        iteration = self.iteration
+        if iteration is None or not iteration.in_backward:
+            return
+        self._finish_reductions(iteration, 0)
         for index in iteration.active:
             self.handles[index].hide()
         if iteration.builds_graph or self._running:
@@ -337,7 +356,7 @@ class Root:
 
     # --- after an error ---------------------------------------------------------------------------------------------
 
-    def _leave_failed_backward(self) -> None:
+    def leave_failed_backward(self) -> None:
         """It raised. Who clears gradients or makes an optimizer before the next forward finds the sharded parameters."""
         iteration = self.iteration
         if iteration is not None and iteration.in_backward:

@@ -205,7 +205,7 @@ class UnitParameters:
             trainable = tuple(map(_requires_grad, part.sharded))
             if trainable != part.trainable:
                 part.follow(trainable)
-                self.trainable = any(other.awaited for other in self.parts)
+                self.trainable = any(other.trains for other in self.parts)
 
     def versions(self) -> Versions:
         """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""

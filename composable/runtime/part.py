@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import Arrival, Channel, GatherPart, Wire
-from composable.device.gradients import missing_in, take_gradients
+from composable.device.gradients import take_gradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import ParameterSlots
 from composable.device.private import innermost, local_of
@@ -47,9 +47,8 @@ class Part:
         self._full = flat.full
         self._gathered = flat.layout.gathered
         self.trainable: tuple[bool, ...] = ()  # for each parameter, as `follow` was told
-        self.awaited = 0  # how many gradients a backward brings, if it uses everything
         self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
-        self._awaited: list[nn.Parameter] = []  # unsharded parameters that will get a gradient
+        self.trains = False  # whether any of them gets a gradient
         self._reductions: dict[tuple[bool, ...], Reduction] = {}
         self._reduction: Reduction | None = None  # of what is trainable now
         self._near = ground.near
@@ -142,17 +141,17 @@ class Part:
         self.trainable = trainable
         for parameter, wanted in zip(self._unsharded, trainable, strict=True):
             parameter.requires_grad_(wanted)
-        self._awaited = [p for p, wanted in zip(self._unsharded, trainable, strict=True) if wanted]
-        self.awaited = len(self._awaited)
+        self.trains = any(trainable)
         self._reduction = self._reductions.get(trainable)
 
-    def still_missing(self) -> int:
-        """How many of the awaited gradients are not here."""
-        return missing_in([parameter.grad for parameter in self._awaited])
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a gradient has arrived that was not reduced."""
+        return any(parameter.grad is not None for parameter in self._unsharded)
 
     def reduce(self, channel: Channel, label: str) -> None:
         """Launch the reduction of what is here."""
-        if not self._awaited:
+        if not self.trains:
             return
         reduction = self._reduction
         if reduction is None:

@@ -26,16 +26,17 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.device.buckets import GradientBucket, Strides, gradient_strides
 from composable.device.collectives import Wire
-from composable.device.private import at_end_of_backward
 from composable.errors import CommunicationError, PhaseError
 from composable.plan.buckets import fill_buckets
 from composable.plan.scaling import division_factors
+from composable.runtime.backward_end import end_of_backward
 from composable.runtime.bucket import AWAITED, SENT, Bucket
 from composable.runtime.gradients import weakly
 
 FIRST_BUCKET_BYTES: Final = 1 << 20  # communication starts early
 ALONE_BYTES: Final = 1 << 20  # a gradient from this size on waits for no other one
-HOST_IN_FLIGHT: Final = 2  # a host's wires do part of the work when waited for, better while backward runs than after it
+
+HOST_IN_FLIGHT: Final = 4  # buckets; each has a message in memory that ranks of one host share
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Reducer:
     Args:
         parameters: in the order of their FQNs; gradients are expected roughly in the reverse of it.
         cap_bytes: bytes a bucket may hold.
+        turn: the unit's place among all, the same on every rank.
         agreement: of the reducer before this one.
         elsewhere: indices of parameters whose gradients somebody else averages.
     """
@@ -79,12 +81,14 @@ class Reducer:
         *,
         cap_bytes: int,
         unit: str,
+        turn: int = 0,
         agreement: Agreement | None = None,
         elsewhere: frozenset[int] = frozenset(),
     ) -> None:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
         self.unit = unit
+        self.turn = turn
         self.agreement = agreement or Agreement()
         self.in_backward = False
         self._wire = wire
@@ -93,7 +97,9 @@ class Reducer:
         self.elsewhere = elsewhere
         self._trainable = [i for i, p in enumerate(parameters) if p.requires_grad and i not in elsewhere]
         self._buckets: list[Bucket] = []
-        self._launched = self._finished = 0
+        self._launched = 0
+        self._in_flight: list[Bucket] = []
+        self._on_host = wire.ways > 1 and all(p.device.type == "cpu" for p in parameters)
         self._arrivals: list[int] = []
         self._hooks: list[RemovableHandle] = []
         self._recording = not all(i in self.agreement.order for i in self._trainable)
@@ -180,7 +186,7 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.tally.enter(AWAITED)
                 bucket.gradients.open()
-            at_end_of_backward(self._close)
+            end_of_backward().join(self)
 
     def _record(self, i: int, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
         self._arrivals.append(i)
@@ -197,12 +203,23 @@ class Reducer:
                 "checkpoint(module)."
             )
 
-    def _advance(self) -> None:
-        """Launch the buckets that are complete, up to the first that is not."""
-        while self._launched < len(self._buckets) and not self._buckets[self._launched].awaited:
-            self._launch(self._buckets[self._launched])
-
     @torch.no_grad()
+    def _advance(self) -> None:
+        """Launch the buckets that are complete, up to the first that is not, or until many are in flight."""
+        if self._on_host:
+            # A host's wires do part of the work when asked to, better while backward runs than after it. Nobody is waited
+            # for: another rank may launch its bucket at the end of its backward only, see Note [Launch points].
+            self._in_flight = [bucket for bucket in self._in_flight if not bucket.progress()]
+        while self._next is not None and not self._next.awaited:
+            self._launch(self._next)
+
+    @property
+    def _next(self) -> Bucket | None:
+        """The bucket to launch next, unless those in flight take memory enough."""
+        if self._launched == len(self._buckets) or (self._on_host and len(self._in_flight) >= HOST_IN_FLIGHT):
+            return None
+        return self._buckets[self._launched]
+
     def _launch(self, bucket: Bucket) -> None:
         message = bucket.gradients.collect(bucket.missing)
         if bucket is self._buckets[-1]:
@@ -210,9 +227,8 @@ class Reducer:
         if not bucket.awaited:  # otherwise backward is at its end, and what was awaited was missing
             bucket.tally.enter(SENT)
         bucket.arrival = self._wire.all_reduce(message, label=bucket.label, term=bucket.gradients.term)
+        self._in_flight.append(bucket)
         self._launched += 1
-        if message.device.type == "cpu":
-            self._finish(self._launched - HOST_IN_FLIGHT)
 
     def _write_flags(self, flags: Tensor) -> None:
         missing = [bucket.members[slot] for bucket in self._buckets for slot in bucket.missing]
@@ -223,19 +239,21 @@ class Reducer:
         row = [float(i not in absent) for i in self._trainable]
         flags.copy_(torch.tensor([*row, 0.0]))
 
-    def _finish(self, count: int) -> None:
-        """Wait for the first `count` buckets."""
-        while self._finished < count:
-            self._finished += 1
-            self._buckets[self._finished - 1].finish()
+    @torch.no_grad()
+    def launch_rest(self) -> None:
+        """Backward is at its end: what has not arrived counts as zero."""
+        while self.in_backward and self._next is not None:
+            self._launch(self._next)
 
     @torch.no_grad()
-    def _close(self) -> None:
+    def finish_backward(self) -> None:
+        """See `composable.runtime.backward_end`: everybody is about to launch the same, in this order."""
         if not self.in_backward:
             return
-        while self._launched < len(self._buckets):
-            self._launch(self._buckets[self._launched])
-        self._finish(len(self._buckets))
+        for bucket in self._buckets:
+            self.launch_rest()
+            bucket.finish()
+            self._in_flight = [other for other in self._in_flight if other is not bucket]
         if self._recording or any(bucket.awaited for bucket in self._buckets):
             *used, complete = [bool(flag) for flag in self._buckets[-1].gradients.flags.tolist()]
             used_by_number = dict(zip(self._trainable, used, strict=True))
@@ -244,6 +262,9 @@ class Reducer:
             if self._recording and complete:
                 self._agree()
         self.reset()
+
+    def leave_failed_backward(self) -> None:
+        """The next forward unwinds."""
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
@@ -282,7 +303,8 @@ class Reducer:
         """Back to the state before a backward; what is in flight has been waited for."""
         for bucket in self._buckets:
             bucket.reset()
-        self._launched = self._finished = 0
+        self._launched = 0
+        self._in_flight = []
         self._arrivals = []
         self.in_backward = False
 

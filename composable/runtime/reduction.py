@@ -13,7 +13,7 @@ from composable.device.parameters import like_parameter
 from composable.device.private import gradient_hooks
 from composable.device.storage import FlatParameters
 from composable.plan.layout import plan_reduction
-from composable.plan.scaling import division_factors
+from composable.plan.scaling import division_factors, may_scale_terms
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -31,6 +31,7 @@ class Reduction:
         self._rows = GradientRows(flat, self._plan, wire.ways) if wire.ways > 1 else None
         self._before, after = division_factors(_dtype_name(flat.dtype), wire.ways)
         self._share = 1.0 / after
+        self._early = may_scale_terms(_dtype_name(flat.dtype), self._share)
         self._packed: tuple[ReducePart, ...] = ()  # the message of rows, if there is one
         self._shards = GradientShards(flat, sharded, self._plan)
         self._arrival: Arrival | None = None
@@ -50,7 +51,7 @@ class Reduction:
         if self._before != 1.0:
             gradients = [None if g is None else g / self._before for g in gradients]
         if self._shards.refresh() and self._plan.flagged:
-            self._packed = (ReducePart(rows.buffer.tensor, self._plan.row_numel, self._shards.row, self._share),)
+            self._packed = (ReducePart(rows.buffer.tensor, self._plan.row_numel, self._shards.row, self._share, self._early),)
         parts: Sequence[ReducePart] = self._packed
         if self._plan.direct:
             parts = [*self._direct_parts(gradients), *self._packed]
@@ -66,7 +67,7 @@ class Reduction:
             slot, gradient = slots[index], gradients[index]
             if gradient is None:
                 gradient = torch.zeros(slot.shape, dtype=self.flat.dtype, device=self.flat.device)
-            parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, self._share))
+            parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, self._share, self._early))
         return parts
 
     def finish(self) -> list[nn.Parameter]:

@@ -100,6 +100,7 @@ class ReplicatedUnit:
             self.wire,
             cap_bytes=self._cap_bytes,
             unit=self.name or "root",
+            turn=self.number,
             agreement=agreement,
             elsewhere=owned_elsewhere(self, registered),
         )

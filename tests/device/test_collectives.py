@@ -96,7 +96,7 @@ def _gather(kind: str) -> None:
                 assert torch.equal(part.whole[: part.numel], expected[: part.numel])
 
 
-def _reduce(kind: str) -> None:
+def _reduce(kind: str, early: bool = False) -> None:
     wire = _wire(kind)
     ways, rank = wire.ways, wire.rank
     channel, scratch = wire.open_channel(), MemoryPool()
@@ -107,7 +107,8 @@ def _reduce(kind: str) -> None:
                 numel = chunk * ways
             mine = max(0, min(chunk, numel - rank * chunk))
             out = torch.full((mine,), 99.0).to(dtype)
-            parts.append(ReducePart(_numbers(numel, 10 * index + rank, dtype), chunk, out, scale=(1.0, 0.5, 3.0)[index]))
+            source, scale = _numbers(numel, 10 * index + rank, dtype), (1.0, 0.5, 3.0)[index]
+            parts.append(ReducePart(source, chunk, out, scale, early=early))
         expected = []
         for part in parts:
             total = part.source.clone()
@@ -116,6 +117,11 @@ def _reduce(kind: str) -> None:
         wire.reduce_scatter(parts, scratch=scratch, label="reduction", channel=channel).wait()
         for part, total in zip(parts, expected, strict=True):
             assert torch.equal(part.out, total)
+
+
+def _reduce_early(kind: str) -> None:
+    """A wire may multiply the terms of a sum; small numbers come out the same."""
+    _reduce(kind, early=True)
 
 
 def _others(kind: str) -> None:
@@ -148,7 +154,7 @@ def _others(kind: str) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("body", [_gather, _reduce, _others], ids=["gather", "reduce", "others"])
+@pytest.mark.parametrize("body", [_gather, _reduce, _reduce_early, _others], ids=["gather", "reduce", "reduce early", "others"])
 def test_a_wire_gives_what_torchs_own_collectives_give(pool: Pool, body: Callable[[str], None], kind: str, ranks: int) -> None:
     pool.run(ranks, body, kind)
 

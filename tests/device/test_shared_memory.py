@@ -75,9 +75,9 @@ class _Readers:
         self.waited += 1
 
 
-def _lent(outbox: Outbox, nbytes: int, readers: _Readers, *, settled: bool = True) -> Block:
+def _lent(outbox: Outbox, nbytes: int, readers: _Readers, *, settled: bool = True, in_step: bool = True) -> Block:
     block = outbox.take(nbytes)
-    outbox.lend(block, readers)
+    outbox.lend(block, readers, in_step=in_step)
     block.settled = settled
     return block
 
@@ -111,6 +111,16 @@ def test_nobody_waits_for_readers_of_a_collective_that_it_has_not_finished_itsel
     assert readers.waited == 0
 
 
+def test_nobody_waits_for_readers_who_may_read_at_another_point_of_their_program() -> None:
+    """What they do before that may wait for this very rank."""
+    outbox, readers = Outbox(), _Readers()
+    blocks = [_lent(outbox, 100, readers, in_step=False) for _ in range(SPARE_BLOCKS + 3)]
+    assert len({id(block) for block in blocks}) == SPARE_BLOCKS + 3
+    assert readers.waited == 0
+    readers.are_finished = True
+    assert outbox.take(100) in blocks, "they come back all the same"
+
+
 def test_a_collective_that_nobody_finishes_does_not_keep_later_blocks_from_coming_back() -> None:
     outbox = Outbox()
     _lent(outbox, 100, _Readers(finished=True), settled=False)
@@ -122,11 +132,11 @@ def test_idle_blocks_are_used_again_the_smallest_that_fits_or_else_the_largest_g
     outbox = Outbox()
     small, large = Block(GRAIN), Block(3 * GRAIN)
     for block in (small, large):
-        outbox.lend(block, _Readers(finished=True))
+        outbox.lend(block, _Readers(finished=True), in_step=True)
         block.settled = True
     taken = outbox.take(GRAIN)
     assert taken is small
-    outbox.lend(taken, _Readers(finished=True))
+    outbox.lend(taken, _Readers(finished=True), in_step=True)
     taken.settled = True
     assert outbox.take(4 * GRAIN) is large
     assert large.nbytes == 4 * GRAIN

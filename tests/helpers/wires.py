@@ -15,13 +15,16 @@ from composable.device.collectives import (
     Channel,
     GatherPart,
     PairsWire,
+    Pending,
     ReducePart,
     Scratch,
     SharedWire,
     TensorsWire,
     Term,
     Wire,
+    communicator_like,
 )
+from composable.device.collectives.shared import ApartWire
 
 
 @dataclass
@@ -48,7 +51,11 @@ class _Later:
     """An arrival that does something of its own before or in place of the wire's."""
 
     act: Callable[[], None]
+    try_to: Callable[[], bool] = lambda: False
     done: bool = False
+
+    def progress(self) -> bool:
+        return self.done or self.try_to()
 
     def wait(self) -> None:
         if not self.done:
@@ -73,14 +80,14 @@ class Recording(_Around):
         super().__init__(inner)
         self._log = log
 
-    def _noted(self, label: str, arrival: Arrival) -> Arrival:
+    def _noted(self, label: str, arrival: Arrival) -> Pending:
         self._log.add("launch", label)
 
         def wait() -> None:
             self._log.add("wait", label)
             arrival.wait()
 
-        return _Later(wait)
+        return _Later(wait, getattr(arrival, "progress", lambda: False))
 
     def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         return self._noted(label, self._inner.all_gather(prepared, label=label, channel=channel))
@@ -88,7 +95,7 @@ class Recording(_Around):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
         return self._noted(label, self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel))
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         return self._noted(label, self._inner.all_reduce(tensor, label=label, term=term))
 
 
@@ -107,7 +114,7 @@ class Slow(_Around):
         time.sleep(self._seconds)
         return self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         time.sleep(self._seconds)
         return self._inner.all_reduce(tensor, label=label, term=term)
 
@@ -115,9 +122,9 @@ class Slow(_Around):
 class Impatient(_Around):
     """Waits for every collective at once: results are there before anybody asks."""
 
-    def _now(self, arrival: Arrival) -> Arrival:
+    def _now(self, arrival: Arrival) -> Pending:
         arrival.wait()
-        return _Later(lambda: None)
+        return _Later(lambda: None, lambda: True)
 
     def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         return self._now(self._inner.all_gather(prepared, label=label, channel=channel))
@@ -125,7 +132,7 @@ class Impatient(_Around):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
         return self._now(self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel))
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         return self._now(self._inner.all_reduce(tensor, label=label, term=term))
 
 
@@ -149,7 +156,7 @@ class LastMoment(_Around):
                 _spoil(part.out)
         return _Later(lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel).wait())
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         before = tensor.detach().clone()
         _spoil(tensor)
 
@@ -175,3 +182,10 @@ def all_shared(wire: Wire) -> Wire:
 def all_sockets(wire: Wire) -> Wire:
     """A wire that moves everything from point to point, in place of one that uses shared memory."""
     return PairsWire(wire.group, wire.device) if isinstance(wire, SharedWire) else wire
+
+
+def all_ordered(wire: Wire) -> Wire:
+    """A wire whose collectives are told apart by nothing but their order, as NCCL's are."""
+    if isinstance(wire, ApartWire):
+        return TensorsWire(communicator_like(wire.group, wire.device), wire.device)
+    return TensorsWire(wire.group, wire.device) if isinstance(wire, SharedWire) else wire

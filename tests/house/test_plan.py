@@ -46,7 +46,7 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     "_forward_pre_hooks": ("model/hooks.py",),
     "_forward_hooks": ("model/hooks.py",),
     "queue_callback": ("device/private.py",),
-    "at_end_of_backward": ("device/private.py", "runtime/iteration.py", "runtime/reducer.py"),
+    "at_end_of_backward": ("device/private.py", "runtime/backward_end.py"),
     # Memory.
     "resize_": ("device/memory.py",),
     "set_": ("device/memory.py",),

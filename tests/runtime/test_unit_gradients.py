@@ -1,9 +1,9 @@
-"""A unit's gradients are counted as they arrive, and reduced together: once, and not before all are there."""
+"""A unit's gradients are reduced together, when somebody else says so; only what nobody expects makes itself heard."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable.device.collectives import Channel
 from composable.plan.phases import GradPhase
@@ -18,19 +18,13 @@ class Ledger:
         self.here: dict[str, int] = {}
         self.log: list[str] = []
 
-    @property
-    def awaited(self) -> int:
-        return len(self.names)
-
-    def still_missing(self) -> int:
-        return sum(name not in self.here for name in self.names)
-
     def reduce(self, channel: Channel, label: str) -> None:
         self.log.append(f"reduce {dict(self.here)}: {label}")
         self.here = {}
 
-    def finish(self) -> None:
+    def finish(self) -> list[nn.Parameter]:
         self.log.append("finish")
+        return []
 
     def forget_gradients(self) -> None:
         self.here = {}
@@ -44,101 +38,79 @@ class Unit:
         self.gradients = UnitGradients(Channel(0))
         self.gradients.parts = parts  # type: ignore[assignment]
         self.gradients.rename("u")
-        self.gradients.on_first = lambda: self.log.append("first")
-        self.gradients.on_complete = self._complete
+        self.gradients.on_unexpected = lambda: self.log.append("unexpected")
         self.parts = parts
         self.log: list[str] = []
-
-    def _complete(self) -> None:
-        self.log.append("complete")
-        self.gradients.reduce()
 
     def arrive(self, name: str, tensor: Tensor = torch.ones(())) -> None:  # noqa: B008
         for part in self.parts:
             if name in part.names:
                 part.here[name] = part.here.get(name, 0) + 1
-        self.gradients.countdown.arrived(tensor)
+        self.gradients.watch.arrived(tensor)
+
+    def events(self) -> list[str]:
+        """What happened to the first part, in short."""
+        return [entry.partition(" ")[0] for entry in self.parts[0].log]
 
 
-def test_the_last_gradient_completes_the_unit_whatever_the_order_over_all_parts() -> None:
+def test_nothing_is_launched_because_of_a_gradient_not_even_of_the_last_one() -> None:
     unit = Unit(Ledger("a", "b"), Ledger("c"))
-    for name in ("b", "c"):
+    unit.gradients.expect()
+    for name in ("b", "c", "a"):
         unit.arrive(name)
-        assert unit.log == ["first"]
-        assert unit.gradients.phase is GradPhase.ARRIVING
-    unit.arrive("a")
-    assert unit.log == ["first", "complete"]
+    assert unit.log == unit.events() == []
+    assert unit.gradients.phase is GradPhase.EMPTY
+
+
+def test_all_parts_are_reduced_together_whatever_has_arrived() -> None:
+    unit = Unit(Ledger("a", "b"), Ledger("c"))
+    unit.gradients.expect()
+    unit.arrive("b")
+    unit.gradients.reduce()
     assert unit.gradients.phase is GradPhase.REDUCING
-    assert unit.parts[0].log == ["reduce {'b': 1, 'a': 1}: gradient reduction of unit 'u'"]
-    assert unit.parts[1].log == ["reduce {'c': 1}: gradient reduction of unit 'u'"]
+    assert unit.parts[0].log == ["reduce {'b': 1}: gradient reduction of unit 'u'"]
+    assert unit.parts[1].log == ["reduce {}: gradient reduction of unit 'u'"]
 
 
-def test_a_unit_of_one_parameter_is_complete_at_once() -> None:
-    unit = Unit(Ledger("a"))
-    unit.arrive("a")
-    assert unit.log == ["complete"]
-
-
-def test_a_gradient_that_arrives_twice_does_not_stand_for_another() -> None:
-    unit = Unit(Ledger("a", "b", "c"))
-    for name in ("a", "a", "a", "b", "b"):
-        unit.arrive(name)
-        assert unit.log == ["first"]
-    unit.arrive("c")
-    assert unit.log == ["first", "complete"]
-    assert unit.parts[0].log == ["reduce {'a': 3, 'b': 2, 'c': 1}: gradient reduction of unit 'u'"]
-
-
-def test_every_backward_is_counted_anew() -> None:
+def test_the_first_gradient_that_nobody_expects_is_noticed_and_the_others_go_with_it() -> None:
     unit = Unit(Ledger("a", "b"))
-    for _ in range(3):
-        unit.arrive("a")
-        unit.arrive("b")
-        unit.gradients.finish()
-    assert unit.log == ["first", "complete"] * 3
-    assert [entry.partition(" ")[0] for entry in unit.parts[0].log] == ["reduce", "finish"] * 3
+    unit.arrive("a")
+    assert unit.log == ["unexpected"]
+    assert unit.gradients.phase is GradPhase.ARRIVING
+    unit.arrive("b")
+    assert unit.log == ["unexpected"]
+    unit.gradients.reduce()
+    assert unit.parts[0].log == ["reduce {'a': 1, 'b': 1}: gradient reduction of unit 'u'"]
+
+
+def test_gradients_after_a_reduction_are_unexpected_until_backward_reaches_the_unit_again() -> None:
+    unit = Unit(Ledger("a", "b"))
+    unit.gradients.expect()
+    unit.gradients.reduce()
+    unit.arrive("a")
+    assert unit.log == ["unexpected"]
+    unit.gradients.reduce()
+    unit.gradients.expect()
+    unit.arrive("b")
+    assert unit.log == ["unexpected"]
 
 
 def test_a_gradient_that_meets_a_reduction_in_flight_waits_for_it() -> None:
-    unit = Unit(Ledger("a", "b"))
-    for name in ("a", "b", "a"):
-        unit.arrive(name)
-    assert [entry.partition(" ")[0] for entry in unit.parts[0].log] == ["reduce", "finish"]
-    assert unit.gradients.phase is GradPhase.ARRIVING
-    assert unit.log == ["first", "complete", "first"]
-
-
-def test_a_unit_reduced_before_it_is_complete_starts_from_nothing_afterwards() -> None:
-    unit = Unit(Ledger("a", "b", "c"))
+    unit = Unit(Ledger("a"))
     unit.arrive("a")
     unit.gradients.reduce()
-    unit.gradients.finish()
-    for name in ("b", "a"):
-        unit.arrive(name)
-    assert unit.log == ["first", "first"]
-    unit.arrive("c")
-    assert unit.log == ["first", "first", "complete"]
-
-
-def test_expected_gradients_are_nobodys_business_until_all_have_arrived() -> None:
-    unit = Unit(Ledger("a", "b"), Ledger("c"))
-    unit.gradients.expect()
     unit.arrive("a")
-    unit.gradients.expect()  # backward reaches the unit by another output
-    unit.arrive("c")
-    assert unit.log == []
-    unit.arrive("b")
-    assert unit.log == ["complete"]
+    assert unit.events() == ["reduce", "finish"]
+    assert unit.gradients.phase is GradPhase.ARRIVING
 
 
-def test_expected_gradients_that_arrive_twice_do_not_stand_for_others() -> None:
-    unit = Unit(Ledger("a", "b"))
-    unit.gradients.expect()
-    for name in ("a", "a"):
-        unit.arrive(name)
-        assert "complete" not in unit.log
-    unit.arrive("b")
-    assert unit.log[-1] == "complete"
+def test_a_reduction_waits_for_the_one_before() -> None:
+    unit = Unit(Ledger("a"))
+    for _ in range(2):
+        unit.gradients.expect()
+        unit.arrive("a")
+        unit.gradients.reduce()
+    assert unit.events() == ["reduce", "finish", "reduce"]
 
 
 def test_what_was_expected_in_one_backward_is_not_in_the_next() -> None:
@@ -151,7 +123,7 @@ def test_what_was_expected_in_one_backward_is_not_in_the_next() -> None:
     unit.gradients.expect()
     unit.gradients.end()  # it brought nothing
     unit.arrive("b")
-    assert unit.log == ["first"], "noticed at once"
+    assert unit.log == ["unexpected"], "noticed at once"
 
 
 def test_dropped_gradients_do_not_count() -> None:
@@ -161,6 +133,4 @@ def test_dropped_gradients_do_not_count() -> None:
     assert unit.gradients.phase is GradPhase.EMPTY
     assert unit.parts[0].log == ["drop"]
     unit.arrive("b")
-    assert "complete" not in unit.log
-    unit.arrive("a")
-    assert unit.log == ["first", "first", "complete"]
+    assert unit.log == ["unexpected", "unexpected"]

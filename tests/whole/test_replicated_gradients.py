@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable import remove, replicate
 from composable.device.collectives import Wire, wires_wrapped_by
+from composable.runtime.reducer import HOST_IN_FLIGHT
 from tests.helpers.compare import averaged_gradients
 from tests.helpers.wires import Log, Recording
 from tests.helpers.world import Pool, current_device, need_devices, spmd
@@ -406,14 +407,15 @@ def _in_flight() -> list[int]:
     counts, flying = [], 0
     log.events.clear()
     for step in range(2):
-        ours(_batch(step), range(6)).sum().backward()
+        # Nobody but the first rank has a gradient for the first bucket: the others launch everything at the end.
+        ours(_batch(step), range(6 if dist.get_rank() == 0 else 5)).sum().backward()
     for event, _ in log.events:
         flying += {"launch": 1, "wait": -1}.get(event, 0)
         counts.append(flying)
     return counts
 
 
-def test_a_host_waits_for_buckets_while_backward_runs(pool: Pool) -> None:
+def test_a_host_keeps_few_buckets_in_flight_also_if_others_launch_theirs_at_the_end(pool: Pool) -> None:
     for counts in pool.run(2, _in_flight):
-        assert max(counts) == 3, "the one before the last is waited for when another one has been launched"
+        assert max(counts) <= HOST_IN_FLIGHT < 6
         assert counts[-1] == 0

@@ -75,7 +75,11 @@ class Neighbourhood:
                 self._neighbours[peer].outlet.say(tag + _DONE)
 
     def has_heard(self, peer: int, tag: int) -> bool:
-        return self._neighbours[peer].inbox.next(tag) is not None
+        return self.glance(peer, tag) is not None
+
+    def glance(self, peer: int, tag: int) -> Word | None:
+        """The word that `peer` has said, if it has."""
+        return self._neighbours[peer].inbox.next(tag)
 
     def hear(self, peer: int, tag: int) -> Word:
         inbox, group = self._neighbours[peer].inbox, self._group()
@@ -83,11 +87,15 @@ class Neighbourhood:
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def show(self, block: Block, tag: int) -> None:
-        """Tell everybody that `block` is filled; they will say that they have finished."""
+    def show(self, block: Block, tag: int, *, in_step: bool) -> None:
+        """Tell everybody that `block` is filled; they will say that they have finished.
+
+        Args:
+            in_step: all ranks read it at the same point of the program.
+        """
         for peer in self.peers:
             self._neighbours[peer].outlet.say(tag, block.descriptor, block.nbytes)
-        self.outbox.lend(block, Thanks(self, tag))
+        self.outbox.lend(block, Thanks(self, tag), in_step=in_step)
 
     def look(self, peer: int, word: Word) -> Tensor:
         """The block that `peer` told of."""

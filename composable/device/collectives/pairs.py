@@ -19,6 +19,7 @@ from composable.device.collectives.wire import (
     Arrival,
     Channel,
     GatherPart,
+    Pending,
     ReducePart,
     Scratch,
     Term,
@@ -102,7 +103,7 @@ class PairsWire(GroupWire):
 
         return Works(works, label, rank, add_up)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         put_term(tensor, term)
         work = self._launch(label, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
         return Works([work], label, self.rank)

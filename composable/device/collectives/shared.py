@@ -11,7 +11,6 @@ the last message, and whatever a user's code writes to on one rank is that rank'
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -28,6 +27,7 @@ from composable.device.collectives.wire import (
     Arrival,
     Channel,
     GatherPart,
+    Pending,
     ReducePart,
     Scratch,
     Term,
@@ -35,35 +35,53 @@ from composable.device.collectives.wire import (
 )
 from composable.device.shared_memory import Block
 from composable.device.words import Word
+from composable.plan.scaling import may_scale_terms
 
 DIRECT_BYTES: Final = 32 << 10  # bytes in a shard from which copying it by itself pays; benchmarks/collectives.py
 
 Fill = Callable[[Block], object]
-Receive = Callable[[dict[int, Word]], None]  # the words of the peers, by rank
+Receive = Callable[[dict[int, Word]], Pending | None]  # of the words of the peers, by rank; what it returns is the rest
 
 
 class _Handover:
     """A message that this rank has shown, and those that it waits for from all others."""
 
-    __slots__ = ("_block", "_label", "_near", "_receive", "_tag")
+    __slots__ = ("_block", "_label", "_near", "_receive", "_rest", "_tag", "_words")
 
-    def __init__(self, near: Neighbourhood, block: Block, tag: int, label: str, receive: Receive) -> None:
+    def __init__(self, near: Neighbourhood, block: Block, tag: int, label: str, receive: Receive, *, in_step: bool) -> None:
         self._near = near
         self._block = block
         self._tag = tag
         self._label = label
         self._receive: Receive | None = receive
-        near.show(block, tag)
+        self._words: dict[int, Word] = {}
+        self._rest: Pending | None = None
+        near.show(block, tag, in_step=in_step)
+
+    def progress(self) -> bool:
+        if self._receive is not None:
+            for peer in self._near.peers:
+                if peer not in self._words:
+                    word = self._near.glance(peer, self._tag)
+                    if word is None:
+                        return False
+                    self._words[peer] = word
+            self._take(self._receive)
+        return self._rest is None or self._rest.progress()
 
     def wait(self) -> None:
-        if self._receive is None:
-            return
-        receive, self._receive = self._receive, None
-        near = self._near
+        if self._receive is not None:
+            self._take(self._receive)
+        if self._rest is not None:
+            self._rest.wait()
+
+    def _take(self, receive: Receive) -> None:
+        self._receive = None
+        near, heard = self._near, self._words
         try:
-            words = {peer: near.hear(peer, self._tag) for peer in near.peers}
+            words = {peer: heard.get(peer) or near.hear(peer, self._tag) for peer in near.peers}
             with torch.no_grad():
-                receive(words)
+                self._rest = receive(words)
             near.say_done(self._tag)
         except FAILURES as error:
             near.outbox.lost(self._block)
@@ -94,7 +112,7 @@ class SharedWire(GroupWire):
         def receive(words: dict[int, Word]) -> None:
             plan.copy_from(self._messages(words))
 
-        arrival = self._hand_over(plan.nbytes, plan.fill, receive, label, channel.next_tag())
+        arrival = self._hand_over(plan.nbytes, plan.fill, receive, label, channel.next_tag(), in_step=True)
         plan.copy_own()
         return arrival
 
@@ -114,7 +132,7 @@ class SharedWire(GroupWire):
                     piece = part.source[peer * part.chunk : (peer + 1) * part.chunk]
                     if piece.numel():
                         place = view_of(block.memory, column(peer, me) + start, piece.numel(), piece.dtype)
-                        _scale(piece, part.scale if _exact(part.scale) else 1.0, out=place)
+                        _scale(piece, part.scale if part.early else 1.0, out=place)
 
         def receive(words: dict[int, Word]) -> None:
             for part, start in zip(parts, starts, strict=True):
@@ -123,20 +141,22 @@ class SharedWire(GroupWire):
                 terms = {me: own}
                 for peer, message in self._messages(words):
                     terms[peer] = view_of(message, column(me, peer) + start, numel, own.dtype)
-                if self.ways == 2 and _exact(part.scale):
+                if self.ways == 2 and part.early:
                     torch.add(terms[1 - me], own, alpha=part.scale, out=part.out)
                     continue
-                if _exact(part.scale):
+                if part.early:
                     terms[me] = own * part.scale
                 add_up([terms[rank] for rank in range(self.ways)], out=part.out)
-                if not _exact(part.scale):
+                if not part.early and part.scale != 1.0:
                     part.out.mul_(part.scale)
 
-        return self._hand_over(stride * len(self._near.peers), fill, receive, label, channel.next_tag())
+        return self._hand_over(stride * len(self._near.peers), fill, receive, label, channel.next_tag(), in_step=True)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         flat = tensor.detach().contiguous().view(-1)
         mine, factor = (term[0].detach().view(-1), term[1]) if term is not None else (flat, 1.0)
+        # Adding a multiple rounds once where multiplying and adding rounds twice, so ranks would differ in what is not exact.
+        at_once = self.ways == 2 and (term is None or may_scale_terms(str(flat.dtype).removeprefix("torch."), factor))
         # Each rank adds up one chunk and shows the sum; between two ranks it is as quick that both add up everything.
         chunk = flat.numel() if self.ways == 2 else -(-flat.numel() // self.ways)
         start = 0 if self.ways == 2 else self.rank * chunk
@@ -146,18 +166,18 @@ class SharedWire(GroupWire):
         def fill(block: Block) -> None:
             _scale(mine, factor, out=view_of(block.memory, 0, flat.numel(), flat.dtype))
 
-        def receive(words: dict[int, Word]) -> None:
+        def receive(words: dict[int, Word]) -> Pending | None:
             own, first = mine[start : start + chunk], start * flat.element_size()
             terms = {peer: view_of(message, first, sums.numel(), flat.dtype) for peer, message in self._messages(words)}
-            if self.ways == 2 and _exact(factor):
+            if at_once:
                 torch.add(terms[1 - self.rank], own, alpha=factor, out=sums)
             else:
                 terms[self.rank] = own if factor == 1.0 else torch.mul(own, factor, out=sums)
                 add_up([terms[rank] for rank in range(self.ways)], out=sums)
             if self.ways > 2:
-                self._hand_over(chunk * flat.element_size(), fill_sum, receive_sums, label, tags[1]).wait()
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(flat.view(tensor.shape))
+                return self._hand_over(chunk * flat.element_size(), fill_sum, receive_sums, label, tags[1])
+            put_in_place()
+            return None
 
         def fill_sum(block: Block) -> None:
             view_of(block.memory, 0, sums.numel(), flat.dtype).copy_(sums)
@@ -166,6 +186,11 @@ class SharedWire(GroupWire):
             for peer, message in self._messages(words):
                 chunk_of_peer = flat[peer * chunk : (peer + 1) * chunk]
                 chunk_of_peer.copy_(view_of(message, 0, chunk_of_peer.numel(), flat.dtype))
+            put_in_place()
+
+        def put_in_place() -> None:
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view(tensor.shape))
 
         return self._hand_over(flat.numel() * flat.element_size(), fill, receive, label, tags[0])
 
@@ -173,13 +198,15 @@ class SharedWire(GroupWire):
         """What the peers show, as uint8."""
         return [(peer, self._near.look(peer, word)) for peer, word in words.items()]
 
-    def _hand_over(self, nbytes: int, fill: Fill, receive: Receive, label: str, tag: int) -> _Handover:
+    def _hand_over(
+        self, nbytes: int, fill: Fill, receive: Receive, label: str, tag: int, *, in_step: bool = False
+    ) -> _Handover:
         near = self._near
         try:
             block = near.outbox.take(max(1, nbytes))
             with torch.no_grad():
                 fill(block)
-            return _Handover(near, block, tag, label, receive)
+            return _Handover(near, block, tag, label, receive, in_step=in_step)
         except FAILURES as error:
             raise failed(label, self.rank, error) from error
 
@@ -230,11 +257,6 @@ class ApartWire(SharedWire):
 
         self._hand_over(8 * count, fill, receive, label, self._checks.next_tag()).wait()
         return rows
-
-
-def _exact(scale: float) -> bool:
-    """Whether multiplying by `scale` before the sum rounds as multiplying after it does: for powers of two."""
-    return math.frexp(scale)[0] == 0.5
 
 
 def _scale(tensor: Tensor, factor: float, *, out: Tensor) -> None:

@@ -16,6 +16,7 @@ from composable.device.collectives.wire import (
     Arrival,
     Channel,
     GatherPart,
+    Pending,
     ReducePart,
     Scratch,
     Term,
@@ -52,7 +53,7 @@ class TensorsWire(GroupWire):
         calls = [(as_real(part.out), as_real(part.source), options) for part in parts]
         return self._run(label, self._scatter, calls, None if is_mean else partial(scale_sums, parts))
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         put_term(tensor, term)
         return self._run(label, partial(dist.all_reduce, group=self.group, async_op=True), [(tensor,)])
 
@@ -62,7 +63,7 @@ class TensorsWire(GroupWire):
         launch: Callable[..., Any],
         calls: Sequence[tuple[Any, ...]],
         finish: Callable[[], None] | None = None,
-    ) -> Arrival:
+    ) -> Pending:
         try:
             return Works(list(starmap(launch, calls)), label, self.rank, finish)
         except RuntimeError as error:
@@ -77,6 +78,9 @@ class _OnStream:
     def __init__(self, mark: Mark, kept: object) -> None:
         self._mark = mark
         self._kept = kept  # what the stream still reads must not be freed before the compute stream has waited
+
+    def progress(self) -> bool:
+        return False  # waiting is for the compute stream to do, at the end
 
     def wait(self) -> None:
         self._mark.join()
@@ -114,7 +118,7 @@ class StreamsWire(GroupWire):
         rest = None if is_mean else partial(scale_sums, parts)
         return self._on_stream("reduce_scatter", label, calls, len(parts), parts, rest)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         put_term(tensor, term)
         return self._on_stream("all_reduce", label, lambda: dist.all_reduce(tensor, group=self.group), 1, tensor)
 
@@ -126,7 +130,7 @@ class StreamsWire(GroupWire):
         count: int,
         kept: object,
         finish: Callable[[], None] | None = None,
-    ) -> Arrival:
+    ) -> Pending:
         try:
             with self._streams.fork(stream):
                 if count == 1:

@@ -28,16 +28,19 @@ class GatherPart:
 class ReducePart:
     """One tensor to reduce: rank r's chunk of `source` (1-D, contiguous), summed over the ranks, lands in r's `out`.
 
-    `scale`: what the sum is multiplied by; a wire may do so wherever it reads or writes the numbers anyway.
+    `scale`: what the sum is multiplied by.
+    `early`: a wire may multiply the terms in place of the sum, where it reads or writes them anyway.
     """
 
     source: Tensor
     chunk: int
     out: Tensor
     scale: float = 1.0
+    early: bool = False
 
 
-Term = tuple[Tensor, float]  # what a rank adds to a sum: a tensor of the sum's shape and layout, and a factor
+# What a rank adds to a sum: a tensor of the sum's shape and layout, and a factor that `may_scale_terms`.
+Term = tuple[Tensor, float]
 
 
 class Scratch(Protocol):
@@ -66,6 +69,13 @@ class Arrival(Protocol):
 
     def wait(self) -> None:
         """Return when (on an accelerator: order the compute stream after) the result is there."""
+
+
+class Pending(Arrival, Protocol):
+    """A collective in flight that can be looked after now and then."""
+
+    def progress(self) -> bool:
+        """Do this rank's part as far as no other rank has to be waited for; whether `wait` would return at once."""
 
 
 class Channel:
@@ -132,7 +142,7 @@ class Wire(Protocol):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
         """Sums, each multiplied by its part's scale."""
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         """Sums in place, in the order of the calls; with a `term`, `tensor` becomes the sum of everybody's terms instead."""
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
@@ -169,6 +179,9 @@ class Works:
         self._label = label
         self._rank = rank
         self._finish = finish
+
+    def progress(self) -> bool:
+        return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         try:
@@ -208,7 +221,7 @@ class LocalWire:
         scale_sums(parts)
         return Works([], label, 0)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Arrival:
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         put_term(tensor, term)
         return Works([], label, 0)
 

@@ -1,0 +1,69 @@
+"""float16 gradients are divided in two steps, before and after the sum: neither loses what the two together keep."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import fully_shard, replicate
+from tests.helpers.compare import full_gradients
+from tests.helpers.world import Pool, need_devices
+
+SMALLEST: Final = 2.0**-24  # that float16 knows
+LARGEST: Final = 2.0**14  # of which float16 can add up three, but not four
+
+
+class Weights(nn.Module):
+    """Gradients are what it is called with: of a weight that travels by itself, and of one that shares a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(512, 512, dtype=torch.float16))
+        self.small = nn.Parameter(torch.zeros(8, 3, dtype=torch.float16))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.large * gradient).sum() + (self.small * gradient).sum()
+
+
+def _gradients(verb: str, mine: float) -> dict[str, list[float]]:
+    """The values that occur in each gradient, of which this rank contributes `mine`."""
+    model = Weights()
+    if verb == "replicate":
+        replicate(model)
+    else:
+        fully_shard(model)
+    model(torch.tensor(mine, dtype=torch.float16)).backward()
+    return {name: torch.unique(g).tolist() for name, g in full_gradients(model).items() if g is not None}
+
+
+def _of_rank(verb: str, values: list[float]) -> dict[str, list[float]]:
+    return _gradients(verb, values[dist.get_rank()])
+
+
+@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+def test_the_smallest_gradients_survive_where_dividing_by_all_ranks_at_once_would_lose_them(
+    pool: Pool, verb: str, device: str
+) -> None:
+    need_devices(device, 4)
+    # By the square root of four ranks: half of the second smallest number is the smallest, a quarter of it is nothing.
+    for gradients in pool.run(4, _of_rank, verb, [2 * SMALLEST] * 4, device=device):
+        assert gradients == {"large": [2 * SMALLEST], "small": [2 * SMALLEST]}
+
+
+@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+def test_large_gradients_do_not_overflow_in_the_sum(pool: Pool, verb: str, device: str) -> None:
+    need_devices(device, 4)
+    for gradients in pool.run(4, _of_rank, verb, [LARGEST] * 4, device=device):
+        assert gradients == {"large": [LARGEST], "small": [LARGEST]}
+
+
+@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+def test_two_ranks_round_alike_at_the_end_of_what_float16_knows(pool: Pool, verb: str, device: str) -> None:
+    need_devices(device, 2)
+    # An odd number of the smallest, halved, is rounded; whoever does not round it where the other one does ends up apart.
+    one, other = pool.run(2, _of_rank, verb, [SMALLEST, 2 * SMALLEST], device=device)
+    assert one == other

@@ -1,0 +1,291 @@
+"""Where collectives are launched, and who waits for what, does not depend on which gradients a rank happens to have.
+
+Ranks leave out parameters, each in its own way; units run on all of them. What used to hang ends at the short timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import checkpoint, fully_shard, replicate
+from composable.device.collectives import Wire, wires_wrapped_by
+from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.wires import Log, Recording, all_ordered
+from tests.helpers.world import Pool, current_device, need_devices
+
+WIDTH: Final = 4
+SECONDS: Final = 20.0  # until a collective gives up
+
+
+class Block(nn.Module):
+    """A residual block of two layers, which leaves both out where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.two = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, short: bool = False) -> Tensor:
+        return x.tanh() if short else x + self.two(self.one(x).tanh())
+
+
+class HeadAndSpare(nn.Module):
+    """Eight blocks; a head and a second layer are left over in the unit around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        x = self.head(x)
+        return self.spare(x) if dist.get_rank() == 0 else x
+
+
+class SharedOutput(nn.Module):
+    """On all ranks but the first one, what the last block returns is what the model returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x) if dist.get_rank() == 0 else x
+
+
+class Twice(nn.Module):
+    """A block called twice, whose layers the first rank uses the second time, and the others the first time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.shared = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = dist.get_rank() == 0
+        x = self.shared(x, short=first)
+        for block in self.blocks:
+            x = block(x)
+        x = self.shared(x, short=not first)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class TwoOutputs(nn.Module):
+    """Blocks that return two tensors, of which the first rank uses both."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(WIDTH, WIDTH)
+            self.two = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            x = x + self.one(x).tanh()
+            return x, self.two(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(self.Pair() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for pair in self.pairs:
+            x, y = pair(x)
+            x = x + y if dist.get_rank() == 0 else x
+        return x
+
+
+class Nested(nn.Module):
+    """Units in units, whose outer layers are used on one rank each."""
+
+    class Outer(nn.Module):
+        def __init__(self, place: int) -> None:
+            super().__init__()
+            self.place = place
+            self.inner = nn.ModuleList(Block() for _ in range(2))
+            self.before = nn.Linear(WIDTH, WIDTH)
+            self.after = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if dist.get_rank() != self.place:
+                x = x + self.before(x)
+            for block in self.inner:
+                x = block(x)
+            return x + self.after(x) if dist.get_rank() == self.place else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outer = nn.ModuleList(self.Outer(place) for place in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for outer in self.outer:
+            x = outer(x)
+        return x
+
+
+def _units(kind: type[nn.Module]) -> set[type[nn.Module]]:
+    return {HeadAndSpare: {Block}, SharedOutput: {Block}, Twice: {Block}, TwoOutputs: {TwoOutputs.Pair}}.get(  # type: ignore[return-value]
+        kind, {Nested.Outer, Block}
+    )
+
+
+MODELS: Final = (HeadAndSpare, SharedOutput, Twice, TwoOutputs, Nested)
+
+
+def _sharded(model: nn.Module, **options: Any) -> None:
+    fully_shard(model, policy=_units(type(model)), **options)
+
+
+def _checkpointed(model: nn.Module, **options: Any) -> None:
+    checkpoint(model, policy=_units(type(model)))
+    _sharded(model, **options)
+
+
+def _twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    """Two equal models."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make().to(current_device(), torch.float64))
+    return models[0], models[1]
+
+
+def _batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64).to(current_device()).requires_grad_()
+
+
+def _assert_means(plain: nn.Module, model: nn.Module) -> None:
+    actual = full_gradients(model)
+    for name, mean in averaged_gradients(plain).items():
+        gradient = actual[name]
+        assert (gradient is None) == (mean is None), name
+        if mean is not None:
+            torch.testing.assert_close(gradient, mean, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _train(plain: nn.Module, model: nn.Module, log: Log | None = None, steps: int = 3) -> None:
+    for step in range(steps):
+        if log is not None:
+            log.add("step", str(step))
+        for each in (plain, model):
+            x = _batch(step)
+            (each(x) + 0.1 * each(x * 2)).square().mean().backward()
+        _assert_means(plain, model)
+        plain.zero_grad()
+        model.zero_grad()
+
+
+def _run(kind: type[nn.Module], annotate: Callable[..., None], ordered: bool, **options: Any) -> list[str]:
+    """Train; returns the labels of what was launched, in order."""
+    plain, model = _twins(kind)
+    log = Log()
+
+    def wrapped(wire: Wire) -> Wire:
+        return Recording(all_ordered(wire) if ordered else wire, log)
+
+    with wires_wrapped_by(wrapped):
+        annotate(model, **options)
+    _train(plain, model, log)
+    return log.labels()
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["told apart by tags", "told apart by order"])
+@pytest.mark.parametrize("keep", [False, True], ids=["resharded", "kept"])
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [*((kind, 2) for kind in MODELS), (HeadAndSpare, 4), (Nested, 4)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_ranks_that_leave_out_different_parameters_launch_the_same(
+    pool: Pool, ranks: int, kind: type[nn.Module], keep: bool, ordered: bool, device: str
+) -> None:
+    need_devices(device, ranks)
+    options = {"reshard_after_forward": not keep}
+    labels = pool.run(ranks, _run, kind, _sharded, ordered, device=device, group_timeout=SECONDS, **options)
+    assert all(other == labels[0] for other in labels[1:])
+
+
+@pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
+def test_ranks_that_recompute_different_parameters_launch_the_same(pool: Pool, kind: type[nn.Module], device: str) -> None:
+    need_devices(device, 2)
+    labels = pool.run(2, _run, kind, _checkpointed, True, device=device, group_timeout=SECONDS)
+    assert labels[0] == labels[1]
+
+
+# --- replicated units -------------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Five layers, of which the last one, whose gradients come first, is left out by all ranks but the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: 5 if dist.get_rank() == 0 else 4]:
+            x = layer(x)
+        return x
+
+
+class ShardedThenReplicated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = Chain()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+class Branches(nn.Module):
+    """Replicated branches that every rank runs in an order of its own, between sharded blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.branches = nn.ModuleList(Chain() for _ in range(3))
+        self.second = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        rank = dist.get_rank()
+        outputs = [self.branches[(rank + step) % 3](x) for step in range(3)]
+        return self.second(sum(outputs))  # type: ignore[no-any-return]
+
+
+def _mixed(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, Chain):
+            replicate(module, bucket_cap_mb=0.0001)
+    fully_shard(model, policy={Block})
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["told apart by tags", "told apart by order"])
+@pytest.mark.parametrize("kind", [ShardedThenReplicated, Branches], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_nobody_waits_in_a_backward_for_a_bucket_that_others_launch_at_its_end(
+    pool: Pool, ranks: int, kind: type[nn.Module], ordered: bool, device: str
+) -> None:
+    need_devices(device, ranks)
+    labels = pool.run(ranks, _run, kind, _mixed, ordered, device=device, group_timeout=SECONDS)
+    sharded = [[label for label in mine if "all-reduce" not in label] for mine in labels]
+    for rank in range(1, ranks):
+        assert sharded[rank] == sharded[0]
+        assert sorted(labels[rank]) == sorted(labels[0])
