@@ -1,0 +1,378 @@
+"""Random trees of units and random programs, all from one seed; knows the verbs, and nothing of how they work.
+
+Every rank makes the same tree and the same program, and draws by itself which parameters it leaves out. The reference is the
+same program on a plain copy, whose gradients are averaged over the ranks.
+
+Note [What is left out]
+`LEAVES_OUT` names what programs do not do because it is known not to work; nothing at present. What is documented not to work
+they never do: units that run on some ranks only, and checkpoints around units that ranks recompute at different points
+(`steady`).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import checkpoint, fully_shard, replicate
+from composable.device.collectives import (
+    Arrival,
+    Channel,
+    Pending,
+    Scratch,
+    Term,
+    Wire,
+    wires_wrapped_by,
+)
+from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.wires import Log, Recording, all_ordered
+
+WIDTH: Final = 4
+
+HANDED_ON: Final = "tensors handed on unchanged"  # a module returns what it was given
+RETAINED: Final = "retained graphs"  # two backwards through one forward
+CHECKPOINTED: Final = "checkpoints"
+
+LEAVES_OUT: Final[set[str]] = set()  # of those; see Note [What is left out]
+
+
+@dataclass
+class Node:
+    """One module of a tree: some layers of its own, between modules inside it.
+
+    Attributes:
+        verbs: what it is annotated with.
+        listed: annotated together with the sibling before it, as one unit.
+        branches: the modules inside run side by side, in place of one after the other.
+        steady: nothing is left out after the last module inside, since a checkpoint around it is recomputed there.
+    """
+
+    name: str
+    layers: int
+    inside: list[Node] = field(default_factory=list)
+    verbs: tuple[str, ...] = ()
+    listed: bool = False
+    branches: bool = False
+    steady: bool = False
+    returns: str = ""  # besides its result: "two" tensors that it made, or what it was "given"
+    plain: bool = False  # returns what it was given when it leaves out all layers
+    reshard: bool | int = True
+    again: int = -1  # which of the modules inside is called a second time
+
+    def everything(self) -> Iterator[Node]:
+        yield self
+        for node in self.inside:
+            yield from node.everything()
+
+    def __str__(self) -> str:
+        marks = [*self.verbs, *(name for name in ("listed", "branches", "steady", "plain", "returns") if getattr(self, name))]
+        marks += [f"reshard={self.reshard}"] if "shard" in self.verbs else []
+        marks += [f"again={self.again}"] if self.again >= 0 else []
+        inner = " ".join(map(str, self.inside))
+        return f"({self.name} {self.layers} {' '.join(marks)}{' ' if inner else ''}{inner})"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a seed decides."""
+
+    seed: int
+    tree: Node
+    program: tuple[tuple[Any, ...], ...]
+    leave_out: float  # how often a rank leaves out a layer
+    delays: bool
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: {self.tree}; " + ", ".join(" ".join(map(str, step)) for step in self.program)
+
+
+# --- from a seed to a plan --------------------------------------------------------------------------------------------
+
+
+def plan_of(seed: int, ranks: int) -> Plan:
+    draw = random.Random(seed)
+    tree = _tree(draw, ranks)
+    return Plan(seed, tree, tuple(_program(draw)), draw.choice([0.0, 0.2, 0.5, 0.8]), draw.random() < 0.5)
+
+
+def _tree(draw: random.Random, ranks: int) -> Node:
+    budget = [draw.randint(1, 12)]
+
+    def grow(name: str, depth: int) -> Node:
+        budget[0] -= 1
+        node = Node(name, draw.randint(0, 3), branches=draw.random() < 0.3, returns=draw.choice(["", "", "", "two", "given"]))
+        node.plain = draw.random() < 0.3
+        if HANDED_ON in LEAVES_OUT:
+            node.plain, node.returns = False, node.returns.replace("given", "two")
+        while depth < 4 and budget[0] > 0 and len(node.inside) < 5 and draw.random() < (0.95 if depth == 0 else 0.5):
+            node.inside.append(grow(f"{name}.{len(node.inside)}".removeprefix("root."), depth + 1))
+        if not node.inside:
+            node.layers = max(1, node.layers)
+        elif draw.random() < 0.2:
+            node.again = draw.randrange(len(node.inside))
+        return node
+
+    root = grow("root", 0)
+    several = bool(root.inside) and draw.random() < 0.25  # roots, in a module that nobody annotates
+    flavour = draw.choice(["shard", "shard", "mixed", "replicate"])
+
+    def verb() -> str:
+        return flavour if flavour != "mixed" else draw.choice(["shard", "replicate"])
+
+    for node in root.everything():
+        if node is root:
+            node.verbs = () if several else (verb(),)
+        elif (several and node in root.inside) or draw.random() < 0.6:
+            node.verbs = (verb(),)
+        node.reshard = draw.choice([True, True, False, *([2] if ranks == 4 else [])])
+        if draw.random() < 0.2 and node.verbs and CHECKPOINTED not in LEAVES_OUT:
+            node.verbs = (*node.verbs, "checkpoint")
+    if several:
+        root.layers = 0
+    for node in root.everything():
+        for before, after in zip(node.inside, node.inside[1:], strict=False):
+            alike = before.verbs == after.verbs == ("shard",) and not before.inside and not after.inside
+            if alike and not before.listed and draw.random() < 0.3:
+                after.listed = True
+        if "checkpoint" in node.verbs:
+            for below in node.everything():
+                below.steady, below.plain = True, False
+    return root
+
+
+def _program(draw: random.Random) -> Iterator[tuple[Any, ...]]:
+    pending: list[int] = []
+    forwards = 0
+    for _ in range(draw.randint(2, 8)):
+        kind = draw.choice(["forward", "forward", "backward", "backward", "both", "evaluate", "compare", "drop"])
+        if kind == "forward" and len(pending) < 3:
+            forwards += 1
+            pending.append(forwards)
+            yield "forward", forwards
+        elif kind == "backward" and pending:
+            chosen = draw.choice(pending)
+            retain = draw.random() < 0.25 and RETAINED not in LEAVES_OUT
+            if not retain:
+                pending.remove(chosen)
+            yield "backward", chosen, "retain" if retain else ""
+        elif kind == "both" and len(pending) > 1:
+            chosen, other = pending[-1], pending[-2]
+            del pending[-2:]
+            yield "both", chosen, other
+        elif kind == "evaluate":
+            forwards += 1
+            yield "evaluate", forwards
+        elif kind == "drop" and pending and draw.random() < 0.3:
+            yield "drop", pending.pop(draw.randrange(len(pending)))
+        elif kind == "compare":
+            yield ("compare", "zero") if draw.random() < 0.5 else ("compare",)
+    yield "forward", forwards + 1
+    for chosen in [*pending, forwards + 1]:
+        yield "backward", chosen, ""
+    yield ("compare",)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+class Piece(nn.Module):
+    """The module of one node. `where` tells calls apart, also when one is recomputed: ranks leave out by it."""
+
+    def __init__(self, node: Node, leave_out: float) -> None:
+        super().__init__()
+        self.node = node
+        self.leave_out = leave_out
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(node.layers))
+        self.inside = nn.ModuleList(Piece(each, leave_out) for each in node.inside)
+
+    def _layer(self, index: int, x: Tensor, where: tuple[int, ...]) -> Tensor:
+        last = self.node.steady and index >= len(self.layers) - 1
+        rank = dist.get_rank()
+        if not last and random.Random(f"{rank} {where} {self.node.name} {index}").random() < self.leave_out:
+            return x
+        return x + self.layers[index](x).tanh()  # type: ignore[no-any-return]
+
+    def forward(self, x: Tensor, where: tuple[int, ...]) -> Any:
+        order = [*range(len(self.inside)), *([self.node.again] if self.node.again >= 0 else [])]
+        index, outputs = 0, []
+        given = x
+        x = x if self.node.plain else x.sin()
+        for call, inner in enumerate(order):
+            if index < len(self.layers) - 1:
+                x = self._layer(index, x, where)
+                index += 1
+            found = self.inside[inner](x, (*where, call))
+            y = found[0] + found[1] if isinstance(found, tuple) else found
+            if self.node.branches:
+                outputs.append(y)
+            else:
+                x = y
+        x = sum(outputs, start=x) if outputs else x
+        for last in range(index, len(self.layers)):
+            x = self._layer(last, x, where)
+        return {"two": (x, x.cos()), "given": (x, given)}.get(self.node.returns, x)
+
+
+def _annotate(piece: Piece) -> None:
+    """Innermost first."""
+    pieces: list[Piece] = list(piece.inside)  # type: ignore[arg-type]
+    for inner in pieces:
+        _annotate(inner)
+    for index, inner in enumerate(pieces):
+        if not inner.node.listed:
+            _annotate_together([inner, *(after for after in pieces[index + 1 : index + 2] if after.node.listed)])
+
+
+def _annotate_together(pieces: list[Piece]) -> None:
+    node = pieces[0].node
+    for verb in node.verbs:
+        target: Any = pieces if len(pieces) > 1 else pieces[0]
+        if verb == "shard":
+            fully_shard(target, reshard_after_forward=node.reshard)
+        elif verb == "replicate":
+            replicate(target, bucket_cap_mb=0.0002)
+        else:
+            checkpoint(target)
+
+
+class Delayed:
+    """A wire that now and then sleeps before it launches or waits, on every rank at other times."""
+
+    def __init__(self, inner: Wire, draw: random.Random) -> None:
+        self._inner = inner
+        self._draw = draw
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _nap(self) -> None:
+        if self._draw.random() < 0.1:
+            time.sleep(0.004 * self._draw.random())
+
+    def _delayed(self, launch: Callable[[], Any]) -> Any:
+        self._nap()
+        return _Delayed(launch(), self._nap)
+
+    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
+        return self._delayed(lambda: self._inner.all_gather(prepared, label=label, channel=channel))  # type: ignore[no-any-return]
+
+    def reduce_scatter(self, parts: Any, *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
+        return self._delayed(  # type: ignore[no-any-return]
+            lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel)
+        )
+
+    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
+        return self._delayed(lambda: self._inner.all_reduce(tensor, label=label, term=term))  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Delayed:
+    inner: Any
+    nap: Callable[[], None]
+
+    def wait(self) -> None:
+        self.nap()
+        self.inner.wait()
+
+    def progress(self) -> bool:
+        return bool(self.inner.progress())
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+class _Runner:
+    """One model and what a program does with it."""
+
+    def __init__(self, plan: Plan, annotated: bool, log: Log, ordered: bool) -> None:
+        torch.manual_seed(plan.seed)
+        self.plan = plan
+        self.model = Piece(plan.tree, plan.leave_out).to(torch.float64)
+        self.losses: dict[int, Tensor] = {}
+        if not annotated:
+            return
+        draw = random.Random(f"{plan.seed} {dist.get_rank()}")
+
+        def wrapped(wire: Wire) -> Wire:
+            if wire.ways == 1:
+                return wire
+            inner: Any = all_ordered(wire) if ordered else wire
+            return Recording(Delayed(inner, draw) if plan.delays else inner, log)  # type: ignore[arg-type]
+
+        with wires_wrapped_by(wrapped):
+            holder = nn.ModuleList([self.model])
+            root = Piece(Node("", 0), 0.0)
+            root.inside = holder
+            _annotate(root)
+
+    def _forward(self, number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.plan.seed + 10 * number + dist.get_rank())
+        x = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64).requires_grad_(torch.is_grad_enabled())
+        found = self.model(x, (number,))
+        return (found[0] * found[1] if isinstance(found, tuple) else found).square().mean()  # type: ignore[no-any-return]
+
+    def perform(self, step: tuple[Any, ...]) -> None:
+        match step:
+            case ("forward", number):
+                self.losses[number] = self._forward(number)
+            case ("evaluate", number):
+                with torch.no_grad():
+                    self._forward(number)
+            case ("backward", number, "retain"):
+                self.losses[number].backward(retain_graph=True)
+            case ("backward", number, _):
+                self.losses.pop(number).backward()
+            case ("both", number, other):
+                (self.losses.pop(number) + self.losses.pop(other)).backward()
+            case ("drop", number):
+                del self.losses[number]
+
+
+def differences(plan: Plan, *, ordered: bool) -> tuple[list[str], list[str]]:
+    """Run a plan: in what the gradients differ from those of one process, and the sharded collectives that were launched."""
+    log = Log()
+    plain, ours = _Runner(plan, False, log, ordered), _Runner(plan, True, log, ordered)
+    found: list[str] = []
+    log.events.clear()
+    for number, step in enumerate(plan.program):
+        for runner in (plain, ours):
+            runner.perform(step)
+        if step[0] == "compare":
+            found += [f"at step {number}: {line}" for line in _compare(plain.model, ours.model)]
+            if step[1:]:
+                plain.model.zero_grad()
+                ours.model.zero_grad()
+    return found, [label for label in log.labels() if "all-reduce" not in label]
+
+
+def _compare(plain: nn.Module, ours: nn.Module) -> Iterator[str]:
+    actual = full_gradients(ours)
+    for name, mean in averaged_gradients(plain).items():
+        gradient = actual[name]
+        if mean is None or gradient is None:
+            if mean is not gradient:
+                yield f"{name} is {'None' if gradient is None else 'there'}, and should not be"
+        elif not torch.allclose(gradient, mean, rtol=1e-8, atol=1e-10):
+            yield f"{name} is off by {(gradient - mean).abs().max().item():.3g}"
+
+
+def run_seeds(seeds: list[int], ordered: bool) -> list[tuple[int, list[str], list[str]]]:
+    """What each seed brings on this rank. Runs on every rank."""
+    results = []
+    for seed in seeds:
+        plan = plan_of(seed, dist.get_world_size())
+        try:
+            found, launched = differences(plan, ordered=ordered)
+        except Exception as error:
+            raise AssertionError(f"{plan}") from error
+        results.append((seed, found, launched))
+        if found:
+            break  # later ones would only hide it
+    return results
