@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.device.private import local_of, set_local
+from composable.device.storage import as_parameter
 from composable.errors import few
 from composable.plan.layout import Route, Slot
 
@@ -109,9 +110,9 @@ def _wrap(
 
 def make_sharded(local: Tensor, slot: Slot, mesh: DeviceMesh, *, requires_grad: bool) -> nn.Parameter:
     """The DTensor parameter that lives on the module at rest."""
-    placement = Replicate() if slot.route is Route.WHOLE and not (slot.ways == 1 and slot.shape) else Shard(slot.dim)
-    shape = torch.Size(slot.shape)
-    stride = torch.empty(shape, device="meta").stride()
+    placement = Replicate() if slot.route is Route.WHOLE and not (slot.ways == 1 and slot.shape) else Shard(slot.cut_dim)
+    whole = as_parameter(torch.empty(slot.shape, device="meta"), slot)
+    shape, stride = whole.shape, whole.stride()
     # Around a stand-in, for the reason that `_wrap` gives: a Parameter is a detached copy of what it is made of.
     parameter = nn.Parameter(_wrap(torch.empty_like(local), mesh, (placement,), shape, stride), requires_grad=requires_grad)
     assert isinstance(parameter, DTensor)
@@ -149,7 +150,7 @@ def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
     if slot.route is Route.WHOLE:
         return whole
     start, length = slot.extent(rank)
-    return whole.narrow(slot.dim, start, length)
+    return whole.narrow(slot.cut_dim, start, length)
 
 
 def shard_like(value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:
@@ -181,5 +182,5 @@ def adopt_local(tensor: Tensor, view: Tensor) -> None:
     """Move a DTensor's data into `view` and let it live there from now on."""
     assert isinstance(tensor, DTensor)
     with torch.no_grad():
-        view.copy_(local_of(tensor).view(view.shape))
+        view.copy_(local_of(tensor).reshape(view.shape))
     set_local(tensor, view)

@@ -49,19 +49,19 @@ _BUFFERS: Final[WeakValueDictionary[int, Tensor]] = WeakValueDictionary()  # whe
 
 
 def with_own_storage(view: Tensor, buffer: Tensor) -> Tensor:
-    """Another tensor over the memory of `view`, which lies in `buffer`; see Note [A storage per shard].
+    """Another tensor over the memory of `view`, a stretch of `buffer`; see Note [A storage per shard].
 
     The view itself where that cannot be had: some devices do not speak DLPack.
     """
     if view.device.type == "meta":
         return torch.empty_like(view)
     try:
-        octets = from_dlpack(view.detach().reshape(-1).view(torch.uint8))
+        octets = from_dlpack(view.detach().view(torch.uint8))
     except (BufferError, RuntimeError, TypeError, ValueError):
         return view
     if view.numel():
         _BUFFERS[view.data_ptr()] = buffer
-    return octets.view(view.dtype).view(view.shape).data
+    return octets.view(view.dtype)
 
 
 def in_buffer(local: Tensor) -> Tensor:
@@ -73,9 +73,28 @@ def in_buffer(local: Tensor) -> Tensor:
     return buffer.as_strided(local.shape, local.stride(), start)
 
 
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost; nothing if that is how they are."""
+    if tensor.is_contiguous():
+        return ()
+    # As torch lays out a tensor like this one: what is not dense becomes so.
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    strides = torch.empty_like(bare).stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return () if order == tuple(range(tensor.ndim)) else order
+
+
+def as_parameter(tensor: Tensor, slot: Slot) -> Tensor:
+    """A tensor whose dimensions are in the order of memory, seen as the parameter is."""
+    if not slot.order:
+        return tensor
+    return tensor.permute(sorted(range(tensor.ndim), key=slot.order.__getitem__))
+
+
 def shape_like_rows(flat: Tensor, slot: Slot, rank: int) -> Tensor:
     """The shard of `slot` inside its chunk of a shard buffer."""
-    return flat[slot.shard_start : slot.shard_start + slot.local_numel(rank)].view(slot.local_shape(rank))
+    shard = flat[slot.shard_start : slot.shard_start + slot.local_numel(rank)]
+    return as_parameter(shard.view(slot.local_shape(rank)), slot)
 
 
 class FlatParameters:
@@ -113,14 +132,16 @@ class FlatParameters:
     def local(self, index: int) -> Tensor:
         """The shard of parameter `index` as the sharded parameter holds it: the same memory, a storage of its own."""
         with torch.inference_mode(False):
-            return with_own_storage(self.shard_view(index), self.shard)
+            slot = self.layout.slots[index]
+            shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.rank)]
+            return as_parameter(with_own_storage(shard, self.shard).view(slot.local_shape(self.rank)), slot).data
 
     def _full_view(self, index: int) -> Tensor:
         slot = self.layout.slots[index]
         if slot.route is Route.WHOLE:
             return self.shard_view(index).data
         start = slot.full_start
-        return self.full.tensor[start : start + slot.numel].view(slot.shape).data
+        return as_parameter(self.full.tensor[start : start + slot.numel].view(slot.shape), slot).data
 
     def _gather_parts(self) -> list[GatherPart]:
         layout, full, shard = self.layout, self.full.tensor.data, self.shard.data

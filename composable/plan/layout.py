@@ -26,11 +26,16 @@ class Route(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What the planner needs to know of one parameter: its FQN, its shape and the dimension to cut (None: do not cut)."""
+    """What the planner needs to know of one parameter: its FQN, its shape and the dimension to cut (None: do not cut).
+
+    Shape and dimension as they are in memory, from the outermost dimension to the innermost. `order` says which dimensions of
+    the parameter these are; nothing for a contiguous one, whose dimensions are in that order.
+    """
 
     name: str
     shape: tuple[int, ...]
     dim: int | None = 0
+    order: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,7 @@ class Slot:
     """One parameter's place in the shard buffer and in the unsharded buffer, in elements.
 
     Shards follow `torch.chunk`: each of the first ranks has `chunk` indices of dimension `dim`, the last ones fewer or none.
+    Shape and `dim` are those in memory, see `ParamSpec`.
     """
 
     name: str
@@ -47,6 +53,12 @@ class Slot:
     route: Route
     shard_start: int
     full_start: int
+    order: tuple[int, ...] = ()
+
+    @property
+    def cut_dim(self) -> int:
+        """The dimension of the parameter that is cut."""
+        return self.order[self.dim] if self.order else self.dim
 
     @property
     def numel(self) -> int:
@@ -167,7 +179,7 @@ def plan_layout(
     placed: dict[int, Slot] = {}
     for route, shard_align in ((Route.DIRECT, align), (Route.PACKED, packed_align), (Route.WHOLE, packed_align)):
         slots = [
-            (index, Slot(spec.name, spec.shape, spec.dim or 0, ways, route, 0, 0))
+            (index, Slot(spec.name, spec.shape, spec.dim or 0, ways, route, 0, 0, spec.order))
             for index, spec in enumerate(specs)
             if routes[index] is route
         ]

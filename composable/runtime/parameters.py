@@ -23,7 +23,7 @@ from composable.device.parameters import (
     make_unsharded,
 )
 from composable.device.private import local_of
-from composable.device.storage import FlatParameters
+from composable.device.storage import FlatParameters, memory_order
 from composable.errors import ForeignParameterError
 from composable.plan.layout import Layout, ParamSpec, plan_layout
 from composable.runtime.ground import Ground
@@ -106,7 +106,7 @@ class UnitParameters:
                 assert tensor is not None
                 view = flat.shard_view(position).data
                 if isinstance(tensor, DTensor):
-                    view.copy_(local_of(tensor).view(view.shape))
+                    view.copy_(local_of(tensor).reshape(view.shape))
                 elif device.type != "meta":
                     view.copy_(cut(tensor.data, layout.slots[position], wire.rank))
         return flat
@@ -117,7 +117,9 @@ class UnitParameters:
         for index in indices:
             tensor = self.slots[index].registered
             assert tensor is not None
-            specs.append(ParamSpec(self._names[index], tuple(tensor.shape), self._placements[index]))
+            order, dim = memory_order(tensor), self._placements[index]
+            shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
+            specs.append(ParamSpec(self._names[index], shape, order.index(dim) if order and dim is not None else dim, order))
         direct = -(-wire.direct_bytes // dtype.itemsize)
         if len(specs) > Channel.PARTS // 2:
             direct = max(direct, sorted(max(1, math.prod(s.shape)) // wire.ways for s in specs)[-Channel.PARTS // 2])

@@ -36,6 +36,7 @@ class Reduction:
         self._shards = GradientShards(flat, sharded, self._plan)
         self._arrival: Arrival | None = None
         self._missing: list[int] = []
+        self._reordered = [(index, slot.order) for index, slot in enumerate(flat.layout.slots) if slot.order]
         self._whole: list[tuple[int, Tensor]] = []
 
     def launch(self, gradients: Sequence[Tensor | None], channel: Channel, label: str) -> None:
@@ -48,6 +49,11 @@ class Reduction:
         if rows is None:
             self._whole = [(i, g) for i in self._plan.flagged if (g := gradients[i]) is not None]
             return
+        if self._reordered:
+            gradients = list(gradients)
+            for index, order in self._reordered:
+                gradient = gradients[index]
+                gradients[index] = None if gradient is None else gradient.permute(order)
         if self._before != 1.0:
             gradients = [None if g is None else g / self._before for g in gradients]
         if self._shards.refresh() and self._plan.flagged:
