@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, Final
 
 from torch import nn
@@ -17,7 +17,7 @@ from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach
-from composable.model.traversal import SHARD, ManagedParameter, get_states, walk
+from composable.model.traversal import SHARD, ManagedParameter, get_states, registered_parameters, walk
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.ground import Ground
 from composable.runtime.handle import Recipe
@@ -119,6 +119,7 @@ def fully_shard(
         _ASSIGNED.append((child, share))
         fully_shard(child, **overrides)
     _attach_unit(modules, shares[0], ground, after, shard_placement_fn)
+    _leave_alone(modules, ignored)
     _name_units(modules)
     return module
 
@@ -217,6 +218,14 @@ def _attach_unit(
     unit.take_charge(modules, recipe)
     for module in modules:
         on_undo(attach(module, SHARD, unit))
+
+
+def _leave_alone(modules: Sequence[nn.Module], ignored: Collection[int]) -> None:
+    """Note where the ignored parameters are, since others that no unit has are refused when they train."""
+    unit = fully_shard.state(modules[0])
+    assert unit is not None
+    places = [place for module in modules for place, parameter in registered_parameters(module) if id(parameter) in ignored]
+    unit.left_alone += [Owner(place.module, place.name) for place in places]
 
 
 def _name_units(modules: Sequence[nn.Module]) -> None:

@@ -44,6 +44,11 @@ class ParameterSlots:
         owner = self.owners[0]
         return owner.module._parameters.get(owner.name)
 
+    @property
+    def held(self) -> list[Tensor | None]:
+        """What each of the places holds now."""
+        return [owner.module._parameters.get(owner.name) for owner in self.owners]
+
     def replace(self, parameter: nn.Parameter) -> None:
         """Put `parameter` where the current one stands, whatever it is."""
         for registry, name in self.registries:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, Protocol
 
 from torch import nn
@@ -142,3 +143,28 @@ def get_root_states(root: nn.Module) -> list[Any]:
 def names_below(root: nn.Module) -> Mapping[int, str]:
     """FQN of every module below `root`, by the module's id."""
     return {id(module): name for name, module in root.named_modules()}
+
+
+class TreeWatch:
+    """Tells quickly whether modules came, went or were exchanged below `root`, or the number of parameters changed."""
+
+    def __init__(self, root: nn.Module) -> None:
+        modules = [module for _, module in walk(root, stop=(REPLICATE,))]
+        # Live views, flattened and compared in C: it is asked before every forward of a root.
+        self._children = [module._modules.values() for module in modules]
+        self._parameters = [module._parameters for module in modules]
+        self._before = self._now()
+
+    def _now(self) -> tuple[list[nn.Module | None], int]:
+        return list(chain.from_iterable(self._children)), sum(map(len, self._parameters))
+
+    def changed(self) -> bool:
+        return self._before != self._now()
+
+
+def registered_parameters(root: nn.Module) -> Iterator[tuple[Place, nn.Parameter]]:
+    """Every registration of a parameter in `root` and below, but for subtrees under a `replicate`d module."""
+    for prefix, module in walk(root, stop=(REPLICATE,)):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield Place(module, name, f"{prefix}.{name}" if prefix else name), parameter

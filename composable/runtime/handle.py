@@ -62,6 +62,7 @@ class Handle:
         self.uses = 0  # forwards whose backward has not been entered yet
         self.depth = 0  # calls of its modules that are running, and its backward
         self._calls = 0  # the former alone
+        self.on_foreigners: Callable[[], None] = _ignore  # somebody registered or moved parameters; may raise
         self.on_backward: Callable[[bool], None] = _ignore  # backward goes through an output, and builds a graph or not
         self._guards = GuardRow(())
         self._channel: Channel = ground.wire.open_channel()
@@ -105,6 +106,7 @@ class Handle:
         """Before a forward of the root: notice what users did to parameters and gradients since the last one."""
         parameters = self.parameters
         if not parameters.intact():
+            self.on_foreigners()
             self._take_in_foreigners()
         parameters.follow()
         parameters.release_gradients()
@@ -284,5 +286,5 @@ class Handle:
         return parts[0].flat.device if parts else torch.device("cpu")
 
 
-def _ignore(builds_graph: bool) -> None:
+def _ignore(*_: bool) -> None:
     return None

@@ -36,6 +36,7 @@ from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import BackwardOrder, ForwardOrder
 from composable.runtime.backward_end import end_of_backward
 from composable.runtime.handle import Handle
+from composable.runtime.membership import Membership
 from composable.runtime.outputs import watch
 from composable.runtime.recompute import close_interrupted
 
@@ -88,8 +89,9 @@ class Unit(Protocol):
 class Root:
     """What lives as long as the root: its handles in traversal order, and the recorded order of their forwards."""
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit], membership: Membership) -> None:
         self.module = module
+        self.membership = membership
         self.units = tuple(units)
         self.handles = handles = tuple(unit.handle for unit in units)
         self._index = {handle: index for index, handle in enumerate(handles)}
@@ -103,6 +105,7 @@ class Root:
         self._watch = HookWatch(module for unit in units for module in unit.modules)
         self._verified = all(handle.ground.wire.ways == 1 for handle in handles)
         for index, handle in enumerate(handles):
+            handle.on_foreigners = membership.check_ties
             handle.on_backward = partial(self.enter_backward, index)
             handle.gradients.on_unexpected = self._open_backward
 

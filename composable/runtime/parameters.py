@@ -176,8 +176,7 @@ class UnitParameters:
 
     def _newcomer(self, name: str, slot: ParameterSlots) -> nn.Parameter | None:
         """The parameter that somebody registered in place of ours, at any of its places; None if nobody did."""
-        held = [owner.module._parameters.get(owner.name) for owner in slot.owners]
-        others = {id(other): other for other in held if isinstance(other, nn.Parameter) and other is not slot.sharded}
+        others = {id(other): other for other in slot.held if isinstance(other, nn.Parameter) and other is not slot.sharded}
         if not others:
             return None
         if len(others) > 1:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.device.memory import HOST_MEMORY
+from composable.device.parameters import Owner, ParameterSlots
 from composable.device.private import in_backward, next_node
 from composable.errors import HooksRemovedError, ShardedParameterError
 from composable.model.hooks import Guard, dispatcher_of, is_running, map_tensors
@@ -22,6 +23,7 @@ from composable.model.traversal import get_states, names_below
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.iteration import Root
 from composable.runtime.loading import StateDictHook
+from composable.runtime.membership import Membership
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
 
@@ -48,6 +50,7 @@ class ShardedUnit:
         self.guards: list[Guard] = []
         self.recipe: Recipe | None = None
         self.spare_name = ""
+        self.left_alone: list[Owner] = []  # places in its tree that are no unit's, and should not be
         self._handle: Handle | None = None
         self._originals: list[weakref.ref[nn.Parameter]] = []
         self._loading: list[RemovableHandle] = []
@@ -87,6 +90,14 @@ class ShardedUnit:
     def name(self) -> str:
         return self.handle.name
 
+    @property
+    def names(self) -> Sequence[str]:
+        return self.handle.names
+
+    @property
+    def slots(self) -> Sequence[ParameterSlots]:
+        return self.handle.slots
+
     def rename(self, name: str) -> None:
         """Take a name for messages: the FQN below whatever was annotated last."""
         self.spare_name = name
@@ -117,6 +128,8 @@ class ShardedUnit:
         if self._handle is None:
             return
         handle, self._handle = self._handle, None
+        if self.enclosing is not None and (outer := self.enclosing()) is not None:
+            outer.left_alone += [owner for slot in handle.slots for owner in slot.owners] + self.left_alone
         handle.guarded_by(())
         originals = [reference() for reference in self._originals]
         if is_taking_back():
@@ -190,6 +203,9 @@ class ShardedUnit:
 
     def _root_for_call(self, module: nn.Module) -> Root:
         root = self.root
+        if root is not None and not root.depth and root.membership.changed():
+            former, root = root, self._become_root(module)  # which may refuse what came
+            former.disband()
         if root is None:
             root = self._become_root(module)
         if root.depth and root.entry is module and not is_running(module):
@@ -208,7 +224,9 @@ class ShardedUnit:
         names = names_below(module)
         for unit in units:
             unit.handle.rename(names.get(id(unit.modules[0]), unit.handle.name))
-        root = Root(module, units)
+        membership = Membership(module, [unit for unit in units if unit.handle.ground.mesh is not None])
+        membership.check()
+        root = Root(module, units, membership)
         for unit in units:
             unit.root = root
         return root
@@ -281,12 +299,18 @@ class ShardedUnit:
         twin = ShardedUnit()
         memo[id(self)] = twin
         # The copied modules are not whole yet: the twin makes its handle at its first use.
-        for name in ("modules", "guards", "recipe", "spare_name"):
+        for name in ("modules", "guards", "recipe", "spare_name", "left_alone"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"modules": self.modules, "guards": self.guards, "recipe": self.recipe, "spare_name": self.name}
+        return {
+            "modules": self.modules,
+            "guards": self.guards,
+            "recipe": self.recipe,
+            "spare_name": self.name,
+            "left_alone": self.left_alone,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]

@@ -27,7 +27,6 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
         "device/parameters.py",
         "model/traversal.py",
         "runtime/handle.py",
-        "runtime/parameters.py",
         "runtime/replica.py",
         "runtime/unit.py",
     ),

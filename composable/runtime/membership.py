@@ -1,0 +1,95 @@
+"""Whether every trainable parameter in a tree belongs to the unit that it should; knows no phase and moves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Protocol
+
+from torch import nn
+
+from composable.device.parameters import Owner, ParameterSlots
+from composable.errors import ForeignParameterError
+from composable.model.traversal import TreeWatch, registered_parameters
+
+_CURE: Final = "call remove(module, fully_shard), change the module, and annotate it again"
+
+
+class Member(Protocol):
+    """What is asked of a unit."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    @property
+    def slots(self) -> Sequence[ParameterSlots]: ...
+
+    @property
+    def left_alone(self) -> Sequence[Owner]: ...
+
+
+class Membership:
+    """What a root knows of its tree: which modules there are, and whose each parameter is."""
+
+    def __init__(self, root: nn.Module, members: Sequence[Member]) -> None:
+        self._root = root
+        self._members = tuple(members)
+        self._tree = TreeWatch(root)
+        self._frozen: list[nn.Parameter] = []  # that belong to nobody; none of them trains
+
+    def changed(self) -> bool:
+        """Whether modules or parameters came, or one that belongs to nobody is to be trained now."""
+        return self._tree.changed() or any(parameter.requires_grad for parameter in self._frozen)
+
+    def check(self) -> None:
+        """Raise for a parameter that is trained and that no unit knows, or that a unit knows at another place."""
+        known = self._known_places()
+        if not self._members:
+            return
+        home = self._homes()
+        frozen = []
+        for place, parameter in registered_parameters(self._root):
+            if (id(place.module), place.name) in known:
+                continue
+            if id(parameter) in home:
+                _refuse_tie(place.fqn, *home[id(parameter)][:2])
+            if parameter.requires_grad:
+                raise ForeignParameterError(
+                    f"parameter '{place.fqn}' ({type(place.module).__name__}) came into the model after fully_shard was "
+                    f"called: nothing shards it, and every rank would train its own. To have it sharded, {_CURE}; to train it "
+                    "as it is, name it in ignored_params there"
+                )
+            frozen.append(parameter)
+        self._frozen = frozen
+
+    def check_ties(self) -> None:
+        """Raise if one of the units' places holds a sharded parameter of another place."""
+        home = self._homes()
+        for member in self._members:
+            for fqn, slot in zip(member.names, member.slots, strict=True):
+                for held in slot.held:
+                    unit, name, owner = home.get(id(held), ("", "", slot))
+                    if owner is not slot:
+                        _refuse_tie(f"{member.name}.{fqn}" if member.name else fqn, unit, name)
+
+    def _known_places(self) -> dict[tuple[int, str], None]:
+        owners = [owner for member in self._members for slot in member.slots for owner in slot.owners]
+        owners += [owner for member in self._members for owner in member.left_alone]
+        return {(id(owner.module), owner.name): None for owner in owners}
+
+    def _homes(self) -> dict[int, tuple[str, str, ParameterSlots]]:
+        """Unit, FQN in it, and slot of every sharded parameter, by the parameter's id."""
+        return {
+            id(slot.sharded): (member.name, fqn, slot)
+            for member in self._members
+            for fqn, slot in zip(member.names, member.slots, strict=True)
+        }
+
+
+def _refuse_tie(fqn: str, unit: str, name: str) -> None:
+    raise ForeignParameterError(
+        f"'{fqn}' was tied to parameter '{name}' of unit '{unit}' after fully_shard was called, which tied parameters must be "
+        f"before: {_CURE}"
+    )

@@ -1,0 +1,186 @@
+"""Modules and parameters that come into a sharded model after it was annotated: refused by name, unless they do no harm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from composable import fully_shard, remove
+from composable.errors import ForeignParameterError
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Linear(4, 4, bias=False)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        self.head = nn.Linear(4, 4, bias=False)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(self.emb(x))) * self.scale  # type: ignore[no-any-return]
+
+
+class Adapter(nn.Module):
+    """As LoRA puts it around a layer."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base, self.down, self.up = base, nn.Linear(4, 2, bias=False), nn.Linear(2, 4, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+def _model() -> tuple[Model, Tensor]:
+    torch.manual_seed(0)
+    return Model().to(current_device()), torch.ones(2, 4, device=current_device())
+
+
+def _tie_units(model: Model) -> None:
+    model.head.weight = model.emb.weight
+
+
+def _tie_in_a_unit(model: Model) -> None:
+    model.scale = model.block[0].bias  # type: ignore[assignment]
+
+
+def _tie_what_is_new(model: Model) -> None:
+    model.head = nn.Linear(4, 4, bias=False, device=model.scale.device)
+    model.head.weight = model.emb.weight
+
+
+def _exchange_a_layer(model: Model) -> None:
+    model.block[0] = nn.Linear(4, 4, device=model.scale.device)
+
+
+def _adapt_a_layer(model: Model) -> None:
+    model.block[0] = Adapter(model.block[0]).to(model.scale.device)
+
+
+def _register_one_more(model: Model) -> None:
+    model.block[1].register_parameter("slope", nn.Parameter(torch.ones(1, device=model.scale.device)))
+
+
+_CURE: Final = "call remove(module, fully_shard), change the module, and annotate it again"
+
+
+def _tied(where: str, name: str, unit: str) -> str:
+    return (
+        f"'{where}' was tied to parameter '{name}' of unit '{unit}' after fully_shard was called, which tied parameters must "
+        f"be before: {_CURE}"
+    )
+
+
+def _came(name: str, kind: str) -> str:
+    return (
+        f"parameter '{name}' ({kind}) came into the model after fully_shard was called: nothing shards it, and every rank "
+        f"would train its own. To have it sharded, {_CURE}; to train it as it is, name it in ignored_params there"
+    )
+
+
+CHANGES: Final[dict[str, tuple[Callable[[Model], None], str]]] = {
+    "weights of two units tied": (_tie_units, _tied("head.weight", "weight", "emb")),
+    "weights of one unit tied": (_tie_in_a_unit, _tied("scale", "block.0.bias", "")),
+    "a new layer tied": (_tie_what_is_new, _tied("head.weight", "weight", "emb")),
+    "a layer exchanged": (_exchange_a_layer, _came("block.0.weight", "Linear")),
+    "a layer adapted": (_adapt_a_layer, _came("block.0.down.weight", "Linear")),
+    "a parameter more": (_register_one_more, _came("block.1.slope", "Tanh")),
+}
+
+
+def _refusals(change: str, steps: int) -> list[str]:
+    model, x = _model()
+    fully_shard(model.emb)
+    fully_shard(model.head)
+    fully_shard(model)
+    for _ in range(steps):
+        model(x).sum().backward()
+    CHANGES[change][0](model)
+    said = []
+    for _ in range(2):  # nothing is half done after the first
+        with pytest.raises(ForeignParameterError) as caught:
+            model(x)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_would_train_apart_is_refused_at_the_next_forward(pool: Pool, change: str, steps: int, device: str) -> None:
+    need_devices(device, 2)
+    assert pool.run(2, _refusals, change, steps, device=device) == [[CHANGES[change][1]] * 2] * 2
+
+
+@spmd(ranks=2)
+def test_the_cure_cures() -> None:
+    model, x = _model()
+    fully_shard(model, policy={nn.Linear})
+    model(x).sum().backward()
+    remove(model, fully_shard)
+    _adapt_a_layer(model)
+    _tie_units(model)
+    plain, _ = _model()
+    _adapt_a_layer(plain)
+    _tie_units(plain)
+    plain.load_state_dict(model.state_dict())
+    model.zero_grad()
+    fully_shard(model)
+    for each in (plain, model):
+        each(x).square().sum().backward()
+    for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
+
+
+@spmd(ranks=2)
+def test_what_is_frozen_ignored_or_without_parameters_may_come_and_go() -> None:
+    model, x = _model()
+    fully_shard(model, policy={nn.Linear}, ignored_params=["scale"])
+    model(x).sum().backward()
+    model.block.append(nn.Linear(4, 4, device=x.device).requires_grad_(requires_grad=False))
+    model.block.append(nn.Dropout(0.0))
+    model.scale = nn.Parameter(torch.full((4,), 2.0, device=x.device))
+    model(x).sum().backward()
+    assert model.scale.grad is not None
+    model.block[2].weight.requires_grad_()  # type: ignore[operator, union-attr]
+    with pytest.raises(ForeignParameterError, match=r"^parameter 'block\.2\.weight' \(Linear\) came into the model"):
+        model(x)
+    del model.block[2:]
+    model(x).sum().backward()
+
+
+@spmd(ranks=2)
+def test_a_unit_may_come_into_a_model_that_has_run() -> None:
+    model, x = _model()
+    fully_shard(model, policy={nn.Linear})
+    model(x).sum().backward()
+    torch.manual_seed(1)
+    model.block.append(fully_shard(nn.Linear(4, 4, device=x.device)))
+    model.zero_grad()
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@spmd(ranks=2)
+def test_parameters_of_a_unit_that_was_removed_are_the_users_own() -> None:
+    model, x = _model()
+    fully_shard(model, policy={nn.Linear})
+    model(x).sum().backward()
+    remove(model.emb, fully_shard)
+    model(x).sum().backward()
+    assert type(model.emb.weight.grad) is Tensor
+
+
+def test_one_process_without_a_group_may_change_its_model() -> None:
+    model, x = _model()
+    fully_shard(model, policy={nn.Linear})
+    model(x).sum().backward()
+    _adapt_a_layer(model)
+    _tie_units(model)
+    model(x).sum().backward()
+    assert model.block[0].up.weight.grad is not None  # type: ignore[union-attr]
