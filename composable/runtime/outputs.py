@@ -68,7 +68,7 @@ def watch(handle: Handle, output: Any, since: int, *, count: bool) -> tuple[Any,
         else:
             given = True
     if given and not found and count and handle.slots:
-        output = map_tensors(output, _with_a_node)
+        output = map_tensors(output, with_a_node)
         found = _announce(tensors_in(output), entry, made_here)
     if found:
         handle.uses += count
@@ -82,7 +82,8 @@ def watch(handle: Handle, output: Any, since: int, *, count: bool) -> tuple[Any,
     return output, aliased or (not found and handle.trainable)
 
 
-def _with_a_node(tensor: Tensor) -> Tensor:
+def with_a_node(tensor: Tensor) -> Tensor:
+    """The same tensor, as this call's own."""
     return tensor.view_as(tensor) if tensor.requires_grad and tensor.layout is torch.strided else tensor
 
 

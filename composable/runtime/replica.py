@@ -14,8 +14,9 @@ from composable.device.collectives import Wire
 from composable.device.parameters import Owner
 from composable.device.private import in_backward
 from composable.errors import PhaseError
-from composable.model.hooks import before_gradient, tensors_in
+from composable.model.hooks import before_gradient, map_tensors, tensors_in
 from composable.runtime.ground import Ground
+from composable.runtime.outputs import with_a_node
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.reducer import Reducer
 
@@ -162,6 +163,8 @@ class ReplicatedUnit:
         self._depth -= 1
         if torch.is_grad_enabled() and self._reducer is not None and self.wire.ways > 1:
             reducer = self._reducer
+            if not any(tensor.grad_fn is not None for tensor in tensors_in(output)):
+                output = map_tensors(output, with_a_node)  # the caller's own input: what waits at a leaf is called only once
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
                     before_gradient(tensor, reducer.open)

@@ -139,6 +139,16 @@ def test_gradients_stay_on_the_parameters_when_the_annotation_is_removed() -> No
         torch.testing.assert_close(other.grad, old + one.grad)
 
 
+@spmd(ranks=2)
+def test_a_rank_that_hands_its_input_on_takes_part_in_every_backward_through_one_forward() -> None:
+    plain, ours = _twins(Parts)
+    for model in (plain, ours):
+        loss = model(_batch(0).requires_grad_(), [0, 1, 2] if dist.get_rank() == 0 else []).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    _assert_means(averaged_gradients(plain), ours)
+
+
 # --- how gradients come about -----------------------------------------------------------------------------------------
 
 
