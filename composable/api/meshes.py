@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -26,14 +27,16 @@ def device_of(module: nn.Module) -> torch.device:
     return accelerator or torch.device("cpu")
 
 
-_MESHES: dict[tuple[dist.ProcessGroup, str], DeviceMesh] = {}
+# Parameters keep their mesh, and the mesh its group: with the last of them, both go.
+_MESHES: WeakValueDictionary[tuple[dist.ProcessGroup, str], DeviceMesh] = WeakValueDictionary()
 
 
 def _mesh_over(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """One mesh per group and device type, so that all parameters share it."""
-    if (group, device_type) not in _MESHES:
-        _MESHES[group, device_type] = DeviceMesh.from_group(group, device_type)
-    return _MESHES[group, device_type]
+    mesh = _MESHES.get((group, device_type))
+    if mesh is None:
+        mesh = _MESHES[group, device_type] = DeviceMesh.from_group(group, device_type)
+    return mesh
 
 
 def _type_for(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -6,9 +6,10 @@ Checked with torch 2.13.0 (CPU build). Where a name is missing in another versio
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
@@ -88,6 +89,24 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     except (AttributeError, RuntimeError):
         return None
     return timeout
+
+
+def when_destroyed(group: dist.ProcessGroup, method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    """Call a method, if its object still lives, when this rank destroys `group`. torch tells nobody.
+
+    What its registry alone holds of a group, a view of the store, goes with the entry. Meshes and models hold the group itself;
+    it is watched where the registry looks otherwise, and then nothing happens until they have let go of it.
+    """
+
+    def call() -> None:
+        found = method()
+        if found is not None:
+            found()
+
+    watched: Any = group
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
+        _, watched = dist.distributed_c10d._world.pg_map[group]
+    weakref.finalize(watched, call).atexit = False
 
 
 def launchers(group: dist.ProcessGroup) -> tuple[tuple[Launch, Any], tuple[Launch, Any], tuple[Launch, Any]]:

@@ -1,38 +1,138 @@
 """Blocks of memory that one rank fills and the other ranks of its host read; knows no collective and no order of messages.
 
-A block is an anonymous file (`memfd_create`): no name to clash or to clean up, and gone with the last process that uses it.
-Others open it through `/proc/<pid>/fd`, which needs the same host, user and process namespace. A descriptor is closed only with
-the group of ranks that its block was shown to, so that a number that somebody has seen does not come to mean another block.
+Note [One arena per rank and group]
+A rank's blocks of one group lie in one anonymous file (`memfd_create`): no name to clash or to clean up, and gone with the last
+process that uses it. It is large from the start, but has memory only where a block is. The others open it through
+`/proc/<pid>/fd` when they meet, and never again: so nothing that somebody was shown can come to mean something else, and a
+rank that ends, or destroys its group, takes nothing away from those who have yet to read.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
+import sys
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-GRAIN: Final = 2 << 20  # blocks are multiples of a huge page
+GRAIN: Final = 2 << 20  # blocks start and end where huge pages do
+ROOM: Final = 1 << 36  # addresses of an arena; memory is another matter
 SPARE_BLOCKS: Final = 2  # beyond those that are being read, before a rank waits for its readers
 
+# Otherwise every mapping has a file open for as long as it lives.
+_UNTRACKED: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
-def _map(descriptor: int, nbytes: int) -> mmap.mmap:
-    mapped = mmap.mmap(descriptor, nbytes)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        mapped.madvise(mmap.MADV_HUGEPAGE)  # a fault per 2 MiB instead of one per 4 KiB
+
+def _map(descriptor: int) -> mmap.mmap:
+    mapped = mmap.mmap(descriptor, ROOM, **_UNTRACKED)
+    with suppress(OSError, AttributeError):  # a kernel without huge pages has small ones
+        mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
 
 
 def _bytes_of(mapped: mmap.mmap) -> Tensor:
     with torch.inference_mode(False):
         return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """How others find a rank's arena, and make sure that it is that rank's: four integers."""
+
+    host: int  # the same for processes that see each other's numbers
+    process: int
+    descriptor: int
+    mark: int  # what the arena begins with
+
+
+class Arena:
+    """Where this rank's blocks of one group lie.
+
+    Raises:
+        OSError: the system has no such memory, or no descriptor left.
+    """
+
+    _descriptor = -1
+
+    def __init__(self) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise OSError(errno.ENOSYS, "this system has no memory without a name")
+        self._descriptor = os.memfd_create("composable")
+        os.ftruncate(self._descriptor, ROOM)
+        self._mapped = _map(self._descriptor)
+        self._bytes = _bytes_of(self._mapped)
+        self._lock = Lock()  # models may be trained in threads
+        self._end = GRAIN
+        self._gaps: list[tuple[int, int]] = []  # start and size, once used and given back
+        mark = int.from_bytes(os.urandom(7), "little")
+        self.provide(0, mmap.PAGESIZE)
+        self._bytes[:8].view(torch.int64).fill_(mark)
+        self.identity = Identity(_host(), os.getpid(), self._descriptor, mark)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def reserve(self, nbytes: int) -> tuple[int, Tensor]:
+        """Addresses that nobody uses: where they start, and what will be there."""
+        with self._lock:
+            start = next((start for start, size in self._gaps if size == nbytes), self._end)
+            if start < self._end:
+                self._gaps.remove((start, nbytes))
+            elif start + nbytes > ROOM:
+                raise OSError(errno.ENOMEM, f"no room for a block of {nbytes} bytes beside {start} that are in use")
+            else:
+                self._end += nbytes
+        return start, self._bytes[start : start + nbytes]
+
+    def provide(self, start: int, nbytes: int) -> None:
+        """Let there be memory. Without it, one that is missing would be noticed by a signal that ends the process.
+
+        Raises:
+            OSError: there is none.
+        """
+        os.posix_fallocate(self._descriptor, start, nbytes)
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Return memory to the system. Nobody may be reading."""
+        with suppress(OSError, AttributeError):
+            self._mapped.madvise(mmap.MADV_REMOVE, start, nbytes)
+        with self._lock:
+            self._gaps.append((start, nbytes))
+
+
+class Window:
+    """Another rank's arena.
+
+    Raises:
+        OSError: the other process has ended, this one may not look, or what is there is something else.
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        if identity.host != _host():
+            raise OSError(errno.EXDEV, "another host's numbers mean nothing here")
+        here = os.open(f"/proc/{identity.process}/fd/{identity.descriptor}", os.O_RDWR)
+        try:
+            if os.fstat(here).st_size != ROOM:
+                raise OSError(errno.ESTALE, "this is no arena")
+            self._bytes = _bytes_of(_map(here))
+        finally:
+            os.close(here)
+        if int(self._bytes[:8].view(torch.int64).item()) != identity.mark:
+            raise OSError(errno.ESTALE, "this is somebody else's arena")
+
+    def look(self, start: int, nbytes: int) -> Tensor:
+        """What the other rank shows there, as uint8."""
+        return self._bytes[start : start + nbytes]
 
 
 class Readers(Protocol):
@@ -48,29 +148,35 @@ class Readers(Protocol):
 class Block:
     """Memory of this rank's that others may read."""
 
-    descriptor = -1
-
-    def __init__(self, nbytes: int) -> None:
-        self.descriptor = os.memfd_create("composable")
+    def __init__(self, arena: Arena, nbytes: int) -> None:
+        self._arena = arena
+        self.start = 0
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.readers: Readers | None = None
         self.settled = False  # whether this rank has received its own part of the collective that the block served
         self.in_step = False  # whether all ranks receive theirs at the same point of the program
-        self.grow(nbytes)
-
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
+        self._provided = 0
+        self.make_room(nbytes)
 
     @property
     def nbytes(self) -> int:
         return self.memory.numel()
 
-    def grow(self, nbytes: int) -> None:
-        """Make room for `nbytes`. Nobody may be reading."""
-        nbytes = -(-nbytes // GRAIN) * GRAIN
-        os.ftruncate(self.descriptor, nbytes)
-        self.memory = _bytes_of(_map(self.descriptor, nbytes))
+    def make_room(self, nbytes: int) -> None:
+        """Have memory for `nbytes` at least. Nobody may be reading."""
+        if nbytes > self.nbytes:
+            self._move(-(-nbytes // GRAIN) * GRAIN)
+        if nbytes > self._provided:
+            wanted = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, self.nbytes)
+            self._arena.provide(self.start + self._provided, wanted - self._provided)
+            self._provided = wanted
+
+    def _move(self, nbytes: int) -> None:
+        before, size = self.start, self.nbytes
+        self.start, self.memory = self._arena.reserve(nbytes)
+        self._provided = 0
+        if size:
+            self._arena.give_back(before, size)
 
 
 class Outbox:
@@ -83,7 +189,8 @@ class Outbox:
     the readers of those.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, arena: Arena) -> None:
+        self._arena = arena
         self._lock = Lock()  # models may be trained in threads
         self._idle: list[Block] = []
         self._read: deque[Block] = deque()
@@ -103,10 +210,14 @@ class Outbox:
                 waiting.readers.wait()
             block = waiting
         if block is None:
-            return Block(nbytes)
+            return Block(self._arena, nbytes)
         block.readers = None
-        if block.nbytes < nbytes:
-            block.grow(nbytes)
+        try:
+            block.make_room(nbytes)
+        except OSError:
+            with self._lock:
+                self._idle.append(block)
+            raise
         return block
 
     def _collect(self) -> None:
@@ -150,66 +261,7 @@ def _size(block: Block) -> int:
     return block.nbytes
 
 
-class Window:
-    """What another process on this host shows: its blocks, opened at first sight."""
-
-    def __init__(self, process: int) -> None:
-        self._process = process
-        self._blocks: dict[int, Tensor] = {}
-
-    def look(self, descriptor: int, nbytes: int) -> Tensor:
-        """The first `nbytes` or more of the other process's block, as uint8.
-
-        Raises:
-            OSError: the other process has ended, or this one may not look.
-        """
-        block = self._blocks.get(descriptor)
-        if block is None or block.numel() < nbytes:
-            here = os.open(f"/proc/{self._process}/fd/{descriptor}", os.O_RDWR)
-            try:
-                block = self._blocks[descriptor] = _bytes_of(_map(here, nbytes))
-            finally:
-                os.close(here)
-        return block
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """How others find this process's memory, and make sure that it is this process's: four integers."""
-
-    host: int  # the same for processes that see each other's numbers
-    process: int
-    descriptor: int
-    mark: int  # what the block of that descriptor begins with
-
-    def visible(self, window: Window) -> bool:
-        """Whether `window`, opened by another process, shows what this identity says."""
-        if self.host != _host():
-            return False
-        try:
-            return int(window.look(self.descriptor, GRAIN)[:8].view(torch.int64).item()) == self.mark
-        except (OSError, ValueError):
-            return False
-
-
-_PROOFS: dict[int, tuple[Block, int]] = {}  # by process number: a child of a fork has a number of its own
-
-
-def my_identity() -> Identity | None:
-    """This process's identity, None where the system has no such memory."""
-    process = os.getpid()
-    if not hasattr(os, "memfd_create") or not Path("/proc/self/fd").is_dir():
-        return None
-    if process not in _PROOFS:
-        try:
-            block = Block(GRAIN)
-        except OSError:
-            return None
-        mark = int.from_bytes(os.urandom(7), "little")
-        block.memory[:8].view(torch.int64).fill_(mark)
-        _PROOFS[process] = block, mark
-    block, mark = _PROOFS[process]
-    return Identity(_host(), process, block.descriptor, mark)
+UNKNOWN_HOST: Final = -1
 
 
 def _host() -> int:
@@ -218,5 +270,5 @@ def _host() -> int:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         namespace = str(Path("/proc/self/ns/pid").readlink())
     except OSError:
-        return -1
+        return UNKNOWN_HOST
     return int.from_bytes(hashlib.sha256((boot + namespace).encode()).digest()[:7], "little")

@@ -1,8 +1,12 @@
 """Short words between processes of one host, through pipes; knows no group of ranks and no memory.
 
 A word is a tag and two integers. The kernel takes it while the writer goes on, and keeps it after the writer has ended; no
-thread of anybody's runs for it. A pipe has one writing and one reading process, so its words arrive in order, and its end is
-seen as soon as the writer ends. The reader makes it, the writer opens it through `/proc/<pid>/fd`.
+thread of anybody's runs for it. A pipe has one writing and one reading process, so its words arrive in order. The reader makes
+it, the writer opens it through `/proc/<pid>/fd`.
+
+Note [When a writer has ended]
+The end of a pipe is seen as soon as the last process has closed it that has it open. That may be a child which the writer
+has forked (a worker that loads data), long after the writer was killed. So who waits looks at the process, too.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import struct
 import time
 from collections import deque
 from datetime import timedelta
+from pathlib import Path
 from threading import Lock
 from typing import Final
 
@@ -20,7 +25,34 @@ Word = tuple[int, int]
 
 _FORMAT: Final = struct.Struct("=qqq")  # shorter than PIPE_BUF: words of several threads are never torn
 _MANY: Final = 2048 * _FORMAT.size
-_GLANCE: Final = 0.05  # seconds until a waiting thread looks whether another one has read its word
+_GLANCE: Final = 0.05  # seconds until a waiting thread looks whether another one has read its word, or its writer has ended
+
+DESTROYED_HERE: Final = "this rank has destroyed its process group"
+
+
+class Process:
+    """Another process of this host, and whether it still runs."""
+
+    _born = ""
+
+    def __init__(self, number: int) -> None:
+        self._path = f"/proc/{number}/stat"
+        self._born = self._look()
+
+    def has_ended(self) -> bool:
+        """Whether it has; a number that was given to somebody else since, and a process that nobody has buried, count."""
+        return self._look() != self._born
+
+    def _look(self) -> str:
+        """When the process was started; nothing if it has ended."""
+        try:
+            text = Path(self._path).read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return ""
+        except OSError:
+            return self._born  # nothing is known
+        state, *fields = text.rpartition(")")[2].split()
+        return "" if state in "ZX" else fields[18]
 
 
 class Inbox:
@@ -36,19 +68,32 @@ class Inbox:
         os.set_blocking(self._reading, False)
         self._heard: dict[int, deque[Word]] = {}
         self._ended = False
+        self._process: Process | None = None
         self._lock = Lock()  # models may be trained in threads
 
+    _reading = _writing = -1
+
     def __del__(self) -> None:
-        self.seal()
-        os.close(self._reading)
+        self.close()
+
+    def close(self) -> None:
+        """Hear nothing any more; who says something is told."""
+        self._close_writing_end()
+        if self._reading >= 0:
+            os.close(self._reading)
+            self._reading = -1
 
     @property
     def descriptor(self) -> int:
         """What the other process opens."""
         return self._writing
 
-    def seal(self) -> None:
-        """The other process has opened its end: from now on, its end is the only one."""
+    def seal(self, process: Process | None = None) -> None:
+        """The other process has opened its end: from now on, its end is the only one, and its life is watched."""
+        self._close_writing_end()
+        self._process = process
+
+    def _close_writing_end(self) -> None:
         if self._writing >= 0:
             os.close(self._writing)
             self._writing = -1
@@ -61,13 +106,15 @@ class Inbox:
 
         Raises:
             TimeoutError: none came in time.
-            EOFError: none came, and the other process has ended or let go of the pipe.
+            EOFError: none came, and the other process has ended or let go of the pipe; or this one has.
         """
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         poll = select.poll()
-        poll.register(self._reading, select.POLLIN)
+        if self._reading >= 0:
+            poll.register(self._reading, select.POLLIN)
+        gone = False
         while True:
-            ended = self._ended  # looked at first: another thread may hear the word and the end after our `next`
+            ended = gone or self._ended  # looked at first: another thread may hear the word and the end after our `next`
             word = self.next(tag)
             if word is not None:
                 return word
@@ -75,7 +122,8 @@ class Inbox:
                 raise EOFError(f"{self.writer} has ended, or has destroyed its process group")
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"no word from {self.writer} within {limit}")
-            poll.poll(_GLANCE * 1000)
+            if not poll.poll(_GLANCE * 1000):
+                gone = self._process is not None and self._process.has_ended()
 
     def next(self, tag: int) -> Word | None:
         """The next word with this tag, if it is there."""
@@ -91,7 +139,14 @@ class Inbox:
                 del self._heard[tag]
             return word
 
+    def drain(self) -> None:
+        """Hear what has been said so far, for whoever asks later."""
+        with self._lock:
+            self._read()
+
     def _read(self) -> None:
+        if self._reading < 0:
+            raise EOFError(DESTROYED_HERE)
         try:
             data = os.read(self._reading, _MANY)
         except BlockingIOError:
@@ -116,19 +171,38 @@ class Outlet:
 
     def __init__(self, process: int, descriptor: int, reader: str) -> None:
         self._reader = reader
-        self._writing = os.open(f"/proc/{process}/fd/{descriptor}", os.O_WRONLY)
+        # Its own opening of the pipe: that it does not wait is nobody else's affair.
+        self._writing = os.open(f"/proc/{process}/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK)
 
     def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Say nothing any more; who waits for a word is told."""
         if self._writing >= 0:
             os.close(self._writing)
+            self._writing = -1
 
-    def say(self, tag: int, first: int = 0, second: int = 0) -> None:
-        """Say a word. It waits only if the other process has left thousands of words unread.
+    def say(self, tag: int, first: int = 0, second: int = 0) -> bool:
+        """Say a word; False if the other process has left so many unread that there is no room for it.
 
         Raises:
             BrokenPipeError: the other process does not listen any more.
+            EOFError: this one has closed the pipe.
         """
+        if self._writing < 0:
+            raise EOFError(DESTROYED_HERE)
         try:
             os.write(self._writing, _FORMAT.pack(tag, first, second))
+        except BlockingIOError:
+            return False
         except BrokenPipeError as error:
             raise BrokenPipeError(f"{self._reader} has ended, or has destroyed its process group") from error
+        return True
+
+    def wait_for_room(self) -> None:
+        """Return when there may be room, or after a moment."""
+        poll = select.poll()
+        if self._writing >= 0:
+            poll.register(self._writing, select.POLLOUT)
+        poll.poll(_GLANCE * 1000)

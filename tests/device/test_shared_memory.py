@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
 from dataclasses import astuple, replace
+from unittest import mock
 
 import pytest
 import torch
@@ -11,52 +14,73 @@ import torch.distributed as dist
 
 from composable.device.collectives import GatherPart, PairsWire, ReducePart, SharedWire, shared_wire, wire_of, world_group
 from composable.device.memory import MemoryPool
-from composable.device.shared_memory import GRAIN, SPARE_BLOCKS, Block, Identity, Outbox, Window, my_identity
+from composable.device.shared_memory import GRAIN, SPARE_BLOCKS, Arena, Block, Identity, Outbox, Window
 from tests.helpers.world import Pool, spmd
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(my_identity() is None, reason="this system has no memory without a name (memfd_create)")
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
 
 
-def _identity() -> Identity:
-    identity = my_identity()
-    assert identity is not None
-    return identity
-
-
-# --- blocks and windows -----------------------------------------------------------------------------------------------
+# --- arenas, blocks and windows ---------------------------------------------------------------------------------------
 
 
 def test_a_window_shows_what_a_block_holds_also_after_it_grew() -> None:
-    block, window = Block(10), Window(os.getpid())
+    arena = Arena()
+    block, window = Block(arena, 10), Window(arena.identity)
     assert block.nbytes == GRAIN, "whole huge pages"
     block.memory[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    assert window.look(block.descriptor, block.nbytes)[:3].tolist() == [1, 2, 3]
+    assert window.look(block.start, block.nbytes)[:3].tolist() == [1, 2, 3]
     block.memory[1] = 7
-    assert window.look(block.descriptor, block.nbytes)[:3].tolist() == [1, 7, 3], "the same memory, not a copy"
-    block.grow(GRAIN + 1)
+    assert window.look(block.start, block.nbytes)[:3].tolist() == [1, 7, 3], "the same memory, not a copy"
+    block.make_room(GRAIN + 1)
     assert block.nbytes == 2 * GRAIN
     block.memory[GRAIN] = 9
-    seen = window.look(block.descriptor, block.nbytes)
-    assert seen[:3].tolist() == [1, 7, 3]
-    assert seen[GRAIN].item() == 9
+    assert window.look(block.start, block.nbytes)[GRAIN].item() == 9
 
 
-def test_looking_at_what_is_not_there_raises() -> None:
+def test_blocks_of_one_arena_never_overlap_and_what_was_given_back_is_used_again() -> None:
+    arena = Arena()
+    blocks = [Block(arena, nbytes) for nbytes in (1, GRAIN, 3 * GRAIN, GRAIN + 1)]
+    ends = [block.start + block.nbytes for block in blocks]
+    assert [block.start for block in blocks] == [GRAIN, *ends[:-1]]
+    blocks[0].make_room(2 * GRAIN)
+    assert blocks[0].start == ends[-1]
+    assert Block(arena, 1).start == GRAIN
+
+
+def test_a_window_outlives_the_arena() -> None:
+    arena = Arena()
+    block, window = Block(arena, 10), Window(arena.identity)
+    block.memory[0] = 5
+    start, nbytes = block.start, block.nbytes
+    del arena, block
+    assert window.look(start, nbytes)[0].item() == 5
+
+
+def test_memory_that_is_missing_is_an_error_and_the_block_comes_back() -> None:
+    outbox = Outbox(Arena())
+    block = _lent(outbox, 100, _Readers(finished=True))
+    with (
+        mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device")),
+        pytest.raises(OSError, match="No space left"),
+    ):
+        outbox.take(10 * GRAIN)
+    assert outbox.take(10 * GRAIN) is block
+
+
+def test_an_arena_is_recognised_and_no_other_is_taken_for_it() -> None:
+    arena = Arena()
+    identity = arena.identity
+    Window(identity)
+    with pytest.raises(OSError, match="somebody else's"):
+        Window(replace(identity, mark=identity.mark + 1))
     with pytest.raises(OSError, match="No such file"):
-        Window(os.getpid()).look(1 << 20, GRAIN)
-
-
-def test_a_process_is_recognised_and_no_other_is_taken_for_it() -> None:
-    identity = _identity()
-    assert identity == my_identity(), "made once"
-    assert identity.visible(Window(identity.process))
-    assert not replace(identity, mark=identity.mark + 1).visible(Window(identity.process))
-    assert not replace(identity, descriptor=1 << 20).visible(Window(identity.process))
-    assert not replace(identity, host=identity.host + 1).visible(Window(identity.process)), (
-        "another host's numbers mean nothing"
-    )
+        Window(replace(identity, descriptor=1 << 20))
+    with pytest.raises(OSError, match="another host's numbers"):
+        Window(replace(identity, host=identity.host + 1))
+    with tempfile.TemporaryFile() as file, pytest.raises(OSError, match="no arena"):
+        Window(replace(identity, descriptor=file.fileno()))
     assert Identity(*astuple(identity)) == identity, "travels as integers"
 
 
@@ -83,7 +107,7 @@ def _lent(outbox: Outbox, nbytes: int, readers: _Readers, *, settled: bool = Tru
 
 
 def test_a_block_is_filled_again_only_after_its_readers_were_waited_for() -> None:
-    outbox, readers = Outbox(), [_Readers() for _ in range(SPARE_BLOCKS + 1)]
+    outbox, readers = Outbox(Arena()), [_Readers() for _ in range(SPARE_BLOCKS + 1)]
     blocks = [_lent(outbox, 100, each) for each in readers]
     assert len({id(block) for block in blocks}) == SPARE_BLOCKS + 1, "none is taken away from its readers"
     assert [each.waited for each in readers] == [0] * (SPARE_BLOCKS + 1)
@@ -92,7 +116,7 @@ def test_a_block_is_filled_again_only_after_its_readers_were_waited_for() -> Non
 
 
 def test_a_block_that_nobody_reads_any_more_is_filled_again_at_once() -> None:
-    outbox, readers = Outbox(), _Readers()
+    outbox, readers = Outbox(Arena()), _Readers()
     first = _lent(outbox, 100, readers)
     second = _lent(outbox, 100, _Readers(finished=True))
     assert second is not first
@@ -105,7 +129,7 @@ def test_a_block_that_nobody_reads_any_more_is_filled_again_at_once() -> None:
 
 def test_nobody_waits_for_readers_of_a_collective_that_it_has_not_finished_itself() -> None:
     """They may wait for this very rank: a new block is made instead."""
-    outbox, readers = Outbox(), _Readers()
+    outbox, readers = Outbox(Arena()), _Readers()
     blocks = [_lent(outbox, 100, readers, settled=False) for _ in range(SPARE_BLOCKS + 3)]
     assert len({id(block) for block in blocks}) == SPARE_BLOCKS + 3
     assert readers.waited == 0
@@ -113,7 +137,7 @@ def test_nobody_waits_for_readers_of_a_collective_that_it_has_not_finished_itsel
 
 def test_nobody_waits_for_readers_who_may_read_at_another_point_of_their_program() -> None:
     """What they do before that may wait for this very rank."""
-    outbox, readers = Outbox(), _Readers()
+    outbox, readers = Outbox(Arena()), _Readers()
     blocks = [_lent(outbox, 100, readers, in_step=False) for _ in range(SPARE_BLOCKS + 3)]
     assert len({id(block) for block in blocks}) == SPARE_BLOCKS + 3
     assert readers.waited == 0
@@ -122,15 +146,16 @@ def test_nobody_waits_for_readers_who_may_read_at_another_point_of_their_program
 
 
 def test_a_collective_that_nobody_finishes_does_not_keep_later_blocks_from_coming_back() -> None:
-    outbox = Outbox()
+    outbox = Outbox(Arena())
     _lent(outbox, 100, _Readers(finished=True), settled=False)
     later = [_lent(outbox, 100, _Readers()) for _ in range(SPARE_BLOCKS)]
     assert outbox.take(100) is later[0]
 
 
 def test_idle_blocks_are_used_again_the_smallest_that_fits_or_else_the_largest_grown() -> None:
-    outbox = Outbox()
-    small, large = Block(GRAIN), Block(3 * GRAIN)
+    arena = Arena()
+    outbox = Outbox(arena)
+    small, large = Block(arena, GRAIN), Block(arena, 3 * GRAIN)
     for block in (small, large):
         outbox.lend(block, _Readers(finished=True), in_step=True)
         block.settled = True
@@ -145,7 +170,7 @@ def test_idle_blocks_are_used_again_the_smallest_that_fits_or_else_the_largest_g
 
 
 def test_a_block_whose_collective_failed_is_left_alone() -> None:
-    outbox = Outbox()
+    outbox = Outbox(Arena())
     lost = _lent(outbox, 100, _Readers(finished=True), settled=False)
     outbox.lost(lost)
     lost.settled = True

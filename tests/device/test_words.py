@@ -5,13 +5,14 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from composable.device.words import Inbox, Outlet
+from composable.device.words import Inbox, Outlet, Process
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="this system does not show open files")
 
@@ -104,3 +105,46 @@ def test_the_end_of_a_killed_process_is_seen_at_once() -> None:
     with pytest.raises(EOFError, match="the child has ended"):
         inbox.wait(3, timedelta(seconds=60))
     child.join()
+
+
+def test_a_full_pipe_takes_no_word_and_takes_one_again_when_somebody_has_read() -> None:
+    inbox, outlet = _pipe()
+    said = 0
+    while outlet.say(1, said):
+        said += 1
+    outlet.wait_for_room()
+    assert not outlet.say(1, said)
+    inbox.drain()
+    outlet.wait_for_room()
+    assert outlet.say(1, said)
+    assert [inbox.wait(1, None)[0] for _ in range(said + 1)] == list(range(said + 1))
+
+
+def test_the_end_of_a_writer_is_seen_while_somebody_else_holds_its_end_of_the_pipe() -> None:
+    """A child that it has forked does."""
+    inbox = Inbox("rank 5")
+    outlet = Outlet(os.getpid(), inbox.descriptor, "rank 6")
+    writer = subprocess.Popen(["sleep", "600"])
+    try:
+        inbox.seal(Process(writer.pid))
+        outlet.say(1, 2, 3)
+        assert inbox.wait(1, None) == (2, 3)
+        with pytest.raises(TimeoutError):
+            inbox.wait(1, timedelta(milliseconds=10))
+    finally:
+        writer.kill()
+    with pytest.raises(EOFError, match=r"^rank 5 has ended"):
+        inbox.wait(1, None)  # nobody has asked for the process's exit code yet
+    writer.wait()
+    with pytest.raises(EOFError, match=r"^rank 5 has ended"):
+        inbox.wait(1, None)
+
+
+def test_a_pipe_that_was_closed_here_says_so() -> None:
+    inbox, outlet = _pipe()
+    inbox.close()
+    with pytest.raises(EOFError, match=r"^this rank has destroyed its process group$"):
+        inbox.wait(1, None)
+    outlet.close()
+    with pytest.raises(EOFError, match=r"^this rank has destroyed its process group$"):
+        outlet.say(1)

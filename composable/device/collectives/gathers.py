@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composable.device.collectives.wire import GatherPart
 from composable.device.shared_memory import Block
+from composable.device.words import Word
 
 _ALIGN: Final = 64  # bytes
 
@@ -37,8 +38,8 @@ class GatherPlan:
     starts: list[int]
     own: tuple[list[Tensor], list[Tensor]]  # targets, sources
     wanted: dict[int, list[tuple[Tensor, int]]]  # by peer: target, where it starts in the peer's message
-    shown: dict[int, list[Tensor]] = field(default_factory=dict)  # by address of a block: where the shards go
-    seen: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # by peer and address: where targets come from
+    shown: dict[int, list[Tensor]] = field(default_factory=dict)  # by where a block starts: where the shards go
+    seen: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)  # by peer and start: where targets come from
 
     def copy_own(self) -> None:
         if self.own[0]:
@@ -46,7 +47,7 @@ class GatherPlan:
 
     def fill(self, block: Block) -> None:
         """Copy the shards to where the others find them."""
-        key = block.memory.data_ptr()
+        key = block.start
         if key not in self.shown:
             with torch.inference_mode(False):  # they are written to outside of it, too
                 self.shown[key] = [
@@ -55,14 +56,15 @@ class GatherPlan:
                 ]
         torch._foreach_copy_(self.shown[key], self.shards)
 
-    def copy_from(self, messages: Iterable[tuple[int, Tensor]]) -> None:
-        """Copy what the others show, by rank."""
-        for peer, memory in messages:
+    def copy_from(self, words: Mapping[int, Word], look: Callable[[int, Word], Tensor]) -> None:
+        """Copy what the others show, wherever it is."""
+        for peer, word in words.items():
             wanted = self.wanted[peer]
             if not wanted:
                 continue
-            key = peer, memory.data_ptr()
+            key = peer, word[0]
             if key not in self.seen:
+                memory = look(peer, word)
                 self.seen[key] = [view_of(memory, start, to.numel(), to.dtype) for to, start in wanted]
             torch._foreach_copy_([target for target, _ in wanted], self.seen[key])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 import torch.distributed as dist
 
@@ -17,16 +19,17 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return "undefined"
 
 
-_NEIGHBOURS: dict[tuple[dist.ProcessGroup, int], dist.ProcessGroup] = {}
+_NEIGHBOURS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
 def neighbours(group: dist.ProcessGroup, ways: int, device: torch.device) -> dist.ProcessGroup:
     """The group of `ways` neighbouring ranks of `group` that this rank belongs to; made once."""
-    if (group, ways) not in _NEIGHBOURS:
+    made = _NEIGHBOURS.setdefault(group, {})
+    if ways not in made:
         ranks = dist.get_process_group_ranks(group)
         start = dist.get_rank(group) // ways * ways
-        _NEIGHBOURS[group, ways] = _new_group(ranks[start : start + ways], group, device)
-    return _NEIGHBOURS[group, ways]
+        made[ways] = _new_group(ranks[start : start + ways], group, device)
+    return made[ways]
 
 
 def communicator_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:

@@ -60,14 +60,23 @@ class _Handover:
 
     def progress(self) -> bool:
         if self._receive is not None:
+            if not self._is_here():
+                return False
+            self._take(self._receive)
+        return self._rest is None or self._rest.progress()
+
+    def _is_here(self) -> bool:
+        """Whether all peers have shown theirs."""
+        try:
             for peer in self._near.peers:
                 if peer not in self._words:
                     word = self._near.glance(peer, self._tag)
                     if word is None:
                         return False
                     self._words[peer] = word
-            self._take(self._receive)
-        return self._rest is None or self._rest.progress()
+        except FAILURES as error:
+            raise failed(self._label, self._near.rank, error) from error
+        return True
 
     def wait(self) -> None:
         if self._receive is not None:
@@ -110,7 +119,7 @@ class SharedWire(GroupWire):
         plan: GatherPlan = prepared
 
         def receive(words: dict[int, Word]) -> None:
-            plan.copy_from(self._messages(words))
+            plan.copy_from(words, self._near.look)
 
         arrival = self._hand_over(plan.nbytes, plan.fill, receive, label, channel.next_tag(), in_step=True)
         plan.copy_own()

@@ -1,0 +1,244 @@
+"""What ends, fails or is missing on one rank of a host: the others are told, and keep what they were shown."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import fully_shard, replicate
+from composable.device.collectives import GatherPart, PairsWire, shared_wire, wire_of, world_group
+from composable.device.collectives.neighbourhood import Neighbourhood
+from composable.device.words import Outlet, Process
+from composable.errors import CommunicationError
+from tests.helpers.world import Pool, RanksFailed, set_timeout, spmd
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
+
+_VERBS: Final[dict[str, Callable[..., Any]]] = {"fully_shard": fully_shard, "replicate": replicate}
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+
+
+def _train(model: nn.Module, seed: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(seed)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 64, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _gather(group: dist.ProcessGroup) -> tuple[Any, Tensor]:
+    """A gather of each rank's number, launched."""
+    wire = shared_wire(group, CPU)
+    assert wire is not None
+    whole = torch.empty(100 * wire.ways)
+    plan = wire.prepare([GatherPart(torch.full((100,), float(wire.rank)), whole, whole.numel())])
+    return wire.all_gather(plan, label="gather", channel=wire.open_channel()), whole
+
+
+# --- what failed ------------------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("failing", _VERBS)
+@pytest.mark.parametrize("later", _VERBS)
+def test_a_model_after_a_collective_that_failed_computes_what_one_process_computes(failing: str, later: str) -> None:
+    group = dist.new_group()
+    torch.manual_seed(0)
+    first = _VERBS[failing](_model(), mesh=group)
+    _train(first, 1)
+    set_timeout(group, 0.3)
+    if dist.get_rank() == 0:
+        with pytest.raises(CommunicationError, match="no word from rank 1 within"):
+            _train(first, 2)
+    dist.barrier()
+    set_timeout(group, 60.0)
+    plain = _model()
+    model = _VERBS[later](copy.deepcopy(plain), mesh=group)
+    assert _train(model, 3) == pytest.approx(_train(plain, 3), rel=1e-5)
+
+
+def _say(near: Neighbourhood, words: int) -> None:
+    for _ in range(words):
+        near.say_done(8)
+
+
+@spmd(ranks=2)
+def test_words_that_nobody_reads_end_with_an_error_when_the_pipe_is_full() -> None:
+    group = dist.new_group()
+    wire = shared_wire(group, CPU)
+    assert wire is not None
+    set_timeout(group, 0.3)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(TimeoutError, match=r"^rank 1 has read no word within 0:00:00\.300000$"):
+            _say(wire._near, 1 << 20)
+    dist.barrier()
+
+
+@spmd(ranks=2)
+def test_ranks_that_fill_each_others_pipes_read_what_is_in_their_own() -> None:
+    wire = shared_wire(world_group(), CPU)
+    assert wire is not None
+    _say(wire._near, 10_000)
+    message = torch.ones(10)
+    wire.all_reduce(message, label="").wait()
+    assert message[0].item() == 2.0
+
+
+# --- what is missing --------------------------------------------------------------------------------------------------
+
+
+def _without(what: str) -> AbstractContextManager[object]:
+    full = OSError(errno.EMFILE, "Too many open files")
+    if what == "descriptors for memory":
+        return mock.patch.object(os, "memfd_create", side_effect=full)
+    if what == "memory":
+        return mock.patch.object(os, "posix_fallocate", side_effect=OSError(errno.ENOSPC, "No space left on device"))
+    if what == "descriptors for pipes":
+        return mock.patch.object(os, "pipe", side_effect=full)
+    if what == "descriptors of others":
+        return mock.patch.object(Outlet, "__init__", side_effect=full)
+    return mock.patch.object(Path, "readlink", side_effect=OSError(errno.EACCES, "Permission denied"))
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize(
+    "what", ["descriptors for memory", "memory", "descriptors for pipes", "descriptors of others", "a number of the host"]
+)
+def test_what_one_rank_lacks_while_ranks_meet_makes_all_of_them_use_sockets(what: str) -> None:
+    for lacking in ([1], [0, 1]):
+        group = dist.new_group()
+        with _without(what) if dist.get_rank() in lacking else nullcontext():
+            assert isinstance(wire_of(group, CPU), PairsWire)
+    plain = _model()
+    model = fully_shard(copy.deepcopy(plain), mesh=group)
+    assert _train(model, 3) == pytest.approx(_train(plain, 3), rel=1e-5)
+
+
+@spmd(ranks=2)
+def test_memory_that_is_missing_later_is_an_error_that_names_the_unit() -> None:
+    group = dist.new_group()
+    model = fully_shard(_model(), mesh=group)
+    set_timeout(group, 0.3)
+    with _without("memory"), pytest.raises(CommunicationError) as failed:
+        model(torch.ones(4, 64))
+    assert "the all-gather of unit '' failed: [Errno 28] No space left on device" in str(failed.value)
+
+
+# --- what ends --------------------------------------------------------------------------------------------------------
+
+
+def _leave_right_after_a_collective() -> None:
+    process = torch.tensor([os.getpid()])
+    dist.broadcast(process, 0)
+    arrival, whole = _gather(world_group())
+    if dist.get_rank() == 0:
+        arrival.wait()
+        os._exit(0)
+    rank_0 = Process(int(process.item()))
+    while not rank_0.has_ended():
+        time.sleep(0.01)
+    arrival.wait()
+    assert torch.equal(whole, torch.tensor([0.0, 1.0]).repeat_interleave(100))
+
+
+def test_what_a_rank_has_shown_is_there_when_it_has_ended(pool: Pool) -> None:
+    with pytest.raises(RanksFailed, match="1 of 2 ranks failed\n--- rank 0:\ndied with exit code 0"):
+        pool.run(2, _leave_right_after_a_collective)
+
+
+def _die_and_leave_a_child() -> None:
+    arrival, _ = _gather(world_group())
+    arrival.wait()
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            time.sleep(30)  # it holds rank 1's ends of all pipes for as long
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    _gather(world_group())[0].wait()
+
+
+def test_the_end_of_a_rank_is_noticed_while_a_child_of_it_lives_on(pool: Pool) -> None:
+    with pytest.raises(RanksFailed, match=r"the gather failed: rank 1 has ended, or has destroyed its process group"):
+        pool.run(2, _die_and_leave_a_child, group_timeout=3600.0)
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("verb", _VERBS)
+def test_ranks_are_told_of_one_that_has_destroyed_the_group_and_lives_on(verb: str) -> None:
+    group = dist.new_group()
+    model = _VERBS[verb](_model(), mesh=group)
+    _train(model, 1)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group(group)
+    dist.barrier()
+    told = "this rank has" if dist.get_rank() == 1 else "rank 1 has ended, or has"
+    with pytest.raises(CommunicationError, match=f"{told} destroyed its process group"):
+        _train(model, 2)
+    dist.barrier()
+
+
+def _holdings() -> dict[str, int]:
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "mappings": Path("/proc/self/maps").read_text().count("memfd:composable"),
+        "MiB": resident >> 20,
+    }
+
+
+def _use_the_group() -> None:
+    sharded = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    fully_shard(sharded[0], reshard_after_forward=2)
+    fully_shard(sharded)
+    replicated = replicate(nn.Linear(512, 512))
+    for model in (sharded, replicated):
+        model(torch.ones(2, 512)).sum().backward()
+
+
+def _come_and_go() -> list[dict[str, int]]:
+    """What this process holds after each of several process groups has been used and destroyed."""
+    rank, held = dist.get_rank(), []
+    store = dist.distributed_c10d._get_default_store()
+    for cycle in range(8):
+        dist.destroy_process_group()
+        gc.collect()
+        held.append(_holdings())
+        fresh = dist.PrefixStore(f"cycle{cycle}", store)
+        dist.init_process_group("gloo", store=fresh, rank=rank, world_size=2)
+        _use_the_group()
+    return held
+
+
+def test_groups_that_were_destroyed_leave_nothing_behind(pool: Pool) -> None:
+    for held in pool.run(2, _come_and_go, spoils=True):
+        for what in ("descriptors", "threads", "mappings"):
+            assert held[-1][what] <= held[2][what], held
+        assert held[-1]["MiB"] <= held[4]["MiB"] + 4, held
