@@ -107,9 +107,11 @@ def _enclosing_units(root: nn.Module, picked: Sequence[nn.Module]) -> dict[int, 
     def visit(module: nn.Module, chain: tuple[int, ...]) -> None:
         if id(module) in number:
             chain = (*chain, number[id(module)])
-        if id(module) in chains:
-            chains[id(module)] = tuple(unit for unit in chains[id(module)] if unit in chain)
-            return
+        if id(module) in chains:  # it is in several places: units that hold all of them count, for what is below it, too
+            known = chains[id(module)]
+            chain = tuple(unit for unit in known if unit in chain)
+            if chain == known:
+                return
         chains[id(module)] = chain
         for child in module.children():
             visit(child, chain)

@@ -37,6 +37,7 @@ from composable.plan.schedule import BackwardOrder, ForwardOrder
 from composable.runtime.backward_end import end_of_backward
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
+from composable.runtime.misuse import note_of_mixing
 from composable.runtime.outputs import watch
 from composable.runtime.recompute import close_interrupted
 
@@ -201,11 +202,12 @@ class Root:
         if not torch.is_grad_enabled() and iteration is not None and not (iteration.finished.next_units(1) or iteration.pinned):
             self.iteration = None
 
-    def abandon(self, handle_name: str) -> None:
-        """A forward raised; called from the innermost annotated module outwards."""
+    def abandon(self, handle: Handle) -> None:
+        """A forward of `handle`'s module raised; called from the innermost annotated module outwards."""
         if not self.failure:
             error = sys.exception()
-            self.failure = f"previous step of unit '{handle_name}' ended with {type(error).__name__}"
+            self.failure = f"previous step of unit '{handle.name}' ended with {type(error).__name__}"
+            note_of_mixing(error, [other for other in self.handles if other is not handle and not other.depth])
         if self._running:
             self._running.pop()
         if not self._running:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import copy
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
-from types import FrameType
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,10 +22,9 @@ from composable.runtime.handle import Handle, Recipe
 from composable.runtime.iteration import Root
 from composable.runtime.loading import StateDictHook
 from composable.runtime.membership import Membership
+from composable.runtime.misuse import method_on_stack
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
-
-_CALLING: Final = ("_call_impl", "_wrapped_call_impl", "__call__", "inner")  # how torch calls a module
 
 
 class _Call:
@@ -185,7 +182,7 @@ class ShardedUnit:
             root.close_forward()
         except BaseException:
             self._left_to_run = ()
-            root.abandon(self.name)
+            root.abandon(handle)
             raise
         return output
 
@@ -197,7 +194,7 @@ class ShardedUnit:
             self.handle.end_call()
             self._left_to_run = ()
             assert self.root is not None
-            self.root.abandon(self.name)
+            self.root.abandon(self.handle)
 
     # --- the root ---------------------------------------------------------------------------------------------------
 
@@ -269,7 +266,7 @@ class ShardedUnit:
             ),
             "",
         )
-        method = self._method_on_stack()
+        method = method_on_stack(self.modules)
         here = type(self.modules[0]).__name__
         if method == "forward":
             advice = "call model(x), not model.forward(x), or register_forward_method(model, 'forward')"
@@ -280,18 +277,6 @@ class ShardedUnit:
         raise ShardedParameterError(
             f"parameter '{name}' of unit '{self.name}' is sharded and was used outside a forward call; {advice}"
         )
-
-    def _method_on_stack(self) -> str:
-        """The outermost method of one of this unit's modules that is running."""
-        found = ""
-        frame: FrameType | None = sys._getframe(1)
-        while frame:
-            code = frame.f_code
-            owner = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            if code.co_name not in _CALLING and any(owner is module for module in self.modules):
-                found = code.co_name
-            frame = frame.f_back
-        return found
 
     # --- copies -----------------------------------------------------------------------------------------------------
 

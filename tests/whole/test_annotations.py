@@ -24,6 +24,7 @@ from composable import (
     unshard,
 )
 from tests.helpers.battery import BATTERY, Case
+from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer, Nested
 from tests.helpers.compare import anatomy, assert_same_training, full_parameters
 from tests.helpers.schemes import SCHEMES
@@ -188,3 +189,25 @@ def test_parameters_changed_while_kept_unsharded_are_gathered_anew() -> None:
         assert torch.allclose(model(x), plain(x), rtol=1e-12)
     with torch.no_grad():
         assert torch.allclose(model(x), plain(x), rtol=1e-12)
+
+
+class Outer(nn.Module):
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Linear(6, 6)
+        self.shared = shared
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(torch.tanh(self.own(x)))
+
+
+def _two_with_one_inside() -> nn.Module:
+    shared = nn.Sequential(nn.LayerNorm(6), Layer())
+    return nn.Sequential(Outer(shared), nn.Linear(6, 6), Outer(shared), nn.Linear(6, 2))
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("inner", [(), (Layer,), (Layer, nn.Sequential)])
+def test_a_module_inside_two_units_belongs_to_what_holds_both_places(inner: tuple[type[nn.Module], ...]) -> None:
+    case = Case("a module in two units", _two_with_one_inside, rows(4, 6), mean_square, (Outer, *inner))
+    assert_same_training(case, SCHEMES["fully_shard by policy"].annotate)

@@ -116,6 +116,60 @@ def test_other_methods_are_refused_by_name(pool: Pool) -> None:
     )
 
 
+def _peek(model: Model, x: Tensor) -> Tensor:
+    return model.encoder(x)
+
+
+def generate(model: Model, x: Tensor) -> Tensor:
+    """A function that is named like one of the model's methods."""
+    return model.encoder(x)
+
+
+def _functions_of_the_model() -> list[str]:
+    model = fully_shard(_model())
+    return [refusal(lambda: _peek(model, _batch())), refusal(lambda: generate(model, _batch()))]
+
+
+def test_functions_that_take_the_model_first_are_not_taken_for_its_methods(pool: Pool) -> None:
+    peek, namesake = pool.run(2, _functions_of_the_model)[0]
+    assert peek == namesake
+    assert_text(
+        peek,
+        """ShardedParameterError: parameter 'encoder.up.weight' of unit '' is sharded and was used outside a forward call; call the annotated module (Model) itself, or annotate 'encoder.up' as a unit""",
+    )
+
+
+class Reading(nn.Module):
+    """Reads a parameter of a module that it calls, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x) @ self.mix.weight[:, :6]
+
+
+def _reading(whole: bool) -> list[str]:
+    model = nn.Sequential(Layer(), Reading(), nn.Linear(6, 2)).double().to(current_device())
+    fully_shard(model, policy={Reading} if whole else {nn.Linear})
+    if whole:
+        model(_batch())
+        return []
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
+        model(_batch())
+    return caught.value.__notes__
+
+
+def test_a_parameter_read_outside_of_its_unit_is_named_with_a_cure(pool: Pool) -> None:
+    (note,) = pool.run(2, _reading, False)[0]
+    assert_text(
+        note,
+        """parameter '1.mix.weight' of unit '1.mix' (Linear) is sharded, and a Reading read it outside of a call of that unit: it is whole only inside of one. Annotate the Reading that reads it as the unit, in place of '1.mix'; with a policy, leave that one out""",
+    )
+    assert pool.run(2, _reading, True) == [[], []]
+
+
 @spmd(ranks=[1, 2])
 @pytest.mark.parametrize("verb", ["fully_shard", "fully_shard by policy", "replicate"])
 def test_registered_methods_compute_and_train_as_forward_does(verb: str) -> None:

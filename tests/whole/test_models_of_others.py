@@ -1,0 +1,267 @@
+"""Models from other people's libraries, built from configurations, train annotated as they do in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.longt5.modeling_longt5 import LongT5Block
+from transformers.models.mamba.modeling_mamba import MambaBlock
+from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersBlock
+from transformers.models.t5.modeling_t5 import T5Block
+from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
+
+from composable import checkpoint, fully_shard
+from tests.helpers.compare import averaged_gradients, full_gradients, sgd
+from tests.helpers.world import Pool, current_device, need_devices
+
+_WORDS: Final = 37
+_ENCODER_DECODER: Final[dict[str, Any]] = {
+    "vocab_size": _WORDS,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 2,
+    "num_decoder_layers": 2,
+    "num_heads": 2,
+    "dropout_rate": 0.0,
+    "relative_attention_num_buckets": 8,
+    "decoder_start_token_id": 0,
+    "use_cache": False,
+}
+
+
+def _translate(model: nn.Module, generator: torch.Generator) -> Tensor:
+    inputs, labels = (torch.randint(3, _WORDS, (2, length), generator=generator) for length in (12, 5))
+    return model(input_ids=inputs.to(current_device()), labels=labels.to(current_device())).loss
+
+
+def _continue(model: nn.Module, generator: torch.Generator) -> Tensor:
+    tokens = torch.randint(3, _WORDS, (2, 9), generator=generator).to(current_device())
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def _transcribe(model: nn.Module, generator: torch.Generator) -> Tensor:
+    sound = torch.randn(2, 6, 16, generator=generator, dtype=next(model.parameters()).dtype)
+    labels = torch.randint(3, _WORDS, (2, 5), generator=generator)
+    return model(input_features=sound.to(current_device()), labels=labels.to(current_device())).loss
+
+
+def _t5() -> nn.Module:
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**_ENCODER_DECODER))
+
+
+def _long_t5() -> nn.Module:
+    local = {"local_radius": 3, "encoder_attention_type": "transient-global", "global_block_size": 4}
+    return transformers.LongT5ForConditionalGeneration(transformers.LongT5Config(**_ENCODER_DECODER, **local))
+
+
+def _switch() -> nn.Module:
+    experts = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 2, "expert_capacity": 8}
+    config = transformers.SwitchTransformersConfig(**_ENCODER_DECODER, **experts, router_jitter_noise=0.0)
+    return transformers.SwitchTransformersForConditionalGeneration(config)
+
+
+def _mamba() -> nn.Module:
+    config = transformers.MambaConfig(vocab_size=_WORDS, hidden_size=16, state_size=4, num_hidden_layers=2, use_cache=False)
+    return transformers.MambaForCausalLM(config)
+
+
+def _llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=_WORDS,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        tie_word_embeddings=True,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def _gpt2() -> nn.Module:
+    config = transformers.GPT2Config(
+        vocab_size=_WORDS, n_positions=16, n_embd=16, n_layer=2, n_head=2, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0,
+        use_cache=False, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return transformers.GPT2LMHeadModel(config)
+
+
+def _whisper() -> nn.Module:
+    config = transformers.WhisperConfig(
+        vocab_size=_WORDS, num_mel_bins=6, d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, max_source_positions=8, max_target_positions=16,
+        dropout=0.0, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, use_cache=False,
+    )  # fmt: skip
+    return transformers.WhisperForConditionalGeneration(config)
+
+
+def _dora() -> nn.Module:
+    targets = ["q_proj", "v_proj", "up_proj"]
+    return get_peft_model(_llama(), LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=targets, lora_dropout=0.0))
+
+
+class Critic(nn.Module):
+    """The critic of an adversarial pair, with its penalty on the gradient of its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Conv1d(c, c + 2, 3, padding=1), nn.SiLU()) for c in (2, 4, 6)])
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(-1))
+
+
+def _criticise(model: nn.Module, generator: torch.Generator) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    real, fake = (torch.randn(3, 2, 8, generator=generator, dtype=dtype).to(current_device()) for _ in range(2))
+    between = (0.3 * real + 0.7 * fake).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(between).sum(), between, create_graph=True)
+    return model(fake).mean() - model(real).mean() + 10 * (gradient.flatten(1).norm(dim=1) - 1).square().mean()
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """How a model is made and used, and the classes of its blocks."""
+
+    build: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, torch.Generator], Tensor]
+    blocks: tuple[type[nn.Module], ...]
+    dtype: torch.dtype = torch.float64
+
+
+MODELS: Final[dict[str, Foreign]] = {
+    "T5": Foreign(_t5, _translate, (T5Block,)),
+    "LongT5": Foreign(_long_t5, _translate, (LongT5Block,)),
+    # Its routers cast themselves to single precision when they compute.
+    "Switch Transformers": Foreign(_switch, _translate, (SwitchTransformersBlock,), torch.float32),
+    "Mamba": Foreign(_mamba, _continue, (MambaBlock,)),
+    "Llama": Foreign(_llama, _continue, (LlamaDecoderLayer,)),
+    "GPT-2": Foreign(_gpt2, _continue, (GPT2Block,)),
+    "Whisper": Foreign(_whisper, _transcribe, (WhisperEncoderLayer, WhisperDecoderLayer)),
+    "DoRA": Foreign(_dora, _continue, (LlamaDecoderLayer,)),
+    "a critic with a gradient penalty": Foreign(Critic, _criticise, (nn.Sequential,)),
+}
+
+
+def _by_block(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
+    fully_shard(model, policy=set(blocks))
+
+
+def _kept_after_forward(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
+    fully_shard(model, policy=set(blocks), reshard_after_forward=False)
+
+
+def _whole(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
+    fully_shard(model)
+
+
+def _checkpointed(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
+    for module in model.modules():
+        if isinstance(module, blocks):
+            checkpoint(module)
+    fully_shard(model, policy=set(blocks))
+
+
+WAYS: Final = {"by block": _by_block, "kept after forward": _kept_after_forward, "as one unit": _whole}
+
+
+def _train(name: str, annotate: Callable[[nn.Module, tuple[type[nn.Module], ...]], None]) -> None:
+    foreign = MODELS[name]
+    plain, annotated = _made(foreign), _made(foreign)
+    annotate(annotated, foreign.blocks)
+    optimizers = [sgd(plain), sgd(annotated)]
+    exact = foreign.dtype is torch.float64
+    for step in range(2):
+        losses = []
+        for model in (plain, annotated):
+            generator = torch.Generator().manual_seed(7 * step + dist.get_rank())
+            loss = foreign.loss(model, generator)
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0])
+        expected, actual = averaged_gradients(plain), full_gradients(annotated)
+        assert [n for n in expected if (expected[n] is None) != (actual[n] is None)] == []
+        for parameter, (key, gradient) in zip(plain.parameters(), expected.items(), strict=True):
+            if gradient is not None:
+                torch.testing.assert_close(
+                    actual[key],
+                    gradient,
+                    rtol=1e-7 if exact else 1e-3,
+                    atol=1e-10 if exact else 1e-5,
+                    msg=lambda text, key=key: f"{key}: {text}",
+                )
+                parameter.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _made(foreign: Foreign) -> nn.Module:
+    torch.manual_seed(0)
+    return foreign.build().to(current_device(), foreign.dtype).train()
+
+
+def _train_by_name(name: str, way: str) -> None:
+    _train(name, WAYS[way])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+def test_training_is_that_of_one_process(pool: Pool, name: str, way: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _train_by_name, name, way, device=device)
+
+
+def _checkpointed_training(name: str) -> None:
+    _train(name, _checkpointed)
+
+
+@pytest.mark.parametrize("name", ["T5", "Mamba", "DoRA"])
+def test_training_with_checkpoints_is_that_of_one_process(pool: Pool, name: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _checkpointed_training, name, device=device)
+
+
+def _notes(name: str) -> list[str]:
+    foreign = MODELS[name]
+    model = _made(foreign)
+    fully_shard(model, policy={nn.Linear})
+    try:
+        foreign.loss(model, torch.Generator().manual_seed(0))
+    except RuntimeError as error:
+        return error.__notes__
+    raise AssertionError("the read of a shard was taken for one of the whole")
+
+
+@pytest.mark.parametrize("name", ["Mamba", "DoRA"])
+def test_a_parameter_that_a_parent_reads_is_named_with_its_unit_and_a_cure(pool: Pool, name: str, device: str) -> None:
+    need_devices(device, 2)
+    parameter, unit, reader = {
+        "Mamba": ("backbone.layers.0.mixer.dt_proj.weight", "backbone.layers.0.mixer.dt_proj", "MambaMixer"),
+        "DoRA": (
+            "base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight",
+            "base_model.model.model.layers.0.self_attn.q_proj.base_layer",
+            "Linear",
+        ),
+    }[name]
+    expected = (
+        f"parameter '{parameter}' of unit '{unit}' (Linear) is sharded, and a {reader} read it outside of a call of that unit: "
+        f"it is whole only inside of one. Annotate the {reader} that reads it as the unit, in place of '{unit}'; with a "
+        "policy, leave that one out"
+    )
+    assert pool.run(2, _notes, name, device=device) == [[expected]] * 2
