@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -18,18 +20,30 @@ from composable.device.collectives import Wire
 from composable.errors import RanksDisagreeError
 from composable.model.traversal import ManagedParameter
 
+_CHUNK: Final = 1 << 18  # words that are digested at once
+
 
 def fingerprint(tensor: Tensor) -> int:
     """A number that equal values share and different ones hardly ever do; the position of values counts."""
     if tensor.device.type == "meta" or tensor.numel() == 0:
         return 0
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = data[: data.numel() // 4 * 4].view(torch.int32) if data.numel() >= 4 else data
-    total = int(words.sum(dtype=torch.int64))
-    # A second sum over halves folded in opposite directions makes swapped values differ.
-    half = words.numel() // 2
-    crossed = int((words[:half].to(torch.int64) * 3 + words[words.numel() - half :].to(torch.int64) * 5).sum())
-    return (total * 1_000_003 + crossed) & 0x7FFF_FFFF_FFFF
+    whole = data.numel() // 4 * 4
+    total = torch.zeros((), dtype=torch.int64, device=data.device)
+    for words in (*data[:whole].view(torch.int32).split(_CHUNK), data[whole:]):
+        # Each word counts as often as its position says; numbers are taken modulo 2 ** 64.
+        total = total * _STEP + (words.to(torch.int64) * _weights(data.device)[: words.numel()]).sum()
+    return (int(total) >> 16) & 0x7FFF_FFFF_FFFF
+
+
+_STEP: Final = 0x5851_F42D_4C95_7F2D
+
+
+@lru_cache
+def _weights(device: torch.device) -> Tensor:
+    """An odd number for each position: neither equal nor in any proportion, so that no exchange of rows cancels out."""
+    mixed = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * _STEP
+    return (mixed ^ (mixed >> 29)) * _STEP | 1
 
 
 def _shape_digest(parameters: Sequence[ManagedParameter]) -> list[int]:

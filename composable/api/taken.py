@@ -37,6 +37,12 @@ def refuse_taken(verb: str, modules: Sequence[nn.Module], parameters: Sequence[M
             )
         if isinstance(managed.parameter, nn.parameter.UninitializedParameter):
             raise AnnotationError(f"parameter '{managed.fqn}' is uninitialised; run a lazy module once before annotating it")
+        if verb == "fully_shard" and type(managed.parameter) is not nn.Parameter and is_distributed():
+            kind = type(managed.parameter).__name__
+            raise AnnotationError(
+                f"parameter '{managed.fqn}' is of class {kind}; only a plain nn.Parameter can be cut, and what its class "
+                "adds would be lost. Leave it out with ignored_params"
+            )
         holder = holder_of(managed.parameter)
         if isinstance(holder, ReplicatedUnit):
             _refuse_replicated(verb, modules, managed, holder)

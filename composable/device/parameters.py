@@ -144,6 +144,11 @@ def label_of(parameter: nn.Parameter) -> tuple[str, str, str] | None:
     return found
 
 
+def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give `target` the Python attributes that users have set on `source`."""
+    vars(target).update({name: value for name, value in vars(source).items() if name not in (_LABEL, "_is_param")})
+
+
 def make_unsharded(view: Tensor, *, requires_grad: bool) -> nn.Parameter:
     """The plain parameter that the module computes with."""
     with torch.inference_mode(False):

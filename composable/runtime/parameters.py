@@ -17,6 +17,7 @@ from composable.device.parameters import (
     ParameterSlots,
     Stage,
     adopt_local,
+    copy_attributes,
     cut,
     describe_mesh,
     make_sharded,
@@ -140,8 +141,12 @@ class UnitParameters:
             sharded = make_sharded(local, flat.layout.slots[position], mesh, requires_grad=registered.requires_grad)
             slot.replace(sharded)
             slot.sharded = sharded
-        slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=True)
-        slot.unsharded.register_post_accumulate_grad_hook(self._on_gradient)
+        differentiable = flat.dtype.is_floating_point or flat.dtype.is_complex
+        slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=differentiable)
+        if differentiable:
+            slot.unsharded.register_post_accumulate_grad_hook(self._on_gradient)
+        copy_attributes(registered, slot.sharded)
+        copy_attributes(registered, slot.unsharded)
 
     def rename(self, unit: str) -> None:
         """Take the unit's name for messages."""
@@ -185,6 +190,10 @@ class UnitParameters:
                 "them. Register one parameter at all of them; to untie them, call remove(module, fully_shard) first"
             )
         (other,) = others.values()
+        if type(other) is not nn.Parameter and not isinstance(other, DTensor):
+            raise ForeignParameterError(
+                f"parameter '{name}' was replaced by a {type(other).__name__}; only an nn.Parameter can be sharded"
+            )
         sharded = slot.sharded
         if isinstance(other, DTensor) and isinstance(sharded, DTensor):
             ours, theirs = (sharded.device_mesh, sharded.placements), (other.device_mesh, other.placements)
@@ -250,14 +259,28 @@ class UnitParameters:
 
 def _give_back(slot: ParameterSlots, original: nn.Parameter | None, stride: tuple[int, ...]) -> None:
     whole = slot.unsharded.data
-    if original is not None and original.shape == whole.shape and original.dtype == whole.dtype:
-        if original.device == whole.device and whole.device.type != "meta":
-            original.data.copy_(whole)
-    else:
+    if original is not None and (original.shape != whole.shape or original.dtype != whole.dtype):
+        original = None
+    if original is None or original.device != whole.device:
         copy = torch.empty_strided(whole.shape, stride, dtype=whole.dtype, device=whole.device)
-        original = nn.Parameter(copy.copy_(whole))
+        original = _moved(original, copy.copy_(whole))
+    elif whole.device.type != "meta":
+        original.data.copy_(whole)
     original.requires_grad_(slot.sharded.requires_grad)
+    copy_attributes(slot.sharded, original)
     gradient = slot.sharded.grad
     if isinstance(gradient, DTensor):
         original.grad = gradient.full_tensor()
     slot.replace(original)
+
+
+def _moved(original: nn.Parameter | None, data: Tensor) -> nn.Parameter:
+    """`original` with `data` on another device; a new parameter where torch cannot do that: to and from meta tensors."""
+    if original is not None:
+        try:
+            original.data = data
+        except RuntimeError:
+            pass
+        else:
+            return original
+    return nn.Parameter(data, requires_grad=False)

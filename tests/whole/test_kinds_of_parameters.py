@@ -1,0 +1,134 @@
+"""Parameters of other kinds: of integers, with attributes of their own, of classes of their own, on devices they leave."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from expecttest import assert_expected_inline as assert_text
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable import fully_shard, remove
+from tests.helpers.refusals import refused, same_on_all
+from tests.helpers.world import Pool, current_device, need_devices
+
+
+class Quantised(nn.Module):
+    """A weight of small integers and its scale, a table of indices, a mask, and a layer that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(-15, 15, dtype=torch.int8).view(5, 6), requires_grad=False)
+        self.zeros = nn.Parameter(torch.full((5,), 3, dtype=torch.uint8), requires_grad=False)
+        self.order = nn.Parameter(torch.tensor([4, 2, 0, 1, 3]), requires_grad=False)
+        self.mask = nn.Parameter(torch.tensor([True, False, True]), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(5))
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = (self.weight.float() - self.zeros.float().unsqueeze(1)) * self.scale.unsqueeze(1)
+        result: Tensor = self.last((x @ weight.t())[:, self.order]) * self.mask
+        return result
+
+
+def _integers() -> None:
+    torch.manual_seed(0)
+    plain = Quantised().to(current_device())
+    model = fully_shard(copy.deepcopy(plain), policy={nn.Linear})
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.001) for m in (plain, model)]
+    x = torch.randn(4, 6, device=current_device())
+    for _ in range(3):
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            optimizer.step()
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert isinstance(other, DTensor)
+        assert (one.dtype, one.requires_grad) == (other.dtype, other.requires_grad)
+        torch.testing.assert_close(other.full_tensor(), one.detach(), msg=name)
+    model.load_state_dict(plain.state_dict(), assign=True)
+    torch.testing.assert_close(model(x), plain(x))
+    remove(model, fully_shard)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_parameters_of_integers_are_sharded(pool: Pool, ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    pool.run(ranks, _integers, device=device)
+
+
+class Reader(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+        self.weight.role = "expert"  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.weight.role == "expert"  # type: ignore[attr-defined]
+        return x @ self.weight
+
+
+def _attributes() -> None:
+    model = Reader().to(current_device())
+    original = model.weight
+    fully_shard(model)
+    x = torch.ones(2, 4, device=current_device())
+    assert model.weight.role == "expert"  # type: ignore[attr-defined]
+    model(x).sum().backward()
+    assert copy.deepcopy(model).weight.role == "expert"  # type: ignore[attr-defined]
+    model.weight.rate = 0.1  # type: ignore[attr-defined]
+    remove(model, fully_shard)
+    assert model.weight is original
+    assert vars(model.weight) == {"role": "expert", "rate": 0.1}
+
+
+def test_attributes_of_parameters_are_kept(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _attributes, device=device)
+
+
+class Own(nn.Parameter):
+    pass
+
+
+def _subclass() -> str:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = Own(torch.ones(4, 4))
+    return refused(model, lambda: fully_shard(model, policy={nn.Linear}, sync_module_states="off"))
+
+
+def test_a_parameter_of_a_class_of_its_own_is_refused_by_name(pool: Pool) -> None:
+    assert_text(
+        same_on_all(pool.run(2, _subclass)),
+        """AnnotationError: parameter '1.weight' is of class Own; only a plain nn.Parameter can be cut, and what its class adds would be lost. Leave it out with ignored_params""",  # noqa: E501
+    )
+
+
+def _materialised(keep: bool) -> None:
+    """Annotated on the meta device, trained elsewhere."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    kept = list(model.parameters()) if keep else []
+    fully_shard(model, policy={nn.Linear})
+    torch.manual_seed(1)
+    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(current_device())
+    model.load_state_dict(plain.state_dict(), assign=True)
+    x = torch.ones(2, 4, device=current_device())
+    for each in (model, plain):
+        each(x).sum().backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    remove(model, fully_shard)
+    assert all(parameter.is_meta for parameter in kept)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert type(one) is nn.Parameter
+        assert one.device == other.device
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_removing_gives_what_was_trained_where_it_was_trained(pool: Pool, keep: bool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _materialised, keep, device=device)
