@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from composable.api.agreement import synchronise
+from composable.api.devices import move_buffers
 from composable.api.meshes import Mesh, device_of, ground_of
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_taken
@@ -22,6 +23,7 @@ from composable.policies import PolicyLike, select_modules
 from composable.runtime.ground import Ground
 from composable.runtime.handle import Recipe
 from composable.runtime.unit import ShardedUnit
+from composable.runtime.wrappers import refuse_wrapping
 
 _EQUIVALENTS: Final = {
     "auto_wrap_policy": "policy=",
@@ -216,8 +218,11 @@ def _attach_unit(
     )
     on_undo(unit.dissolve)
     unit.take_charge(modules, recipe)
+    if ground.mesh is not None:
+        move_buffers(modules, ground.device)
     for module in modules:
         on_undo(attach(module, SHARD, unit))
+        on_undo(refuse_wrapping(module, "fully_shard"))
 
 
 def _leave_alone(modules: Sequence[nn.Module], ignored: Collection[int]) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Final
 from torch import nn
 
 from composable.api.agreement import synchronise
+from composable.api.devices import buffers_of, refuse_elsewhere
 from composable.api.meshes import Mesh, device_of, group_of, wire_device
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_other_mesh, refuse_taken
@@ -21,6 +22,7 @@ from composable.model.traversal import REPLICATE, SHARD, ManagedParameter, walk
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.ground import Ground
 from composable.runtime.replica import ReplicatedUnit
+from composable.runtime.wrappers import refuse_wrapping
 
 _EQUIVALENTS: Final = {
     "device_ids": "the module's own device is used; leave it out",
@@ -30,7 +32,6 @@ _EQUIVALENTS: Final = {
     "find_unused_parameters": "unused parameters need no flag; leave it out",
     "static_graph": "nothing depends on it; leave it out",
     "gradient_as_bucket_view": "gradients always are views of buckets; leave it out",
-    "broadcast_buffers": "buffers always follow rank 0; leave it out",
     "ignored_modules": "ignored_params=",
     "init_sync": "sync_module_states=",
     "mp_policy": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
@@ -52,6 +53,7 @@ def replicate(
     bucket_cap_mb: float = 25.0,
     ignored_params: Iterable[Any] = (),
     sync_module_states: str = "broadcast",
+    broadcast_buffers: bool = True,
 ) -> Any:
     """Keep a copy of `module` on every rank and average the gradients while backward runs, in place.
 
@@ -65,7 +67,8 @@ def replicate(
         bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB and more travel alone.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
         sync_module_states: "broadcast" copies rank 0's parameters, "check" compares them, "off" trusts the caller.
-            Buffers follow rank 0 before every forward.
+        broadcast_buffers: buffers follow rank 0 before every forward; False leaves them to each rank, and a policy may say so
+            for some modules.
 
     Returns:
         What it was given.
@@ -84,28 +87,38 @@ def replicate(
     """
     if sync_module_states not in SYNC_MODES:
         raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
+    if type(broadcast_buffers) is not bool:
+        raise AnnotationError(f"broadcast_buffers must be True or False, got {broadcast_buffers!r}")
     if type(bucket_cap_mb) not in (int, float) or bucket_cap_mb <= 0:
         raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb!r}")
     modules = module if isinstance(module, list) else [module]
     for each in modules:
         require_callable(each)
     for child, overrides in _picked(modules, policy).items():
-        common = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "ignored_params": _inside(child, ignored_params)}
-        replicate(child, sync_module_states=sync_module_states, **{**common, **overrides})
+        common: dict[str, Any] = {
+            "mesh": mesh,
+            "bucket_cap_mb": bucket_cap_mb,
+            "ignored_params": _inside(child, ignored_params),
+        }
+        common |= {"sync_module_states": sync_module_states, "broadcast_buffers": broadcast_buffers}
+        replicate(child, **{**common, **overrides})
     device = device_of(modules[0])
     resolved, group = group_of("replicate", mesh, device)
     ignored = ids_of_ignored(modules, ignored_params)
     (parameters,) = parameters_by_unit(modules, [], ignored)
     refuse_taken("replicate", modules, parameters)
     refuse_other_mesh(parameters, resolved)
+    buffers = buffers_of(modules) if broadcast_buffers else []
     if group is None or resolved is None:
         ground = Ground(None, LocalWire())
     else:
         at = wire_device(resolved, device)
+        refuse_elsewhere("replicate", parameters, buffers_of(modules), at)
         synchronise("replicate", parameters, wire_of(group, at), sync_module_states)
         # Apart: buckets of several annotations may become ready in different orders on different ranks.
         ground = Ground(resolved, wire_of(group, at, apart=True), device=at)
-    _attach(modules, parameters, ground, max(1, int(bucket_cap_mb * (1 << 20))))
+    places = [place for _, place, _ in buffers]
+    _attach(modules, parameters, places, ground, max(1, int(bucket_cap_mb * (1 << 20))))
     return module
 
 
@@ -116,7 +129,7 @@ def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.
     if len(modules) > 1:
         raise AnnotationError("replicate: a policy picks units below one module; it cannot be given with a list")
     picked = select_modules(policy, modules[0])
-    check_keywords("replicate", picked, ("mesh", "bucket_cap_mb"))
+    check_keywords("replicate", picked, ("mesh", "bucket_cap_mb", "broadcast_buffers"))
     reachable = [m for _, m in walk(modules[0], stop=(SHARD, REPLICATE))]
     chosen = [(m, o) for m, o in picked.items() if m is not modules[0] and any(m is other for other in reachable)]
     return dict(reversed(chosen))
@@ -129,15 +142,15 @@ def _inside(module: nn.Module, ignored: Iterable[Any]) -> list[Any]:
     return [p for p in module.parameters() if id(p) in ids]
 
 
-def _attach(modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter], ground: Ground, cap_bytes: int) -> None:
+def _attach(
+    modules: Sequence[nn.Module],
+    parameters: Sequence[ManagedParameter],
+    buffers: Sequence[Owner],
+    ground: Ground,
+    cap_bytes: int,
+) -> None:
     unit = replicate.state(modules[0])
     assert unit is not None
-    buffers: dict[int, Owner] = {}
-    for root in modules:
-        for _, below in walk(root, stop=(SHARD, REPLICATE)):
-            for name, buffer in below._buffers.items():
-                if buffer is not None:
-                    buffers.setdefault(id(buffer), Owner(below, name))
     places = [place for p in parameters for place in p.places]
     on_undo(unit.dissolve)
     unit.rename(known_fqn(modules[0]) or "")
@@ -145,9 +158,10 @@ def _attach(modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter]
         modules,
         [Owner(place.module, place.name) for place in places],
         [place.fqn for place in places],
-        list(buffers.values()),
+        buffers,
         ground,
         cap_bytes,
     )
     for each in modules:
         on_undo(attach(each, REPLICATE, unit))
+        on_undo(refuse_wrapping(each, "replicate"))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 Launch = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 
@@ -80,6 +81,11 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     while _is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+def active_ddp() -> Any:
+    """The `DistributedDataParallel` whose forward is running; None where there is none, or this torch does not tell."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

@@ -19,6 +19,7 @@ from composable.runtime.ground import Ground
 from composable.runtime.outputs import with_a_node
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.reducer import Reducer
+from composable.runtime.wrappers import refuse_inside
 
 
 class ReplicatedUnit:
@@ -155,7 +156,9 @@ class ReplicatedUnit:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._depth += 1
         if self._depth == 1 and not in_backward():
-            self.reducer.unwind()  # if the backward before this forward raised
+            reducer = self.reducer
+            refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
+            reducer.unwind()  # if the backward before this forward raised
             self._share_buffers()
         return args, kwargs
 

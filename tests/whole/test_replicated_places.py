@@ -1,0 +1,128 @@
+"""`replicate`: buffers that ranks keep for themselves, devices that do not fit, and modules that are not made yet."""
+
+# Messages are compared word for word, each on one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline as assert_text
+from torch import Tensor, nn
+
+from composable import NamePolicy, fully_shard, replicate
+from composable.api.devices import buffers_of, move_buffers, refuse_elsewhere
+from composable.model.traversal import managed_parameters
+from tests.helpers.refusals import refusal, refused
+from tests.helpers.world import Pool, current_device, spmd
+
+
+class Counting(nn.Module):
+    """Two modules that each count their rank into a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("rank", torch.tensor(float(dist.get_rank())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+def _after_a_forward(broadcast: object) -> tuple[float, bool]:
+    """This rank's own buffer, and whether a running mean was shared."""
+    torch.manual_seed(0)
+    model = Counting().to(current_device())
+    model.norm.running_mean.fill_(float(dist.get_rank()))  # type: ignore[union-attr,operator]
+    model.norm.momentum = 0.0
+    if broadcast == "norm":
+        replicate(model, broadcast_buffers=False, policy=NamePolicy({"norm": {"broadcast_buffers": True}}))
+    else:
+        replicate(model, broadcast_buffers=broadcast)  # type: ignore[arg-type]
+    model(torch.ones(2, 3, device=current_device())).sum().backward()
+    mean = model.norm.running_mean
+    assert isinstance(mean, Tensor)
+    return float(model.rank), bool((mean == 0).all())  # type: ignore[arg-type]
+
+
+def test_buffers_are_left_to_each_rank_on_demand_and_module_by_module(pool: Pool) -> None:
+    assert pool.run(2, _after_a_forward, True) == [(0.0, True), (0.0, True)]
+    assert pool.run(2, _after_a_forward, False) == [(0.0, True), (1.0, False)]
+    assert pool.run(2, _after_a_forward, "norm") == [(0.0, True), (1.0, True)]
+
+
+def test_what_stands_for_broadcast_buffers_is_true_or_false() -> None:
+    model = nn.Linear(2, 2)
+    said = refused(model, lambda: replicate(model, broadcast_buffers=["running_mean"]))
+    assert_text(said, """AnnotationError: broadcast_buffers must be True or False, got ['running_mean']""")
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def test_tensors_on_another_device_than_the_ranks_communicate_on_are_refused_by_name() -> None:
+    model = nn.BatchNorm1d(3)
+    parameters, buffers = managed_parameters([("", model)]), buffers_of([model])
+    elsewhere = torch.device("cuda", 0)
+    assert_text(
+        refusal(lambda: refuse_elsewhere("replicate", parameters, buffers, elsewhere)),
+        """AnnotationError: replicate: 'weight' is on cpu, and the ranks of the mesh communicate on cuda:0; call module.to('cuda:0') before annotating it""",
+    )
+    assert_text(
+        refusal(lambda: refuse_elsewhere("replicate", [], buffers, elsewhere)),
+        """AnnotationError: replicate: 'running_mean' is on cpu, and the ranks of the mesh communicate on cuda:0; call module.to('cuda:0') before annotating it""",
+    )
+    refuse_elsewhere("replicate", parameters, buffers, torch.device("cpu"))
+    model.to("meta")
+    refuse_elsewhere("replicate", managed_parameters([("", model)]), buffers_of([model]), elsewhere)
+
+
+def test_buffers_go_where_the_parameters_of_a_sharded_module_go() -> None:
+    model = nn.BatchNorm1d(3)
+    counter = model.num_batches_tracked
+    move_buffers([model], torch.device("cpu"))
+    assert model.num_batches_tracked is counter
+    move_buffers([model], torch.device("meta"))
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+
+
+# --- lazy modules -----------------------------------------------------------------------------------------------------
+
+
+def _lazy() -> list[str]:
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
+    norm = nn.LazyBatchNorm1d(affine=False)
+    return [
+        refusal(lambda: replicate(model)),
+        refusal(lambda: replicate(model, policy={nn.LazyLinear})),
+        refusal(lambda: fully_shard(model)),
+        refusal(lambda: replicate(norm)),
+    ]
+
+
+def test_lazy_modules_are_refused_by_name(pool: Pool) -> None:
+    first, picked, sharded, buffer = pool.run(2, _lazy)[0]
+    assert_text(
+        first, """AnnotationError: parameter '1.weight' is uninitialised; run a lazy module once before annotating it"""
+    )
+    assert picked.startswith("AnnotationError: parameter 'weight' is uninitialised")
+    assert sharded == first
+    assert_text(
+        buffer, """AnnotationError: buffer 'running_mean' is uninitialised; run a lazy module once before annotating it"""
+    )
+
+
+@spmd(ranks=2)
+def test_a_lazy_module_that_has_run_once_is_a_module_like_others() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)).to(current_device())
+    x = torch.full((1, 2), float(dist.get_rank()), device=current_device())
+    model(x)
+    replicate(model)
+    model(x).sum().backward()
+    for parameter in model.parameters():
+        assert isinstance(parameter.grad, Tensor)
+        seen = [torch.empty_like(parameter) for _ in range(2)]
+        dist.all_gather(seen, parameter.grad)
+        assert torch.equal(seen[0], seen[1])

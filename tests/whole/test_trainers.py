@@ -1,0 +1,236 @@
+"""Trainers of others: what wraps an annotated model is refused by name, and accelerate and the Trainer train it as it is."""
+
+# Messages are compared word for word, each on one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline as assert_text
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from composable import fully_shard, remove, replicate
+from tests.helpers.compare import anatomy, averaged_gradients, full_parameters
+from tests.helpers.refusals import refusal, same_on_all
+from tests.helpers.world import Pool, spmd
+
+_VERBS: Final[dict[str, Callable[[Any], object]]] = {
+    "replicate": replicate,
+    "fully_shard": lambda model: fully_shard(model, policy={nn.Linear}),
+}
+
+
+class Regression(nn.Module):
+    """A model as the Trainer likes it: it returns its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        y = self.head(self.body(x).tanh())
+        return {"loss": (y - labels).square().mean(), "logits": y}
+
+
+def _data() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [{"x": torch.randn(4, generator=generator), "labels": torch.randn(1, generator=generator)} for _ in range(16)]
+
+
+# --- wrapped ----------------------------------------------------------------------------------------------------------
+
+
+def _wrapped(verb: str) -> str:
+    model = Regression()
+    before = anatomy(model)
+    _VERBS[verb](model)
+    said = refusal(lambda: DistributedDataParallel(model))
+    remove(model, verb)
+    assert anatomy(model) == before
+    DistributedDataParallel(model)
+    return said
+
+
+def _wrapped_from_above() -> str:
+    model = Regression()
+    replicate(model.body)
+    wrapped = DistributedDataParallel(model)
+    batch = torch.utils.data.default_collate(_data()[:2])
+    return refusal(lambda: wrapped(**batch))
+
+
+def test_a_wrapper_that_would_average_a_second_time_is_refused(pool: Pool) -> None:
+    assert_text(
+        same_on_all(pool.run(2, _wrapped, "replicate")),
+        """ClashError: DistributedDataParallel around this Regression: replicate averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
+    )
+    assert_text(
+        same_on_all(pool.run(2, _wrapped, "fully_shard")),
+        """ClashError: DistributedDataParallel around this Regression: fully_shard averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
+    )
+    assert_text(
+        same_on_all(pool.run(2, _wrapped_from_above)),
+        """ClashError: DistributedDataParallel around unit 'root' (Linear): replicate averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
+    )
+
+
+@spmd(ranks=2)
+def test_a_wrapper_that_was_told_to_ignore_a_replicated_part_trains_the_rest() -> None:
+    plain, ours = Regression(), Regression()
+    replicate(ours.body)
+    names = [f"body.{name}" for name, _ in ours.body.named_parameters()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(ours, names)
+    wrapped = DistributedDataParallel(ours)
+    rank = dist.get_rank()
+    batch = torch.utils.data.default_collate(_data()[4 * rank : 4 * rank + 4])
+    for model in (plain, wrapped):
+        model(**batch)["loss"].backward()
+    expected = averaged_gradients(plain)
+    for name, parameter in ours.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+# --- trained ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _launched() -> Iterator[None]:
+    """What a launcher says in the environment, and accelerate's own state, for this run only."""
+    from accelerate.state import AcceleratorState, GradientState  # noqa: PLC0415, slow, and it warns
+
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    said = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "ACCELERATE_USE_CPU": "true",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }
+    before = {name: os.environ.get(name) for name in said}
+    os.environ.update(said)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # theirs
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name)
+            else:
+                os.environ[name] = value
+
+
+def _in_one_process() -> dict[str, Tensor]:
+    """Both ranks' batches together, clipped, as the trainers do below."""
+    model, data = Regression(), _data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for start in range(0, 16, 4):
+        model(**torch.utils.data.default_collate(data[start : start + 4]))["loss"].backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_parameters(model)
+
+
+def _assert_trained(model: nn.Module) -> None:
+    expected = _in_one_process()
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, expected[name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+def _with_accelerate(verb: str) -> None:
+    from accelerate import Accelerator  # noqa: PLC0415, slow, and it warns
+
+    with _launched():
+        accelerator = Accelerator(cpu=True)
+        model = Regression()
+        _VERBS[verb](model)
+        model = accelerator.prepare_model(model, evaluation_mode=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = torch.utils.data.DataLoader(_data(), batch_size=2)  # type: ignore[arg-type]
+        optimizer, loader = accelerator.prepare(optimizer, loader)
+        for batch in loader:
+            accelerator.backward(model(**batch)["loss"])
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert type(model) is Regression
+        _assert_trained(model)
+
+
+@pytest.mark.parametrize("verb", _VERBS)
+def test_accelerate_trains_an_annotated_model(pool: Pool, verb: str) -> None:
+    pytest.importorskip("accelerate")
+    pool.run(2, _with_accelerate, verb)
+
+
+def _with_the_trainer(verb: str, folder: str) -> None:
+    from transformers import Trainer, TrainingArguments  # noqa: PLC0415, slow, and it warns
+
+    with _launched():
+        model = Regression()
+        _VERBS[verb](model)
+        trainer = Trainer(
+            model=model,
+            args=TrainingArguments(
+                output_dir=folder,
+                use_cpu=True,
+                report_to=[],
+                save_strategy="no",
+                logging_strategy="no",
+                disable_tqdm=True,
+                num_train_epochs=1,
+                per_device_train_batch_size=2,
+                train_sampling_strategy="sequential",
+                lr_scheduler_type="constant",
+                max_grad_norm=0.5,
+            ),
+            train_dataset=_data(),  # type: ignore[arg-type]
+            optimizers=(torch.optim.SGD(model.parameters(), lr=0.1), None),
+        )
+        trainer.accelerator.prepare_model = partial(trainer.accelerator.prepare_model, evaluation_mode=True)  # type: ignore[method-assign]
+        trainer.train()
+        assert trainer.model_wrapped is model
+        _assert_trained(model)
+
+
+@pytest.mark.parametrize("verb", _VERBS)
+def test_the_trainer_of_transformers_trains_an_annotated_model(pool: Pool, verb: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pool.run(2, _with_the_trainer, verb, str(tmp_path))
+
+
+def _wrapped_by_the_trainer(folder: str) -> str:
+    from transformers import Trainer, TrainingArguments  # noqa: PLC0415, slow, and it warns
+
+    with _launched():
+        model = Regression()
+        replicate(model)
+        args = TrainingArguments(output_dir=folder, use_cpu=True, report_to=[], disable_tqdm=True)
+        trainer = Trainer(model=model, args=args, train_dataset=_data())  # type: ignore[arg-type]
+        return refusal(trainer.train)
+
+
+def test_the_trainer_that_would_wrap_is_refused_with_the_way_to_stop_it(pool: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    assert_text(
+        same_on_all(pool.run(2, _wrapped_by_the_trainer, str(tmp_path))),
+        """ClashError: DistributedDataParallel around this Regression: replicate averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
+    )
