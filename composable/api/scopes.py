@@ -69,7 +69,7 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
 
 
 def reshard(module: nn.Module) -> None:
-    """Free the gathered parameters of every unit in `module` now, also those that would be kept until backward.
+    """Free the gathered parameters of every unit in `module` now, also those that are kept; the next use gathers them anew.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
@@ -82,7 +82,9 @@ def reshard(module: nn.Module) -> None:
 def keep_unsharded(module: nn.Module) -> Iterator[None]:
     """Gather each unit in `module` at its first use, and free none before the scope ends: generation, evaluation.
 
-    Parameters that an optimizer changes inside the scope are gathered again at the next forward.
+    Parameters that an optimizer or an in-place operation changes inside the scope are gathered again at the next forward, on
+    every rank. Writes that no version counter tells of (`parameter.data`, NumPy) are not seen before a backward has reduced the
+    parameter's gradient: call `reshard(module)` after them, on every rank.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.

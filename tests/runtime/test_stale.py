@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import fully_shard, keep_unsharded, unshard
+from composable import fully_shard, keep_unsharded, reshard, unshard
 from composable.device.collectives import wires_wrapped_by
 from composable.errors import CommunicationError
 from tests.helpers.wires import Log, Recording
@@ -311,3 +311,37 @@ def test_ranks_that_decide_differently_about_gathering_anew_time_out_by_name(poo
     first, second = pool.run(2, _write_on_one_rank, group_timeout=4.0, spoils=True)
     for rank, said in enumerate((first, second)):
         assert said.startswith(f"rank {rank}: the all-gather of unit '0' failed: "), said
+
+
+def _by_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.mul_(2.0)
+
+
+def _by_data_of_their_local_part(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.to_local().data.mul_(2.0)  # type: ignore[operator]
+
+
+UNSEEN: Final = {"data": _by_data, "data of the local part": _by_data_of_their_local_part}
+
+
+def _write_unseen(how: str) -> None:
+    model, x = _model()
+    with keep_unsharded(model):
+        for cure in ("reshard", "backward"):
+            output = model(x)
+            if cure == "backward":
+                output.sum().backward()
+            UNSEEN[how](model)
+            if cure == "reshard":
+                reshard(model)
+            torch.testing.assert_close(model(x).detach(), _expected(model, x))
+
+
+@pytest.mark.parametrize("how", UNSEEN)
+def test_after_writes_that_nothing_tells_of_resharding_or_a_backward_lets_them_be_seen(
+    pool: Pool, how: str, device: str
+) -> None:
+    need_devices(device, 2)
+    pool.run(2, _write_unseen, how, device=device)
