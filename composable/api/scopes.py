@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import nn
 
+from composable.compilation import untraced, untraced_alone, unwrapped
 from composable.errors import NotAnnotatedError
 from composable.model.contract import module_name, registry
 from composable.model.hooks import dispatcher_of
@@ -33,6 +34,7 @@ class Unsharding:
     def __init__(self, handles: list[Handle]) -> None:
         self._handles = handles
 
+    @untraced
     def wait(self) -> None:
         """Return when the parameters are there. May be called again."""
         handles, self._handles = self._handles, []
@@ -41,6 +43,7 @@ class Unsharding:
                 handle.land()
 
 
+@untraced
 def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """Gather the parameters of every unit in `module` ahead of their use; the next forward frees them as usual.
 
@@ -68,6 +71,7 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     return pending
 
 
+@untraced
 def reshard(module: nn.Module) -> None:
     """Free the gathered parameters of every unit in `module` now, also those that are kept; the next use gathers them anew.
 
@@ -119,6 +123,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         >>> register_forward_method(model, "generate")
         >>> model.generate(prompt)
     """
+    module = unwrapped(module)
     here = type(module).__name__
     annotations = registry(module)
     if SHARD not in annotations and REPLICATE not in annotations:
@@ -134,6 +139,7 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     setattr(module, name, partial(call_bracketed, module, name))
 
 
+@untraced_alone
 def call_bracketed(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     """Call the class's method `name` on `module` inside the brackets of its annotations, checkpointing excepted."""
     dispatcher = dispatcher_of(module)

@@ -21,6 +21,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOp
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from composable.compilation import untraced
+
 Launch = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 
 
@@ -43,10 +45,12 @@ class _Ending:
         self._callback = callback
         self._otherwise: Callable[[], None] | None = otherwise
 
+    @untraced
     def __call__(self) -> None:
         self._callback()
         self._otherwise = None
 
+    @untraced
     def __del__(self) -> None:
         if self._otherwise is not None:
             self._otherwise()

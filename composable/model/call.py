@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import nn
 
+from composable.compilation import unwrapped
 from composable.errors import AnnotationError, NamesChangedError, UnknownArgumentError, closest, few
 from composable.model.naming import module_name
 
 
 def modules_of(name: str, target: Any) -> tuple[nn.Module, ...]:
+    """The modules to annotate: not what torch.compile made of them, since compiled or not they are the same."""
+    target = unwrapped(target)
     if isinstance(target, nn.Module):
         return (target,)
     if not isinstance(target, (list, tuple)):

@@ -21,6 +21,7 @@ from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVa
 
 from torch import nn
 
+from composable.compilation import unwrapped
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
@@ -150,7 +151,8 @@ def contract(
                 args = (kwargs.pop(first.name),)
             if not args:
                 raise AnnotationError(f"{name}() takes a module or a list of modules, and got nothing")
-            target, *positional = args
+            given, *positional = args
+            target = unwrapped(given)
             asked = arguments_of(name, first.name, others, positional, kwargs, known_elsewhere)
             modules = modules_of(name, target)
             spreads = spread_by is not None and asked.get(spread_by) is not None
@@ -180,14 +182,14 @@ def contract(
                 if outer:
                     outer[-1].nested.extend(this.nested)
                     outer[-1].undo.push(this.undo.pop_all())
-                return target
+                return given
             record = Annotation(this, asked, known_fqn(modules[0]))
             for module in modules:
                 vars(module).setdefault(KEY, {})[name] = record
             if outer:
                 outer[-1].undo.callback(record.take_back_from, modules[0])
                 outer[-1].nested.append((modules[0], record))
-            return target
+            return given
 
         def state_of(module: nn.Module | Sequence[nn.Module]) -> Any:
             states = [_state_on(one, name) for one in modules_of(f"{name}.state", module)]

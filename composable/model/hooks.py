@@ -22,6 +22,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from composable.compilation import forget_compiled, untraced, untraced_alone
+
 _WAITING: Final = "composable: called before gradients"  # in a node's metadata
 _pre_hooks: Final = attrgetter("_forward_pre_hooks")
 _hooks: Final = attrgetter("_forward_hooks")
@@ -50,6 +52,7 @@ class _Call:
 
     __slots__ = ("entered", "handled")
 
+    @untraced
     def __init__(self) -> None:
         self.entered: list[Bracket] = []
         self.handled = sys.exception()
@@ -113,6 +116,7 @@ class Dispatcher:
         before, after = self.keys
         return before in module._forward_pre_hooks and after in module._forward_hooks
 
+    @untraced_alone
     def before(self, module: nn.Module, args: Any, kwargs: Any, without: str = "") -> tuple[Any, Any]:
         if self._calls and not is_running(module):
             self._calls.clear()  # an interrupt ended the call before; torch tells hooks of ordinary exceptions only
@@ -129,6 +133,7 @@ class Dispatcher:
             args, kwargs = bracket.enter(module, args, kwargs)
         return args, kwargs
 
+    @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls:
             return output  # a hook that somebody put before ours raised
@@ -148,6 +153,7 @@ class Dispatcher:
         return output
 
 
+@untraced
 def is_running(module: nn.Module) -> bool:
     """Whether a call of `module` is under way further up the stack than the one whose hooks run now."""
     calls = 0
@@ -161,6 +167,7 @@ def is_running(module: nn.Module) -> bool:
     return calls > 1
 
 
+@untraced
 def dispatcher_of(module: nn.Module) -> Dispatcher | None:
     """The dispatcher attached to `module`, found through its hooks."""
     for hook in module._forward_pre_hooks.values():
@@ -192,6 +199,7 @@ def attach(module: nn.Module, name: str, bracket: Bracket) -> Callable[[], None]
     """Add an annotation's bracket to `module`; returns the inverse."""
     dispatcher = dispatcher_of(module) or Dispatcher(module)
     dispatcher.add(name, bracket)
+    forget_compiled()  # what was compiled around this module calls no hooks of it, and would not notice these
 
     def undo() -> None:
         dispatcher.drop(name)
@@ -211,6 +219,7 @@ class Guard:
         self._handle = module.register_forward_pre_hook(self, prepend=True)
         self.hooks = cast("OrderedDict[int, Any]", module._forward_pre_hooks)
 
+    @untraced
     def __call__(self, module: nn.Module, args: Any) -> None:
         self.refuse(module)
 
@@ -335,6 +344,7 @@ def before_gradient(tensor: Tensor, callback: Callable[..., None], where: Callab
     node = tensor.grad_fn
     if node is None:
 
+        @untraced
         def once(gradient: Tensor) -> None:
             waiting.remove()
             callback(gradient)
@@ -359,6 +369,7 @@ def _before_node(node: Any, callback: Callable[..., None]) -> None:
     waiting.insert(0, callback)
 
 
+@untraced
 def _call_in_turn(callbacks: Sequence[Callable[..., None]], gradients: Any) -> None:
     for callback in callbacks:
         callback(gradients)

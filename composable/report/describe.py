@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from composable.compilation import unwrapped
 from composable.config import Free, Keep, Regroup
 from composable.errors import few
 from composable.model.contract import Annotation, registry
@@ -138,6 +139,7 @@ def describe(module: nn.Module) -> Description:
     Example:
         >>> print(describe(fully_shard(model, policy={Block})))
     """
+    module = unwrapped(module)
     rows: list[UnitRow] = []
     elsewhere: dict[str, list[str]] = {}
     seen: dict[int, None] = {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from composable.compilation import untraced
 from composable.device.buckets import GradientBucket
 from composable.device.collectives import Pending
 
@@ -30,6 +31,7 @@ class Tally:
         """What autograd calls when the gradient in `slot` is there: once per parameter and backward, so it is short."""
         states = self.states
 
+        @untraced
         def arrived(_: Tensor) -> None:
             if states[slot] != AWAITED:
                 otherwise(slot)

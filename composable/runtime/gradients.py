@@ -15,6 +15,7 @@ from weakref import ref
 
 from torch import Tensor, nn
 
+from composable.compilation import untraced
 from composable.device.collectives import Channel
 from composable.device.gradients import call_hooks_after_accumulation
 from composable.errors import DifferentiationError
@@ -30,6 +31,7 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
     assert isinstance(method, MethodType)
     reference, function = ref(method.__self__), method.__func__
 
+    @untraced
     def call(*args: Any) -> None:
         found = reference()
         if found is not None:
@@ -47,6 +49,7 @@ class Watch:
         self.expecting = False
         self._call = weakly(call)
 
+    @untraced
     def arrived(self, _: Tensor) -> None:
         """Autograd finished one parameter's gradient. Runs for every parameter: most calls do nothing."""
         if not self.expecting:

@@ -23,6 +23,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from composable.compilation import untraced
 from composable.device.parameters import label, label_of, unlabel
 from composable.errors import OptimizerError
 
@@ -109,6 +110,7 @@ def _look_up(optimizer: Optimizer) -> tuple[_Holding, list[nn.Parameter]]:
     return holding, parameters
 
 
+@untraced
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     holding, parameters = _look_up(optimizer)
     for index in holding.foreign:
@@ -116,6 +118,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     holding.before_step(parameters)
 
 
+@untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     holding, parameters = _look_up(optimizer)
     holding.after_step(parameters)

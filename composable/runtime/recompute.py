@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import noop_context_fn
 
+from composable.compilation import call_compiled, running_compiler, untraced, untraced_alone
 from composable.device.private import checkpoint_generator
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -50,12 +51,17 @@ class RecomputeBracket:
     def __getstate__(self) -> dict[str, Any]:
         return {"options": self.options, "_generators": [], "_recomputing": 0}
 
+    @untraced_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        if self._recomputing:
-            return args, kwargs
+        if not self._recomputing:
+            self._open(module, args, kwargs, running_compiler())
+        return args, kwargs
+
+    @untraced
+    def _open(self, module: nn.Module, args: Any, kwargs: Any, compiler: Any) -> None:
         options = self.options
         generator = checkpoint_generator(
-            partial(self._again, module),
+            partial(self._again, module, compiler),
             (
                 options.preserve_rng_state,
                 options.context_fn or noop_context_fn,
@@ -69,12 +75,12 @@ class RecomputeBracket:
         self._generators.append(generator)
         _open.append(generator)
         next(generator)
-        return args, kwargs
 
-    def _again(self, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    @untraced
+    def _again(self, module: nn.Module, compiler: Any, *args: Any, **kwargs: Any) -> None:
         self._recomputing += 1
         try:
-            module(*args, **kwargs)
+            call_compiled(compiler, module, args, kwargs)
         finally:
             self._recomputing -= 1
 
@@ -87,6 +93,7 @@ class RecomputeBracket:
         if not self._recomputing and self._generators:
             self._pop().close()
 
+    @untraced
     def forget(self) -> None:
         self._recomputing = 0
         while self._generators:

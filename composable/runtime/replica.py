@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from composable.compilation import untraced
 from composable.device.collectives import Wire
 from composable.device.parameters import Owner
 from composable.device.private import in_backward
@@ -153,6 +154,7 @@ class ReplicatedUnit:
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 
+    @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._depth += 1
         if self._depth == 1 and not in_backward():
@@ -176,6 +178,7 @@ class ReplicatedUnit:
     def abandon(self, module: nn.Module) -> None:
         self._depth -= 1
 
+    @untraced
     def forget(self) -> None:
         self._depth = 0
 

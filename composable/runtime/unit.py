@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from composable.compilation import untraced
 from composable.device.memory import HOST_MEMORY
 from composable.device.parameters import Owner, ParameterSlots
 from composable.device.private import in_backward, next_node
@@ -143,6 +144,7 @@ class ShardedUnit:
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 
+    @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         call = _Call()
         self._calls.append(call)
@@ -228,6 +230,7 @@ class ShardedUnit:
             unit.root = root
         return root
 
+    @untraced
     def forget(self) -> None:
         """The root notices by itself, at its next forward."""
 

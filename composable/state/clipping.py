@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.meshes import wire_device
+from composable.compilation import untraced
 from composable.device.collectives import reduce_numbers
 from composable.device.private import local_of
 from composable.errors import ClippingError, NonFiniteError
@@ -236,6 +237,7 @@ def _order(norm_type: object) -> float:
 
 
 @torch.no_grad()
+@untraced
 def clip_grad_norm_(
     model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float,

@@ -179,7 +179,12 @@ def test_private_parts_of_torch_distributed_are_used_in_one_room() -> None:
     users = [
         room for room in rooms() if re.search(r"\bdist\._|distributed_c10d|torch\._C\b|_functional_collectives", source(room))
     ]
-    assert users == ["device/private.py"]
+    assert users == ["compilation.py", "device/private.py"]
+
+
+def test_the_compiler_is_known_in_one_room() -> None:
+    users = [room for room in rooms() if re.search(r"_dynamo|torch\.compiler\.(disable|reset)|_orig_mod", source(room))]
+    assert users == ["compilation.py"]
 
 
 @pytest.mark.parametrize("room", rooms())

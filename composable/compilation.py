@@ -1,0 +1,88 @@
+"""How we and torch.compile keep out of each other's way: what it must not trace, what it put around a module; knows no verb.
+
+The only use of torch's private parts for that, each with its reason and its fallback. Checked with torch 2.13.0.
+
+Note [Between graphs]
+Our callbacks move memory, count and talk to other ranks: they run as they are, between compiled graphs. Dynamo, which traces
+Python for torch.compile, meets a function in two ways. It finds a call of it while it traces the caller: then an attribute of
+the function decides. Or code that is not traced calls it, and the interpreter asks Dynamo before it runs the frame: then a
+mark on the function's code decides, for the frame and for those below it. `torch.compiler.disable` sets the attribute and makes
+a wrapper in place of the mark. Wrappers cost every call of a model that nobody compiles 0.8 us, and import Dynamo, which
+takes a second, when they are made. Marks cost nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_WHY: Final = (
+    "composable gathers parameters and reduces gradients between compiled graphs; fullgraph=True can hold what is inside one "
+    "annotated module: for block in model.blocks: block.compile(fullgraph=True)"
+)
+_frames: Final[Any] = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+_CAN_MARK: Final = all(hasattr(_frames, name) for name in ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"))
+
+
+def untraced(function: F) -> F:
+    """Let torch.compile run `function`, and all that it calls, as it is."""
+    return _mark(function, callees="SKIP")
+
+
+def untraced_alone(function: F) -> F:
+    """Let torch.compile run `function` as it is, and see what it calls."""
+    return _mark(function, callees="DEFAULT")
+
+
+def _mark(function: F, callees: str) -> F:
+    if not _CAN_MARK:
+        disabled: F = torch.compiler.disable(function)
+        return disabled
+    strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.__members__[callees])
+    _frames.set_code_exec_strategy(function.__code__, strategy)
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
+    return function
+
+
+def _nobody() -> None:
+    return None
+
+
+# What compiles the frames that this thread is about to run; None where nothing does. Known inside `untraced_alone` only.
+running_compiler: Final[Callable[[], Any]] = getattr(_frames, "get_eval_frame_callback", _nobody)
+
+
+def call_compiled(compiler: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call `function` with `compiler` at work: what runs twice must be compiled both times, or neither.
+
+    A call from inside a backward is outside of the compiled region that called forward, and there is no public way back in.
+    """
+    if compiler is None:
+        return function(*args, **kwargs)
+    prior = _frames.set_eval_frame(compiler)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _frames.set_eval_frame(prior)
+
+
+def unwrapped(module: Any) -> Any:
+    """The module itself, if `module` is what `torch.compile` returned for it; of a list, its members."""
+    if type(module) in (list, tuple):
+        return type(module)(map(unwrapped, module))
+    dynamo = sys.modules.get("torch._dynamo")
+    while dynamo is not None and isinstance(module, dynamo.OptimizedModule):
+        module = module._orig_mod
+    return module
+
+
+def forget_compiled() -> None:
+    """Let everything be compiled anew: graphs do not notice hooks that come later, and would compute without them."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
