@@ -288,5 +288,5 @@ def _backward_with_a_graph() -> str:
 def test_gradients_of_sharded_parameters_are_not_differentiated(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _backward_with_a_graph)),
-        """DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit ''. They are averaged over the ranks and sharded outside of autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out""",
+        """DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit 'other'. They are averaged over the ranks and sharded outside of autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out""",
     )
