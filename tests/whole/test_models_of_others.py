@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -109,7 +110,10 @@ def _whisper() -> nn.Module:
 
 def _dora() -> nn.Module:
     targets = ["q_proj", "v_proj", "up_proj"]
-    return get_peft_model(_llama(), LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=targets, lora_dropout=0.0))
+    config = LoraConfig(r=2, lora_alpha=4, use_dora=True, target_modules=targets, lora_dropout=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers by a name that is going away
+        return get_peft_model(_llama(), config)
 
 
 class Critic(nn.Module):
