@@ -9,7 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from composable import fully_shard, replicate
 from composable.device.collectives import GatherPart, PairsWire, shared_wire, wire_of, world_group
+from composable.device.collectives import group as group_module
 from composable.device.collectives.neighbourhood import Neighbourhood
 from composable.device.words import Outlet, Process
 from composable.errors import CommunicationError
@@ -242,3 +243,26 @@ def test_groups_that_were_destroyed_leave_nothing_behind(pool: Pool) -> None:
         for what in ("descriptors", "threads", "mappings"):
             assert held[-1][what] <= held[2][what], held
         assert held[-1]["MiB"] <= held[4]["MiB"] + 4, held
+
+
+# --- others who use the group -----------------------------------------------------------------------------------------
+
+
+class _NotInvited(AssertionError):
+    pass
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("verb", _VERBS)
+def test_training_leaves_the_backends_order_of_collectives_to_others(verb: str) -> None:
+    """`dcp.async_save` runs collectives of the same group in a thread, while the first step is taken."""
+    group = dist.new_group()
+    plain = _model()
+    model = _VERBS[verb](copy.deepcopy(plain), mesh=group)
+    names = ("all_reduce", "broadcast", "all_gather_into_tensor", "reduce_scatter_tensor")
+    with ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(dist, name, side_effect=_NotInvited))
+        stack.enter_context(mock.patch.object(group_module, "all_gather_single", side_effect=_NotInvited))
+        losses = _train(model, 3)
+    assert losses == pytest.approx(_train(plain, 3), rel=1e-5)

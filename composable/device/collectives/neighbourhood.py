@@ -15,6 +15,7 @@ from typing import Final, TypeVar
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire
+from composable.device.collectives.wire import Channel
 from composable.device.private import timeout_of, when_destroyed
 from composable.device.shared_memory import UNKNOWN_HOST, Arena, Block, Identity, Outbox, Window
 from composable.device.words import Inbox, Outlet, Process, Word
@@ -68,6 +69,9 @@ class Neighbourhood:
         self.ways = wire.ways
         self.peers = tuple((wire.rank + step) % wire.ways for step in range(1, wire.ways))
         self.outbox = Outbox(arena)
+        # For the checks of all wires. Not the backend's own order: others may use the group in another thread, as torch's
+        # checkpoints do that are written while training goes on.
+        self.checks: Channel = wire.open_channel()
         self._neighbours = neighbours
         self._group = weakref.ref(wire.group)
         self._device = wire.device

@@ -109,6 +109,7 @@ class SharedWire(GroupWire):
         super().__init__(group, device)
         self._near = near
         self._sums: Channel = self.open_channel()  # for what has no unit's tag
+        self._checks = near.checks
 
     # --- gathers ----------------------------------------------------------------------------------------------------
 
@@ -207,6 +208,30 @@ class SharedWire(GroupWire):
         """What the peers show, as uint8."""
         return [(peer, self._near.look(peer, word)) for peer, word in words.items()]
 
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
+        columns = list(zip(*self.exchange(values, label=label), strict=True))
+        return [min(column) for column in columns], [max(column) for column in columns]
+
+    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+        count = len(values)
+        rows = [list(values)] * self.ways
+
+        def fill(block: Block) -> None:
+            view_of(block.memory, 0, 1 + count, torch.int64).copy_(torch.tensor([count, *values], dtype=torch.int64))
+
+        def receive(words: dict[int, Word]) -> None:
+            for peer, message in self._messages(words):
+                said, *rows[peer] = view_of(message, 0, 1 + count, torch.int64).tolist()
+                if said != count:
+                    raise RuntimeError(f"rank {peer} takes part in another check, of {said} values and not of {count}")
+
+        self._hand_over(8 * (1 + count), fill, receive, label, self._checks.next_tag()).wait()
+        return rows
+
+    # --- all of them ------------------------------------------------------------------------------------------------
+
     def _hand_over(
         self, nbytes: int, fill: Fill, receive: Receive, label: str, tag: int, *, in_step: bool = False
     ) -> _Handover:
@@ -223,13 +248,13 @@ class SharedWire(GroupWire):
 class ApartWire(SharedWire):
     """A wire all of whose collectives are told from those of other wires of the group, also the ones that have no unit's tag.
 
-    An ordinary wire leaves these to the backend: ranks that have come to different units must meet in a check of their order.
+    Checks of ordinary wires have tags in common: ranks that have come to different units must meet in a check of their order.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, near: Neighbourhood) -> None:
         super().__init__(group, device, near)
         self._broadcasts: Channel = self.open_channel()
-        self._checks: Channel = self.open_channel()
+        self._checks = self.open_channel()
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         if tensor.device.type != "cpu":
@@ -248,24 +273,6 @@ class ApartWire(SharedWire):
 
         nbytes = flat.numel() * flat.element_size() if self.rank == 0 else 0
         self._hand_over(nbytes, fill, receive, label, self._broadcasts.next_tag()).wait()
-
-    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
-        columns = list(zip(*self.exchange(values, label=label), strict=True))
-        return [min(column) for column in columns], [max(column) for column in columns]
-
-    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
-        count = len(values)
-        rows = [list(values)] * self.ways
-
-        def fill(block: Block) -> None:
-            view_of(block.memory, 0, count, torch.int64).copy_(torch.tensor(list(values), dtype=torch.int64))
-
-        def receive(words: dict[int, Word]) -> None:
-            for peer, message in self._messages(words):
-                rows[peer] = view_of(message, 0, count, torch.int64).tolist()
-
-        self._hand_over(8 * count, fill, receive, label, self._checks.next_tag()).wait()
-        return rows
 
 
 def _scale(tensor: Tensor, factor: float, *, out: Tensor) -> None:
