@@ -32,6 +32,7 @@ from composable.plan.scaling import division_factors
 from composable.runtime.backward_end import end_of_backward
 from composable.runtime.bucket import AWAITED, SENT, Bucket
 from composable.runtime.gradients import weakly
+from composable.runtime.sparse import SparseGradients
 
 FIRST_BUCKET_BYTES: Final = 1 << 20  # communication starts early
 ALONE_BYTES: Final = 1 << 20  # a gradient from this size on waits for no other one
@@ -71,6 +72,7 @@ class Reducer:
         turn: the unit's place among all, the same on every rank.
         agreement: of the reducer before this one.
         elsewhere: indices of parameters whose gradients somebody else averages.
+        sparse: indices of parameters whose gradients are sparse.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Reducer:
         turn: int = 0,
         agreement: Agreement | None = None,
         elsewhere: frozenset[int] = frozenset(),
+        sparse: frozenset[int] = frozenset(),
     ) -> None:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
@@ -95,7 +98,10 @@ class Reducer:
         self._cap_bytes = cap_bytes
         self._kinds = _kinds(self.parameters)
         self.elsewhere = elsewhere
-        self._trainable = [i for i, p in enumerate(parameters) if p.requires_grad and i not in elsewhere]
+        mine = [i for i, p in enumerate(parameters) if p.requires_grad and i not in elsewhere]
+        self._trainable = [i for i in mine if i not in sparse]
+        self._sparse = [i for i in mine if i in sparse]
+        self._rows = SparseGradients([parameters[i] for i in self._sparse], [names[i] for i in self._sparse], wire, unit)
         self._buckets: list[Bucket] = []
         self._launched = 0
         self._in_flight: list[Bucket] = []
@@ -158,6 +164,9 @@ class Reducer:
                 if self._recording:
                     hook = partial(record, i, hook)
                 self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
+        for slot, i in enumerate(self._sparse):
+            hook = self._rows.hook(slot, weakly(self.open))
+            self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
 
     def detach(self) -> None:
         """Leave the parameters alone from here on."""
@@ -167,7 +176,7 @@ class Reducer:
 
     def averages(self, i: int) -> bool:
         """Whether hooks wait for the gradient of parameter `i`."""
-        return i in self._trainable
+        return i in self._trainable or i in self._sparse
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these are still the parameters, of the same kinds, and as trainable as they were."""
@@ -181,7 +190,7 @@ class Reducer:
 
     def open(self, *_: Any) -> None:
         """Backward has reached this module, or one of its parameters: what is not here at its end counts as zero."""
-        if not self.in_backward and self._buckets:
+        if not self.in_backward and self._hooks:
             self.in_backward = True
             for bucket in self._buckets:
                 bucket.tally.enter(AWAITED)
@@ -254,13 +263,15 @@ class Reducer:
             self.launch_rest()
             bucket.finish()
             self._in_flight = [other for other in self._in_flight if other is not bucket]
-        if self._recording or any(bucket.awaited for bucket in self._buckets):
+        if self._buckets and (self._recording or any(bucket.awaited for bucket in self._buckets)):
             *used, complete = [bool(flag) for flag in self._buckets[-1].gradients.flags.tolist()]
             used_by_number = dict(zip(self._trainable, used, strict=True))
             for bucket in self._buckets:
                 bucket.gradients.settle([used_by_number[i] for i in bucket.members])
             if self._recording and complete:
                 self._agree()
+        if self._sparse:
+            self._rows.average()
         self.reset()
 
     def leave_failed_backward(self) -> None:
@@ -303,6 +314,7 @@ class Reducer:
         """Back to the state before a backward; what is in flight has been waited for."""
         for bucket in self._buckets:
             bucket.reset()
+        self._rows.reset()
         self._launched = 0
         self._in_flight = []
         self._arrivals = []

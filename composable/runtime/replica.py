@@ -20,6 +20,7 @@ from composable.runtime.ground import Ground
 from composable.runtime.outputs import with_a_node
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.reducer import Reducer
+from composable.runtime.sparse import is_sparse_lookup
 from composable.runtime.wrappers import refuse_inside
 
 
@@ -106,9 +107,17 @@ class ReplicatedUnit:
             turn=self.number,
             agreement=agreement,
             elsewhere=owned_elsewhere(self, registered),
+            sparse=self._sparse(registered),
         )
         tell_the_next(self, before ^ self.held)
         return reducer
+
+    def _sparse(self, registered: Sequence[nn.Parameter]) -> frozenset[int]:
+        """Indices of parameters that nothing but sparse lookups reads, as far as modules tell."""
+        dense = {id(o.module._parameters.get(o.name)): None for o in self._owners if not is_sparse_lookup(o.module)}
+        if len(dense) == len(self._owners):
+            return frozenset()
+        return frozenset(i for i, parameter in enumerate(registered) if id(parameter) not in dense)
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The FQN, below the unit, of a parameter that it holds."""

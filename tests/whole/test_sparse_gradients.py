@@ -1,0 +1,122 @@
+"""`replicate` keeps sparse gradients sparse, with DDP's numbers, whichever ranks have them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from composable import replicate
+from tests.helpers.compare import averaged_gradients
+from tests.helpers.world import current_device, spmd
+
+ROWS: Final = 12
+
+
+class Lookups(nn.Module):
+    """Two sparse tables and a dense layer; a forward uses the tables that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(ROWS, 4, sparse=True)
+        self.bags = nn.EmbeddingBag(ROWS, 4, sparse=True, mode="sum")
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, tables: Sequence[str] = ("words", "bags")) -> Tensor:
+        found = {"words": lambda: self.words(x).sum(1), "bags": lambda: self.bags(x)}
+        y: Tensor = self.head(sum([found[table]() for table in tables], self.head.weight.new_zeros(len(x), 4)))
+        return y.square().sum()
+
+
+def _batch(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
+    return torch.randint(0, ROWS, (2 + dist.get_rank(), 3), generator=generator).to(current_device())
+
+
+def _optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
+    sparse = [p for name, p in model.named_parameters() if "head" not in name]
+    dense = [p for name, p in model.named_parameters() if "head" in name]
+    return [torch.optim.SparseAdam(sparse, lr=0.1), torch.optim.SGD(dense, lr=0.1)]
+
+
+@spmd(ranks=2)
+def test_sparse_adam_trains_as_with_ddp() -> None:
+    ours = Lookups().to(current_device())
+    theirs = DistributedDataParallel(copy.deepcopy(ours))
+    replicate(ours)
+    optimizers = [*_optimizers(ours), *_optimizers(theirs)]
+    for step in range(4):
+        for model in (ours, theirs):
+            model(_batch(step)).backward()
+        for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert one.grad.is_sparse == other.grad.is_sparse == ("head" not in name)
+            assert torch.equal(one.grad.to_dense(), other.grad.to_dense()), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@spmd(ranks=[2, 4])
+def test_ranks_without_a_sparse_gradient_bring_none_and_what_nobody_used_stays(accumulate: bool) -> None:
+    plain, ours = Lookups().double().to(current_device()), Lookups().double().to(current_device())
+    replicate(ours)
+    mine = [("words",), ("words", "bags"), (), ("bags",)]
+    others = [("words",), ("words",), ("bags",), ()]
+    expected: dict[str, Tensor | None] = {}
+    for step, tables in enumerate(others if dist.get_rank() else mine):
+        if not accumulate:
+            ours.zero_grad()
+        plain.zero_grad()
+        for model in (plain, ours):
+            model(_batch(step), tables).backward()
+        dense = Lookups().double().to(current_device())
+        for one, other in zip(dense.parameters(), plain.parameters(), strict=True):
+            one.grad = None if other.grad is None else other.grad.to_dense()
+        for name, mean in averaged_gradients(dense).items():
+            before = expected.get(name) if accumulate else None
+            expected[name] = before if mean is None else mean if before is None else before + mean
+        for name, parameter in ours.named_parameters():
+            if expected[name] is None:
+                assert parameter.grad is None, (name, step)
+                continue
+            assert parameter.grad is not None, (name, step)
+            assert parameter.grad.is_sparse == ("head" not in name)
+            torch.testing.assert_close(parameter.grad.to_dense(), expected[name], msg=lambda text, n=name: f"{n}: {text}")
+
+
+@spmd(ranks=2)
+def test_a_sparse_table_alone_is_a_unit_and_one_that_a_dense_layer_reads_too_is_right() -> None:
+    for tied in (False, True):
+        models = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            table, head = nn.Embedding(ROWS, 4, sparse=True), nn.Linear(4, ROWS, bias=False)
+            if tied:
+                head.weight = table.weight
+            models.append(nn.Sequential(table, head).double().to(current_device()))
+        plain, ours = models
+        replicate(ours[0])
+        replicate(ours)
+        for model in models:
+            model(_batch(0)).square().sum().backward()
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                if model is plain:
+                    parameter.grad = parameter.grad.to_dense()
+        expected = averaged_gradients(plain)
+        for name, parameter in ours.named_parameters():
+            assert parameter.grad is not None
+            assert parameter.grad.is_sparse == (name == "0.weight" and not tied)
+            torch.testing.assert_close(parameter.grad.to_dense(), expected[name])
