@@ -39,6 +39,7 @@ class ReplicatedUnit:
         self.number = next_number()
         self.held: frozenset[int] = frozenset()
         self._owners: tuple[Owner, ...] = ()  # every place of every parameter: what is tied now need not stay so
+        self._lookups: tuple[bool, ...] = ()  # for each place, whether its module reads it by sparse lookups
         self._places: list[tuple[dict[str, nn.Parameter | None], str]] | None = None  # of the owners; asked at every forward
         self._buffers: tuple[Owner, ...] = ()
         self._cap_bytes = 0
@@ -56,6 +57,7 @@ class ReplicatedUnit:
     ) -> None:
         self.modules = tuple(modules)
         self._owners = tuple(owners)
+        self._lookups = tuple(is_sparse_lookup(owner.module) for owner in owners)
         self.names = tuple(names)
         self._buffers = tuple(buffers)
         self.ground = ground
@@ -114,9 +116,9 @@ class ReplicatedUnit:
 
     def _sparse(self, registered: Sequence[nn.Parameter]) -> frozenset[int]:
         """Indices of parameters that nothing but sparse lookups reads, as far as modules tell."""
-        dense = {id(o.module._parameters.get(o.name)): None for o in self._owners if not is_sparse_lookup(o.module)}
-        if len(dense) == len(self._owners):
+        if not any(self._lookups) or len(registered) != len(self._lookups):
             return frozenset()
+        dense = {id(p): None for p, lookup in zip(registered, self._lookups, strict=True) if not lookup}
         return frozenset(i for i, parameter in enumerate(registered) if id(parameter) not in dense)
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -223,7 +225,7 @@ class ReplicatedUnit:
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedUnit:
         twin = ReplicatedUnit()
         memo[id(self)] = twin
-        for name in ("modules", "name", "names", "_owners", "_buffers", "ground", "_cap_bytes"):
+        for name in ("modules", "name", "names", "_owners", "_lookups", "_buffers", "ground", "_cap_bytes"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         twin.number = self.number
         enroll(twin)

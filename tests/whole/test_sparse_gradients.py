@@ -51,6 +51,7 @@ def test_sparse_adam_trains_as_with_ddp() -> None:
     ours = Lookups().to(current_device())
     theirs = DistributedDataParallel(copy.deepcopy(ours))
     replicate(ours)
+    ours = copy.deepcopy(ours)  # a copy knows its tables, too
     optimizers = [*_optimizers(ours), *_optimizers(theirs)]
     for step in range(4):
         for model in (ours, theirs):
