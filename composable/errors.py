@@ -109,6 +109,11 @@ def describe_module(module: object, fqn: str | None = None) -> str:
     return f"{kind} '{fqn}'" if fqn else kind
 
 
+def first_line(error: object) -> str:
+    """What an error says, in one line; nothing if it says nothing."""
+    return str(error).strip().partition("\n")[0]
+
+
 def few(names: Sequence[str], limit: int = 8) -> str:
     """At most `limit` of `names` in one line, with a count of the rest: `a, b and 3 more`."""
     if len(names) <= limit:

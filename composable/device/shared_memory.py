@@ -206,8 +206,13 @@ class Outbox:
                 if waiting is not None:
                     self._read.remove(waiting)
         if waiting is not None:
-            if waiting.readers is not None:
-                waiting.readers.wait()
+            try:
+                if waiting.readers is not None:
+                    waiting.readers.wait()
+            except BaseException:
+                with self._lock:
+                    self._read.append(waiting)
+                raise
             block = waiting
         if block is None:
             return Block(self._arena, nbytes)

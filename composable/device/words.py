@@ -1,8 +1,8 @@
 """Short words between processes of one host, through pipes; knows no group of ranks and no memory.
 
-A word is a tag and two integers. The kernel takes it while the writer goes on, and keeps it after the writer has ended; no
-thread of anybody's runs for it. A pipe has one writing and one reading process, so its words arrive in order. The reader makes
-it, the writer opens it through `/proc/<pid>/fd`.
+A word is a tag of up to 124 bits and two integers. The kernel takes it while the writer goes on, and keeps it after the writer
+has ended; no thread of anybody's runs for it. A pipe has one writing and one reading process, so its words arrive in order. The
+reader makes it, the writer opens it through `/proc/<pid>/fd`.
 
 Note [When a writer has ended]
 The end of a pipe is seen as soon as the last process has closed it that has it open. That may be a child which the writer
@@ -16,6 +16,7 @@ import select
 import struct
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
@@ -23,8 +24,10 @@ from typing import Final
 
 Word = tuple[int, int]
 
-_FORMAT: Final = struct.Struct("=qqq")  # shorter than PIPE_BUF: words of several threads are never torn
-_MANY: Final = 2048 * _FORMAT.size
+_FORMAT: Final = struct.Struct("=qqqq")  # shorter than PIPE_BUF: words of several threads are never torn
+_MANY: Final = 1024 * _FORMAT.size
+_HALF: Final = 62  # bits of a tag in one integer
+_LOW: Final = (1 << _HALF) - 1
 _GLANCE: Final = 0.05  # seconds until a waiting thread looks whether another one has read its word, or its writer has ended
 
 DESTROYED_HERE: Final = "this rank has destroyed its process group"
@@ -98,11 +101,12 @@ class Inbox:
             os.close(self._writing)
             self._writing = -1
 
-    def wait(self, tag: int, limit: timedelta | None) -> Word:
+    def wait(self, tag: int, limit: timedelta | None, check: Callable[[Sequence[int]], None] | None = None) -> Word:
         """The next word with this tag.
 
         Args:
             limit: how long to wait; None means for ever.
+            check: gets the tags of all other words that nobody has asked for, and raises if there is no use in waiting.
 
         Raises:
             TimeoutError: none came in time.
@@ -115,9 +119,11 @@ class Inbox:
         gone = False
         while True:
             ended = gone or self._ended  # looked at first: another thread may hear the word and the end after our `next`
-            word = self.next(tag)
+            word, others = self._look(tag)
             if word is not None:
                 return word
+            if check is not None:
+                check(others)
             if ended:
                 raise EOFError(f"{self.writer} has ended, or has destroyed its process group")
             if deadline is not None and time.monotonic() > deadline:
@@ -139,6 +145,15 @@ class Inbox:
                 del self._heard[tag]
             return word
 
+    def _look(self, tag: int) -> tuple[Word | None, Sequence[int]]:
+        """The next word with this tag, or the tags of the others that were there when it was not."""
+        with self._lock:
+            if tag not in self._heard:
+                self._read()
+            if tag not in self._heard:
+                return None, tuple(self._heard)
+        return self.next(tag), ()
+
     def drain(self) -> None:
         """Hear what has been said so far, for whoever asks later."""
         with self._lock:
@@ -152,8 +167,8 @@ class Inbox:
         except BlockingIOError:
             return
         self._ended = not data
-        for tag, first, second in _FORMAT.iter_unpack(data):
-            self._heard.setdefault(tag, deque()).append((first, second))
+        for low, high, first, second in _FORMAT.iter_unpack(data):
+            self._heard.setdefault(high << _HALF | low, deque()).append((first, second))
 
 
 class Outlet:
@@ -193,7 +208,7 @@ class Outlet:
         if self._writing < 0:
             raise EOFError(DESTROYED_HERE)
         try:
-            os.write(self._writing, _FORMAT.pack(tag, first, second))
+            os.write(self._writing, _FORMAT.pack(tag & _LOW, tag >> _HALF, first, second))
         except BlockingIOError:
             return False
         except BrokenPipeError as error:

@@ -65,11 +65,11 @@ class UnitGradients:
         rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel | None = None) -> None:
         self.phase = GradPhase.EMPTY
         self.on_unexpected: Callable[[], object] = _ignore
         self.parts: tuple[Part, ...] = ()
-        self._channel = channel
+        self.channel = channel
         self._unit = ""
         self._label = ""
         self.rounds = 0
@@ -117,8 +117,10 @@ class UnitGradients:
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self._unit)
         self._reduced = True
         self.watch.expecting = False
+        channel = self.channel
+        assert channel is not None, "no forward has opened it"
         for part in self.parts:
-            part.reduce(self._channel, self._label)
+            part.reduce(channel, self._label)
 
     def refuse_graph(self) -> None:
         """Raise if a gradient arrived: it was made in a backward that builds a graph, and sharded gradients are in none."""

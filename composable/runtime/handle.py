@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from composable.config import AfterForward, Free, Regroup
-from composable.device.collectives import Arrival, Channel
+from composable.device.collectives import Arrival, Channel, Steps
 from composable.device.memory import MemoryPool
 from composable.device.parameters import Owner, ParameterSlots
 from composable.errors import PhaseError, few
@@ -65,15 +65,14 @@ class Handle:
         self.on_foreigners: Callable[[], None] = _ignore  # somebody registered or moved parameters; may raise
         self.on_backward: Callable[[bool], None] = _ignore  # backward goes through an output, and builds a graph or not
         self._guards = GuardRow(())
-        self._channel: Channel = ground.wire.open_channel()
-        self._near_channel: Channel | None = ground.near.open_channel() if ground.near is not None else None
+        self._channel: Channel | None = None
+        self._near_channel: Channel | None = None
         self._arrivals: list[Arrival] = []
         self._from_neighbours = False
         self.versions: Versions = []  # of the shards, as last looked up; the same object until somebody writes to one
         self._gathered = (self.versions, 0)  # the edition of the shards when they were gathered
         self._gathered_anew = 0  # how often, because they had changed
-        # Of their own: a rank that is one collective ahead must not take a gather for a reduction.
-        self.gradients = UnitGradients(ground.wire.open_channel())
+        self.gradients = UnitGradients()
         self.parameters = UnitParameters(
             self.slots,
             recipe.names,
@@ -84,6 +83,36 @@ class Handle:
         )
         self.gradients.parts = self.parameters.parts
         self.rename("")
+
+    def open_channels(self) -> None:
+        """Before the first collective of the unit. Every rank comes to it, which is not so of looking at a copied module."""
+        if self._channel is None:
+            ground = self.ground
+            self._near_channel = ground.near.open_channel() if ground.near is not None else None
+            # Of their own: a rank that is one collective ahead must not take a gather for a reduction.
+            self.gradients.channel = ground.wire.open_channel()
+            self._channel = ground.wire.open_channel()
+            self.count_by(self._channel.steps)
+
+    def count_by(self, steps: Steps) -> None:
+        """Messages belong to `steps` from now on."""
+        for channel in (self._channel, self._near_channel, self.gradients.channel):
+            if channel is not None:
+                channel.steps = steps
+
+    @property
+    def steps(self) -> Steps:
+        self.open_channels()
+        assert self._channel is not None
+        return self._channel.steps
+
+    def say_farewell(self, why: str) -> None:
+        """Tell the other ranks that this one has left the step."""
+        ground = self.ground
+        if self._channel is not None:
+            ground.wire.leave(self._channel, why)
+        if ground.near is not None and self._near_channel is not None:
+            ground.near.leave(self._near_channel, why)
 
     def rename(self, name: str) -> None:
         """Take the FQN under the root, once there is a root, for messages."""
@@ -110,6 +139,7 @@ class Handle:
             self._take_in_foreigners()
         parameters.follow()
         parameters.release_gradients()
+        self._gathered_anew = 0
         self.drop_if_stale()
 
     def _take_in_foreigners(self) -> None:
@@ -149,6 +179,7 @@ class Handle:
 
     def unshard(self) -> None:
         """Launch the all-gather unless the parameters are, or will be, there. Users may write to what is gathered."""
+        self.steps.open()  # ranks may have left the last one at different places
         self.unshard_in_step(for_user=True)
 
     def unshard_in_step(self, *, for_user: bool = False) -> None:
@@ -159,6 +190,7 @@ class Handle:
             return
         near = self._from_neighbours = before is Phase.REGROUPED
         self._gathered = self.look_up_edition()
+        self.open_channels()
         channel = self._near_channel if near else self._channel
         assert channel is not None
         channel.decisions = self._gathered_anew
@@ -252,8 +284,10 @@ class Handle:
         self.depth = self._calls = 1
         self.end_call()
         self.uses = 0
+        arrivals, self._arrivals = self._arrivals, []
         try:
-            self._await_arrivals()
+            for arrival in arrivals:
+                arrival.give_up()
         finally:
             self.phase = Phase.SHARDED
             for part in self.parameters.parts:

@@ -29,12 +29,13 @@ from typing import Any, Final, Protocol
 import torch
 from torch import nn
 
-from composable.device.collectives import Wire
-from composable.errors import CommunicationError, RanksDisagreeError
+from composable.device.collectives import Steps
+from composable.errors import CommunicationError, first_line
 from composable.model.hooks import HookWatch
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import BackwardOrder, ForwardOrder
 from composable.runtime.backward_end import end_of_backward
+from composable.runtime.divergence import check_order, say_farewell
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import note_of_mixing
@@ -101,9 +102,13 @@ class Root:
         self._enclosing: list[dict[int, None]] = [{} for _ in handles]
         self.order = ForwardOrder()
         self.iteration: Iteration | None = None
+        self.steps = Steps(max(handle.steps.number for handle in handles))
+        for handle in handles:
+            handle.count_by(self.steps)
         self._running: list[int] = []  # units that are called now, outermost first
         self.entry: nn.Module = module
         self.failure = ""
+        self.reason = ""
         self._watch = HookWatch(module for unit in units for module in unit.modules)
         self._verified = all(handle.ground.wire.ways == 1 for handle in handles)
         for index, handle in enumerate(handles):
@@ -138,6 +143,7 @@ class Root:
             self._unwind("its backward did not finish")
         index = self._index[handle]
         if not running:
+            self.steps.open(going_on=self.iteration is not None)
             for each in self.handles:  # this may raise
                 each.prepare()
             self.entry = module
@@ -152,7 +158,7 @@ class Root:
         """`handle`'s module is about to compute."""
         index = self._index[handle]
         if not self._verified:
-            self._verify(index, handle.ground.wire)
+            check_order(self.handles, index, handle.ground.wire)
         self.order.record(index)
         self._gather(index, *self.order.next_units(PREFETCH_DEPTH))
         handle.land()
@@ -191,7 +197,8 @@ class Root:
         if self._running:
             return
         if not self._verified:
-            self._verify(len(self.handles), next(h.ground.wire for h in self.handles if h.ground.wire.ways > 1))
+            wire = next(handle.ground.wire for handle in self.handles if handle.ground.wire.ways > 1)
+            check_order(self.handles, len(self.handles), wire)
             self._verified = True
         self.order.complete()
         for handle in self.handles:
@@ -208,11 +215,12 @@ class Root:
         if not self.failure:
             error = sys.exception()
             self.failure = f"previous step of unit '{handle.name}' ended with {type(error).__name__}"
+            self.reason = f"unit '{handle.name}' raised {type(error).__name__}: {first_line(error)}"
             note_of_mixing(error, [other for other in self.handles if other is not handle and not other.depth])
         if self._running:
             self._running.pop()
         if not self._running:
-            self._unwind(self.failure)
+            self._unwind(self.failure, self.reason)
             self.failure = ""
 
     def recover_from_interrupt(self) -> None:
@@ -221,21 +229,6 @@ class Root:
             unit.forget_calls()
         close_interrupted()
         self._unwind("its forward was interrupted")
-
-    def _verify(self, index: int, wire: Wire) -> None:
-        """In the first forward, make sure that every rank runs the same unit; later ones are gathered by name."""
-        if wire.ways == 1:
-            return
-        label = "check of the order of units"
-        lowest, highest = wire.extremes([index], label=label)
-        if lowest != highest:
-            running = [row[0] for row in wire.exchange([index], label=label)]
-            names = [f"'{self.handles[i].name}'" if i < len(self.handles) else "no further unit" for i in running]
-            seen = "; ".join(f"rank {rank} runs {name}" for rank, name in enumerate(names))
-            raise RanksDisagreeError(
-                f"the ranks run their modules in different orders in the first forward: {seen}. "
-                "All ranks must run the same fully sharded modules in the same order."
-            )
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -369,9 +362,11 @@ class Root:
             for index in iteration.active:
                 self.handles[index].hide()
             iteration.active = []
+            say_farewell(self.handles, "its backward did not finish")
 
-    def _unwind(self, why: str) -> None:
-        """Wait for whatever is in flight, free whatever is unsharded, forget unreduced gradients."""
+    def _unwind(self, why: str, reason: str = "") -> None:
+        """Give up whatever is in flight, free whatever is unsharded, forget unreduced gradients."""
+        say_farewell(self.handles, reason or why)
         logger.warning("%s; state was reset", why if why.startswith("previous") else f"previous step: {why}")
         for handle in self.handles:
             try:

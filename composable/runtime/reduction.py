@@ -111,12 +111,12 @@ class Reduction:
             self._shards.release()
 
     def drop(self) -> None:
-        """Wait for what is in flight and forget it."""
+        """Forget what is in flight."""
         arrival, self._arrival = self._arrival, None
         self._whole = []
         try:
             if arrival is not None:
-                arrival.wait()
+                arrival.give_up()
         finally:
             if self._rows is not None:
                 self._rows.buffer.free()

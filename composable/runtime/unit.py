@@ -63,6 +63,7 @@ class ShardedUnit:
         self._originals = [weakref.ref(parameter) for parameter in held if parameter is not None]
         del held
         handle = self.handle
+        handle.open_channels()
         self.rename("")
         owners: dict[int, nn.Module] = {}
         for slot in handle.slots:

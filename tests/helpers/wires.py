@@ -62,6 +62,9 @@ class _Later:
             self.done = True
             self.act()
 
+    def give_up(self) -> None:
+        self.wait()
+
 
 class _Around:
     """A wire that passes everything on."""

@@ -21,6 +21,7 @@ from composable.device.collectives.wire import (
     Pending,
     ReducePart,
     Scratch,
+    Steps,
     Term,
     Wire,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "ReducePart",
     "Scratch",
     "SharedWire",
+    "Steps",
     "StreamsWire",
     "TensorsWire",
     "Term",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,22 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 
 _AVERAGING: Final = ("nccl", "fake")  # backends that divide sums by the number of ranks at no price, if asked to
 
-_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+
+class _Channels:
+    """The channels of a group."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.by_number: WeakValueDictionary[int, Channel] = WeakValueDictionary()
+
+
+_CHANNELS: WeakKeyDictionary[dist.ProcessGroup, _Channels] = WeakKeyDictionary()
+
+
+def channel_of(group: dist.ProcessGroup, tag: int) -> Channel | None:
+    """The channel that a tag is of, if this rank has opened it and still uses it."""
+    channels = _CHANNELS.get(group)
+    return channels.by_number.get(Channel.number_in(tag)) if channels is not None else None
 
 
 class GroupWire:
@@ -36,9 +51,14 @@ class GroupWire:
         self._share = 1.0 / self.ways
 
     def open_channel(self) -> Channel:
-        number = _CHANNELS.get(self.group, 0)
-        _CHANNELS[self.group] = number + 1
-        return Channel(number)
+        channels = _CHANNELS.setdefault(self.group, _Channels())
+        channel = Channel(channels.opened)
+        channels.opened += 1
+        channels.by_number[channel.number] = channel
+        return channel
+
+    def leave(self, channel: Channel, why: str) -> None:
+        """Backends carry no words of their own: who waits for this rank waits until its group's timeout."""
 
     def _is_mean(self, parts: Sequence[ReducePart]) -> bool:
         """Whether the backend can scale the sums, too."""

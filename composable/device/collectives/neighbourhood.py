@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Final, TypeVar
 
+import torch
 from torch import Tensor
 
-from composable.device.collectives.group import GroupWire
-from composable.device.collectives.wire import Channel
+from composable.device.collectives.group import GroupWire, channel_of
+from composable.device.collectives.wire import Channel, Steps
 from composable.device.private import timeout_of, when_destroyed
 from composable.device.shared_memory import UNKNOWN_HOST, Arena, Block, Identity, Outbox, Window
 from composable.device.words import Inbox, Outlet, Process, Word
@@ -24,7 +26,10 @@ T = TypeVar("T")
 
 SWITCH: Final = "COMPOSABLE_SHARED_MEMORY"  # "0" in the environment of any rank: all of them use sockets
 _LABEL: Final = "exchange of where each rank's shared memory is"
-_DONE: Final = 1  # added to a message's tag: word that it has been read
+_DONE: Final = 1  # added to a message's tag: word that it has been read, or will never be
+_FAREWELL: Final = 2  # added to a channel's: where this rank says why it has left a step
+_REASON_BYTES: Final = 400
+_FAREWELLS: Final = 16  # kept for those who have yet to read them
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,10 @@ class Neighbour:
     window: Window
     inbox: Inbox
     outlet: Outlet
+
+
+class WentOn(EOFError):
+    """A word cannot come any more: who should say it is in a later step."""
 
 
 class Thanks:
@@ -47,14 +56,41 @@ class Thanks:
         self._left = list(near.peers)
 
     def finished(self) -> bool:
-        while self._left and self._near.has_heard(self._left[-1], self._tag):
+        while self._left and self._has_finished(self._left[-1]):
             self._left.pop()
         return not self._left
+
+    def _has_finished(self, peer: int) -> bool:
+        return self._near.glance(peer, self._tag) is not None
 
     def wait(self) -> None:
         while self._left:
             self._near.hear(self._left[-1], self._tag)
             self._left.pop()
+
+
+class ThanksOfSome(Thanks):
+    """Of a message that this rank gave up: peers who never came to that collective will not read it, and say nothing.
+
+    Args:
+        launched: peers who are known to have come to it.
+    """
+
+    __slots__ = ("_launched", "_steps")
+
+    def __init__(self, near: Neighbourhood, tag: int, launched: Iterable[int], steps: Steps) -> None:
+        super().__init__(near, tag)
+        self._launched = dict.fromkeys(launched)
+        self._steps = steps
+
+    def _has_finished(self, peer: int) -> bool:
+        if super()._has_finished(peer):
+            return True
+        tag = self._tag - _DONE
+        past = self._steps.met > Channel.step_in(tag)  # then all that the peer said in that step is here
+        if peer not in self._launched and self._near.glance(peer, tag) is not None:
+            self._launched[peer] = None
+        return past and peer not in self._launched
 
 
 class Neighbourhood:
@@ -73,6 +109,9 @@ class Neighbourhood:
         # checkpoints do that are written while training goes on.
         self.checks: Channel = wire.open_channel()
         self._neighbours = neighbours
+        self._arena = arena
+        self._left: weakref.WeakKeyDictionary[Steps, int] = weakref.WeakKeyDictionary()
+        self._farewells: deque[Block] = deque(maxlen=_FAREWELLS)
         self._group = weakref.ref(wire.group)
         self._device = wire.device
         when_destroyed(wire.group, weakref.WeakMethod(self.close))
@@ -111,16 +150,69 @@ class Neighbourhood:
             with suppress(BrokenPipeError):  # who has ended does not need its memory any more
                 self._say(peer, tag + _DONE)
 
-    def has_heard(self, peer: int, tag: int) -> bool:
-        return self.glance(peer, tag) is not None
-
     def glance(self, peer: int, tag: int) -> Word | None:
         """The word that `peer` has said, if it has."""
         return self._neighbours[peer].inbox.next(tag)
 
     def hear(self, peer: int, tag: int) -> Word:
         inbox = self._neighbours[peer].inbox
-        return inbox.next(tag) or inbox.wait(tag, self._limit)
+        return inbox.next(tag) or inbox.wait(tag, self._limit, partial(self._refuse_if_gone_on, peer, tag))
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def say_farewell(self, channel: Channel, why: str) -> None:
+        """Tell everybody, once a step, that this rank says nothing more in it."""
+        steps = channel.steps
+        if self._left.get(steps) == steps.number:
+            return
+        self._left[steps] = steps.number
+        tag = channel.farewell() + _FAREWELL
+        with suppress(OSError, EOFError):  # who does not hear it notices the end, or waits
+            text = why.encode()[:_REASON_BYTES]
+            block = self._farewells[0] if len(self._farewells) == _FAREWELLS else Block(self._arena, _REASON_BYTES)
+            block.memory[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+            self._farewells.append(block)  # who reads it, and when, is of no interest
+            for peer in self.peers:
+                self._neighbours[peer].outlet.say(tag, block.start, len(text))
+
+    def give_up(self, block: Block, tag: int, heard: Iterable[int], steps: Steps) -> None:
+        """This rank reads nothing that the others show under `tag`, but they may read what it has shown."""
+        block.readers = ThanksOfSome(self, tag, heard, steps)
+        block.in_step = False
+        block.settled = True
+        for peer in self.peers:
+            with suppress(OSError, EOFError):
+                self._say(peer, tag + _DONE)
+
+    def _refuse_if_gone_on(self, peer: int, tag: int, pending: Sequence[int]) -> None:
+        """Raise if `peer` has left a step that is not over here, so that there is no use in waiting for it.
+
+        Args:
+            pending: tags of what it has said and nobody has asked for.
+        """
+        group = self._group()
+        channel = channel_of(group, tag) if group is not None else None
+        if group is None or channel is None:
+            return
+        steps = channel.steps
+        # In a later step it launches nothing of an earlier one any more, but it may have yet to read what it launched then.
+        last = steps.number if tag & _DONE else Channel.step_in(tag)
+        gone_on = False
+        for other in pending:
+            step = Channel.step_in(other)
+            if step <= steps.oldest or other & _DONE:
+                continue
+            found = channel_of(group, other)
+            if found is None or found.steps is not steps:
+                continue
+            if other & _FAREWELL:
+                word = self.glance(peer, other)
+                if word is not None:
+                    why = bytes(self.look(peer, word).tolist()).decode(errors="replace")
+                    raise WentOn(f"rank {peer} has left this step: {why}")
+            gone_on = gone_on or step > last
+        if gone_on:
+            raise WentOn(f"rank {peer} has left this step and gone on to a later one")
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from composable.device.collectives.wire import (
     Pending,
     ReducePart,
     Scratch,
+    Steps,
     Term,
     failed,
 )
@@ -46,16 +47,19 @@ Receive = Callable[[dict[int, Word]], Pending | None]  # of the words of the pee
 class _Handover:
     """A message that this rank has shown, and those that it waits for from all others."""
 
-    __slots__ = ("_block", "_label", "_near", "_receive", "_rest", "_tag", "_words")
+    __slots__ = ("_block", "_label", "_near", "_receive", "_rest", "_steps", "_tag", "_words")
 
-    def __init__(self, near: Neighbourhood, block: Block, tag: int, label: str, receive: Receive, *, in_step: bool) -> None:
+    def __init__(
+        self, near: Neighbourhood, block: Block, tag: int, label: str, receive: Receive, steps: Steps, *, in_step: bool
+    ) -> None:
+        self._rest: Pending | None = None
+        self._words: dict[int, Word] = {}
         self._near = near
         self._block = block
         self._tag = tag
         self._label = label
+        self._steps = steps
         self._receive: Receive | None = receive
-        self._words: dict[int, Word] = {}
-        self._rest: Pending | None = None
         near.show(block, tag, in_step=in_step)
 
     def progress(self) -> bool:
@@ -88,14 +92,33 @@ class _Handover:
         self._receive = None
         near, heard = self._near, self._words
         try:
-            words = {peer: heard.get(peer) or near.hear(peer, self._tag) for peer in near.peers}
+            for peer in near.peers:
+                if peer not in heard:
+                    heard[peer] = near.hear(peer, self._tag)
+            self._steps.met = Channel.step_in(self._tag)
             with torch.no_grad():
-                self._rest = receive(words)
+                self._rest = receive(heard)
             near.say_done(self._tag)
         except FAILURES as error:
-            near.outbox.lost(self._block)
+            self._leave()
             raise failed(self._label, near.rank, error) from error
+        except BaseException:
+            self._leave()
+            raise
         self._block.settled = True
+
+    def give_up(self) -> None:
+        if self._receive is not None:
+            self._receive = None
+            self._leave()
+        elif self._rest is not None:
+            self._rest.give_up()
+
+    def __del__(self) -> None:
+        self.give_up()  # an interrupt left nobody who holds it
+
+    def _leave(self) -> None:
+        self._near.give_up(self._block, self._tag, self._words, self._steps)
 
 
 class SharedWire(GroupWire):
@@ -111,6 +134,9 @@ class SharedWire(GroupWire):
         self._sums: Channel = self.open_channel()  # for what has no unit's tag
         self._checks = near.checks
 
+    def leave(self, channel: Channel, why: str) -> None:
+        self._near.say_farewell(channel, why)
+
     # --- gathers ----------------------------------------------------------------------------------------------------
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
@@ -122,7 +148,7 @@ class SharedWire(GroupWire):
         def receive(words: dict[int, Word]) -> None:
             plan.copy_from(words, self._near.look)
 
-        arrival = self._hand_over(plan.nbytes, plan.fill, receive, label, channel.next_tag(), in_step=True)
+        arrival = self._hand_over(plan.nbytes, plan.fill, receive, label, channel, in_step=True)
         plan.copy_own()
         return arrival
 
@@ -160,7 +186,7 @@ class SharedWire(GroupWire):
                 if not part.early and part.scale != 1.0:
                     part.out.mul_(part.scale)
 
-        return self._hand_over(stride * len(self._near.peers), fill, receive, label, channel.next_tag(), in_step=True)
+        return self._hand_over(stride * len(self._near.peers), fill, receive, label, channel, in_step=True)
 
     def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         flat = tensor.detach().contiguous().view(-1)
@@ -171,7 +197,7 @@ class SharedWire(GroupWire):
         chunk = flat.numel() if self.ways == 2 else -(-flat.numel() // self.ways)
         start = 0 if self.ways == 2 else self.rank * chunk
         sums = flat[start : start + chunk]
-        tags = self._sums.next_tag(), self._sums.next_tag()
+        tag, next_tag = self._sums.next_tag(), self._sums.next_tag()
 
         def fill(block: Block) -> None:
             _scale(mine, factor, out=view_of(block.memory, 0, flat.numel(), flat.dtype))
@@ -185,7 +211,7 @@ class SharedWire(GroupWire):
                 terms[self.rank] = own if factor == 1.0 else torch.mul(own, factor, out=sums)
                 add_up([terms[rank] for rank in range(self.ways)], out=sums)
             if self.ways > 2:
-                return self._hand_over(chunk * flat.element_size(), fill_sum, receive_sums, label, tags[1])
+                return self._hand_over(chunk * flat.element_size(), fill_sum, receive_sums, label, self._sums, next_tag)
             put_in_place()
             return None
 
@@ -202,7 +228,7 @@ class SharedWire(GroupWire):
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view(tensor.shape))
 
-        return self._hand_over(flat.numel() * flat.element_size(), fill, receive, label, tags[0])
+        return self._hand_over(flat.numel() * flat.element_size(), fill, receive, label, self._sums, tag)
 
     def _messages(self, words: dict[int, Word]) -> list[tuple[int, Tensor]]:
         """What the peers show, as uint8."""
@@ -227,20 +253,29 @@ class SharedWire(GroupWire):
                 if said != count:
                     raise RuntimeError(f"rank {peer} takes part in another check, of {said} values and not of {count}")
 
-        self._hand_over(8 * (1 + count), fill, receive, label, self._checks.next_tag()).wait()
+        self._hand_over(8 * (1 + count), fill, receive, label, self._checks).wait()
         return rows
 
     # --- all of them ------------------------------------------------------------------------------------------------
 
     def _hand_over(
-        self, nbytes: int, fill: Fill, receive: Receive, label: str, tag: int, *, in_step: bool = False
+        self,
+        nbytes: int,
+        fill: Fill,
+        receive: Receive,
+        label: str,
+        channel: Channel,
+        tag: int = 0,
+        *,
+        in_step: bool = False,
     ) -> _Handover:
         near = self._near
+        tag = tag or channel.next_tag()
         try:
             block = near.outbox.take(max(1, nbytes))
             with torch.no_grad():
                 fill(block)
-            return _Handover(near, block, tag, label, receive, in_step=in_step)
+            return _Handover(near, block, tag, label, receive, channel.steps, in_step=in_step)
         except FAILURES as error:
             raise failed(label, self.rank, error) from error
 
@@ -272,7 +307,7 @@ class ApartWire(SharedWire):
                 tensor.detach().copy_(shown.view(tensor.shape))
 
         nbytes = flat.numel() * flat.element_size() if self.rank == 0 else 0
-        self._hand_over(nbytes, fill, receive, label, self._broadcasts.next_tag()).wait()
+        self._hand_over(nbytes, fill, receive, label, self._broadcasts).wait()
 
 
 def _scale(tensor: Tensor, factor: float, *, out: Tensor) -> None:

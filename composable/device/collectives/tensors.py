@@ -86,6 +86,9 @@ class _OnStream:
         self._mark.join()
         self._kept = None
 
+    def give_up(self) -> None:
+        self.wait()
+
 
 class StreamsWire(GroupWire):
     """An accelerator's tensor collectives, many in one launch, each kind on a stream of its own."""

@@ -9,7 +9,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from composable.errors import CommunicationError
+from composable.errors import CommunicationError, first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,9 @@ class Arrival(Protocol):
     def wait(self) -> None:
         """Return when (on an accelerator: order the compute stream after) the result is there."""
 
+    def give_up(self) -> None:
+        """The result is not wanted any more; afterwards nothing is written to it. Waits for others only where it has to."""
+
 
 class Pending(Arrival, Protocol):
     """A collective in flight that can be looked after now and then."""
@@ -78,35 +81,81 @@ class Pending(Arrival, Protocol):
         """Do this rank's part as far as no other rank has to be waited for; whether `wait` would return at once."""
 
 
+class Steps:
+    """What channels count their messages by: those of one step never meet those of another.
+
+    Whoever owns it opens a step at points that every rank comes to, wherever it left the step before.
+    """
+
+    __slots__ = ("__weakref__", "met", "number", "oldest")
+
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        self.oldest = number  # that is not over on this rank
+        self.met = -1  # the last step in which a message of every other rank came
+
+    def open(self, *, going_on: bool = False) -> None:
+        """A new step begins. Nothing is said in the ones before from here on.
+
+        Args:
+            going_on: something of the one before is still to come: a backward, if only in this step.
+        """
+        self.number += 1
+        if not going_on:
+            self.oldest = self.number
+
+
 class Channel:
     """Tags that keep one unit's messages of one kind apart from all others in the same group.
 
-    A tag holds the channel, a running number and the part of the message, so that messages of another unit or of another
-    kind can never be taken for the expected ones: ranks that diverge wait (and time out by name). Gathers and reductions are
-    of different kinds, since a rank that left out a collective would otherwise take the next one's bytes for it.
+    A tag holds the channel, a step, a number that runs within it and the part of the message, so that messages of another
+    unit, of another kind or of another step can never be taken for the expected ones: ranks that diverge wait (and time out by
+    name, or are told). Gathers and reductions are of different kinds, since a rank that left out a collective would otherwise
+    take the next one's bytes for it. Ranks that left a step at different places meet again in the next one.
     The running number leaps with `decisions`, so that ranks which decide differently do not meet one message later either.
-    Tags do not repeat within a million channels and two milliards of messages. Backends whose tags are C ints get the lowest
-    31 bits, which repeat after a thousand of either.
+    Tags do not repeat within a million channels and two milliards of messages a step. Backends whose tags are C ints get the
+    lowest 31 bits, which repeat after a thousand of either.
     """
 
     PARTS: Final = 1 << 10
     LOWEST: Final = (1 << 31) - 1
+    BITS: Final = 62  # below the step
     _FLAG: Final = 1 << 30  # apart from the small tags that users choose
 
     _APART: Final = 1_000_003  # odd in the lowest bits, too: one decision more is many messages away
+    _STRIDE: Final = 101  # messages of one step and the next, where the lowest bits must tell them apart
 
-    __slots__ = ("_base", "_count", "decisions")
+    __slots__ = ("__weakref__", "_base", "_count", "_step", "decisions", "number", "steps")
 
     def __init__(self, number: int) -> None:
         high, low = divmod(number, 1 << 10)
-        self._base = self._FLAG | low << 20 | (high % (1 << 10)) << 52
-        self._count = 0
+        self.number = number % (1 << 20)
+        self.steps = Steps()
         self.decisions = 0  # that ranks take by themselves and must take alike; if not, their messages do not meet
+        self._base = self._FLAG | low << 20 | (high % (1 << 10)) << 52
+        self._step = 0
+        self._count = 0
 
     def next_tag(self) -> int:
+        step = self.steps.number
+        if step != self._step:
+            self._step = step
+            self._count = 0
         self._count += 1
-        count = self._count + self.decisions * self._APART
-        return self._base | (count >> 10 & (1 << 21) - 1) << 31 | (count & (1 << 10) - 1) << 10
+        count = self._count + self.decisions * self._APART + step * self._STRIDE
+        return self._base | (count >> 10 & (1 << 21) - 1) << 31 | (count & (1 << 10) - 1) << 10 | step << self.BITS
+
+    def farewell(self) -> int:
+        """A tag that no message has: of the step after this one, before which this rank says nothing any more."""
+        return self._base | (self.steps.number + 1) << self.BITS
+
+    @staticmethod
+    def number_in(tag: int) -> int:
+        return tag >> 20 & (1 << 10) - 1 | (tag >> 52 & (1 << 10) - 1) << 10
+
+    @staticmethod
+    def step_in(tag: int) -> int:
+        return tag >> Channel.BITS
 
 
 class Wire(Protocol):
@@ -132,6 +181,9 @@ class Wire(Protocol):
 
     def open_channel(self) -> Channel:
         """Tags for one unit's messages of one kind; every rank opens its channels in the same order."""
+
+    def leave(self, channel: Channel, why: str) -> None:
+        """Tell the others, if words travel by themselves, that this rank says nothing more in the channel's step."""
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         """What `all_gather` needs, made once."""
@@ -162,9 +214,8 @@ FAILURES: Final = (RuntimeError, OSError, EOFError)  # of backends, of memory an
 
 
 def failed(label: str, rank: int, error: Exception) -> CommunicationError:
-    first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     return CommunicationError(
-        f"rank {rank}: the {label} failed: {first_line}\n"
+        f"rank {rank}: the {label} failed: {first_line(error) or type(error).__name__}\n"
         "Another rank raised, ended or took another path through the model; look for the first error among all ranks."
     )
 
@@ -194,6 +245,9 @@ class Works:
             self._finish()
             self._finish = None
 
+    def give_up(self) -> None:
+        self.wait()  # the backend writes to the result whenever it comes
+
 
 class LocalWire:
     """One rank: nothing to say to anybody."""
@@ -206,6 +260,9 @@ class LocalWire:
 
     def open_channel(self) -> Channel:
         return Channel(0)
+
+    def leave(self, channel: Channel, why: str) -> None:
+        return None
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return tuple(parts)

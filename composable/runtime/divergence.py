@@ -1,0 +1,40 @@
+"""Ranks that part ways: what is compared in the first forward, and what is said later; moves nothing, decides no order.
+
+Note [Steps]
+Every forward of a root opens a step, and tags hold its number: messages of one step never meet those of another. A rank that
+left a step half-way and one that went through all of it open the next one with the same number, so they meet there. Who still
+waits in the step before would wait for good: a rank that leaves one tells why, and whatever it says in a later step tells as
+much. Both raise where somebody waits, and that rank leaves the step, too.
+Where words do not travel by themselves (sockets, NCCL) the group's timeout ends the waiting, by name.
+docs/decisions/0016-steps.md has the whole story.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from composable.device.collectives import Wire
+from composable.errors import RanksDisagreeError
+from composable.runtime.handle import Handle
+
+
+def check_order(handles: Sequence[Handle], index: int, wire: Wire) -> None:
+    """In the first forward, make sure that every rank runs the same unit; later ones are gathered by name."""
+    if wire.ways == 1:
+        return
+    label = "check of the order of units"
+    lowest, highest = wire.extremes([index], label=label)
+    if lowest != highest:
+        running = [row[0] for row in wire.exchange([index], label=label)]
+        names = [f"'{handles[i].name}'" if i < len(handles) else "no further unit" for i in running]
+        seen = "; ".join(f"rank {rank} runs {name}" for rank, name in enumerate(names))
+        raise RanksDisagreeError(
+            f"the ranks run their modules in different orders in the first forward: {seen}. "
+            "All ranks must run the same fully sharded modules in the same order."
+        )
+
+
+def say_farewell(handles: Sequence[Handle], why: str) -> None:
+    """Those who wait for this rank in the step that it leaves are told, where words travel by themselves."""
+    for handle in handles:
+        handle.say_farewell(why)
