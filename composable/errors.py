@@ -121,6 +121,15 @@ def few(names: Sequence[str], limit: int = 8) -> str:
     return f"{', '.join(names[:limit])} and {len(names) - limit} more"
 
 
+def still_on_meta(fqn: str, unit: str) -> str:
+    """What to say of a parameter that is to be computed with before it has values."""
+    return (
+        f"parameter '{fqn}' of unit '{unit}' is still on the meta device: it has a shape, but no values to compute with. "
+        "Materialise the model before its first forward: call model.to_empty(device=...) and initialise it, or "
+        "model.load_state_dict(state_dict, assign=True)"
+    )
+
+
 def closest(name: str, choices: Iterable[str], limit: int = 1) -> list[str]:
     """The `choices` that `name` may be a slip of, best first; none when nothing is near."""
     return difflib.get_close_matches(name, list(dict.fromkeys(choices)), n=limit, cutoff=0.6)

@@ -13,7 +13,7 @@ from composable.config import AfterForward, Free, Regroup
 from composable.device.collectives import Arrival, Channel, Steps
 from composable.device.memory import MemoryPool
 from composable.device.parameters import Owner, ParameterSlots
-from composable.errors import PhaseError, few
+from composable.errors import PhaseError, few, still_on_meta
 from composable.model.hooks import Guard, GuardRow
 from composable.plan.layout import Layout
 from composable.plan.phases import Event, Phase, advance
@@ -137,6 +137,8 @@ class Handle:
         if not parameters.intact():
             self.on_foreigners()
             self._take_in_foreigners()
+        if parameters.on_meta:
+            raise PhaseError(still_on_meta(parameters.on_meta[0], self.name))
         parameters.follow()
         parameters.release_gradients()
         self._gathered_anew = 0

@@ -1,5 +1,11 @@
 """What optimizers do to the parameters of units: whose step writes to which, and which of them nothing trains; knows no unit.
 
+Note [State of a parameter without dimensions]
+`torch.distributed.checkpoint` spreads a full state dict as the state that it replaces was spread. But it leaves tensors without
+dimensions plain: the counters that optimizers keep, and by mistake the moments of a sharded parameter without dimensions. An
+optimizer cannot mix those with a gradient that is spread. What was spread after the last step, and is plain now, is spread
+again before the next one.
+
 Note [Stale parameters]
 What was gathered is a copy, and must not be computed with after the shards have changed. Two signs count, each enough: the
 version counter of a shard changed, or gradients of the unit were reduced, after which programs write in ways of their own.
@@ -18,13 +24,14 @@ from operator import attrgetter
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composable.compilation import untraced
-from composable.device.parameters import label, label_of, unlabel
+from composable.device.parameters import label, label_of, like_parameter, unlabel
 from composable.errors import OptimizerError
 
 _gradient: Final = attrgetter("grad")
@@ -68,16 +75,22 @@ class _Holding:
     """What one optimizer holds, looked up once. It refers to no parameter: hooks of a parameter may lead to the optimizer,
     and one that is referred to weakly cannot be cast or moved."""
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
+    def __init__(self, parameters: list[nn.Parameter], former: _Holding | None) -> None:
         self._written = _written
         self._ids = list(map(id, parameters))  # of one that went, an id may come again; then it is noted again, too
         self._sharded: list[int] = []
         self.foreign: list[int] = []
         self._moving: list[int] = []
+        self._points: list[int] = []  # sharded, without dimensions
+        self._spread: dict[int, list[Any]] = {}  # of these, the state that is spread as they are; as of the last step
+        if former is not None and former._ids == self._ids:
+            self._spread = former._spread
         for index, parameter in enumerate(parameters):
             found = label_of(parameter)
             if found is not None and found[2] == Form.SHARDED.name:
                 self._sharded.append(index)
+                if not parameter.ndim:
+                    self._points.append(index)
             elif found is not None and found[2] != Form.WHOLE.name:
                 self.foreign.append(index)
 
@@ -85,11 +98,20 @@ class _Holding:
         """Whether it was looked up for just these, and would be the same today."""
         return self._written == _written and not self.foreign and self._ids == list(map(id, parameters))
 
-    def before_step(self, parameters: list[nn.Parameter]) -> None:
+    def before_step(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         """Some optimizers drop gradients as they go."""
         self._moving = self._with_gradients(parameters)
+        for index in self._points:
+            state = optimizer.state.get(parameters[index], {})
+            for key in self._spread.get(index, ()):
+                value = state.get(key)
+                if isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.ndim:
+                    state[key] = like_parameter(value, parameters[index])
 
-    def after_step(self, parameters: list[nn.Parameter]) -> None:
+    def after_step(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+        for index in self._points:
+            state = optimizer.state.get(parameters[index], {})
+            self._spread[index] = [key for key, value in state.items() if isinstance(value, DTensor)]
         moved = self._moving or self._with_gradients(parameters)
         if moved:
             increment_version([parameters[index] for index in moved])
@@ -106,7 +128,7 @@ def _look_up(optimizer: Optimizer) -> tuple[_Holding, list[nn.Parameter]]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     holding = _holdings.get(optimizer)
     if holding is None or not holding.is_of(parameters):
-        holding = _holdings[optimizer] = _Holding(parameters)
+        holding = _holdings[optimizer] = _Holding(parameters, holding)
     return holding, parameters
 
 
@@ -115,13 +137,13 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     holding, parameters = _look_up(optimizer)
     for index in holding.foreign:
         _refuse_foreign(optimizer, parameters[index])
-    holding.before_step(parameters)
+    holding.before_step(optimizer, parameters)
 
 
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
     holding, parameters = _look_up(optimizer)
-    holding.after_step(parameters)
+    holding.after_step(optimizer, parameters)
 
 
 def _refuse_foreign(optimizer: Optimizer, parameter: nn.Parameter) -> None:

@@ -23,7 +23,7 @@ from composable.device.parameters import (
     make_sharded,
     make_unsharded,
 )
-from composable.device.private import local_of
+from composable.device.private import innermost, local_of
 from composable.device.storage import FlatParameters, memory_order
 from composable.errors import ForeignParameterError
 from composable.plan.layout import Layout, ParamSpec, plan_layout
@@ -63,6 +63,7 @@ class UnitParameters:
         self.parts: tuple[Part, ...] = ()
         self.stage = Stage(())
         self.trainable = False  # any of them
+        self.on_meta: tuple[str, ...] = ()  # names of those that have no values yet
         self._sharded: tuple[DTensor, ...] = ()
         self._locals: tuple[Tensor, ...] = ()  # where the sharded parameters' data should be
         self._unit = ""
@@ -90,6 +91,7 @@ class UnitParameters:
                 self._settle_in(flat, position, self.slots[index])
             parts.append(Part(flat, [self.slots[index] for index in indices], self._ground))
         self.parts = tuple(parts)
+        self.on_meta = tuple(self._names[i] for indices, flat in flats if flat.device.type == "meta" for i in indices)
         self.rename(self._unit)
         self.trainable = False
         self.stage = Stage(self.slots)
@@ -181,7 +183,14 @@ class UnitParameters:
 
     def _newcomer(self, name: str, slot: ParameterSlots) -> nn.Parameter | None:
         """The parameter that somebody registered in place of ours, at any of its places; None if nobody did."""
-        others = {id(other): other for other in slot.held if isinstance(other, nn.Parameter) and other is not slot.sharded}
+        held = [other for other in slot.held if isinstance(other, Tensor) and other is not slot.sharded]
+        if any(not isinstance(other, nn.Parameter) and isinstance(innermost(other), DTensor) for other in held):
+            raise ForeignParameterError(
+                f"parameter '{name}' of unit '{self._unit}' was replaced by a DTensor that is no nn.Parameter, as "
+                "torch.func.functional_call does with what torch.func.grad and the like hand to it; nothing would gather it. "
+                "Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work"
+            )
+        others = {id(other): other for other in held if isinstance(other, nn.Parameter)}
         if not others:
             return None
         if len(others) > 1:

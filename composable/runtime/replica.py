@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from composable.compilation import untraced
 from composable.device.collectives import Wire
 from composable.device.parameters import Owner
-from composable.device.private import in_backward
-from composable.errors import PhaseError
+from composable.device.private import in_backward, innermost
+from composable.errors import PhaseError, still_on_meta
 from composable.model.hooks import before_gradient, map_tensors, tensors_in
 from composable.runtime.ground import Ground
 from composable.runtime.outputs import with_a_node
@@ -44,6 +44,7 @@ class ReplicatedUnit:
         self._buffers: tuple[Owner, ...] = ()
         self._cap_bytes = 0
         self._reducer: Reducer | None = None
+        self._on_meta = False  # whether parameters had no values when the reducer was made
         self._depth = 0
 
     def take_charge(
@@ -100,6 +101,7 @@ class ReplicatedUnit:
             # Ranks replace parameters one by one, but what they have agreed on stands until they agree again.
             agreement = last.agreement if len(last.parameters) == len(registered) else None
         before, self.held = self.held, frozenset(map(id, registered))
+        self._on_meta = self.wire.ways > 1 and any(parameter.is_meta for parameter in registered)
         reducer = self._reducer = Reducer(
             registered,
             self.names,
@@ -120,6 +122,12 @@ class ReplicatedUnit:
             return frozenset()
         dense = {id(p): None for p, lookup in zip(registered, self._lookups, strict=True) if not lookup}
         return frozenset(i for i, parameter in enumerate(registered) if id(parameter) not in dense)
+
+    def _refuse_meta(self) -> None:
+        late = next((parameter for parameter in self._registered if parameter.is_meta), None)
+        if late is not None:
+            raise PhaseError(still_on_meta(self.name_of(late), self.name or "root"))
+        self._on_meta = False
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The FQN, below the unit, of a parameter that it holds."""
@@ -170,6 +178,8 @@ class ReplicatedUnit:
         self._depth += 1
         if self._depth == 1 and not in_backward():
             reducer = self.reducer
+            if self._on_meta:
+                self._refuse_meta()
             refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
             reducer.unwind()  # if the backward before this forward raised
             self._share_buffers()
@@ -181,7 +191,8 @@ class ReplicatedUnit:
             reducer = self._reducer
             if not any(tensor.grad_fn is not None for tensor in tensors_in(output)):
                 output = map_tensors(output, with_a_node)  # the caller's own input: what waits at a leaf is called only once
-            for tensor in tensors_in(output):
+            # The graphs of torch.func's transforms lead to no parameter of ours; what they wrap may.
+            for tensor in map(innermost, tensors_in(output)):
                 if tensor.requires_grad:
                     before_gradient(tensor, reducer.open)
         return output

@@ -11,14 +11,16 @@ from typing import Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
-from composable import fully_shard
+from composable import fully_shard, replicate
+from composable.errors import ComposableError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
-from tests.helpers.compare import assert_same_gradients
+from tests.helpers.compare import assert_same_gradients, full
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import Pool, need_devices
@@ -189,6 +191,65 @@ def _run(program: str, scheme: str) -> None:
 def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme: str, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _run, program, scheme, device=device)
+
+
+TRANSFORMS: Final = tuple(name for name in PROGRAMS if "penalt" not in name)
+
+
+@pytest.mark.parametrize("scheme", ["replicate", "replicate inside fully_shard"])
+@pytest.mark.parametrize("program", TRANSFORMS)
+def test_transforms_over_inputs_see_a_replicated_model_as_a_plain_one(
+    pool: Pool, program: str, scheme: str, device: str
+) -> None:
+    need_devices(device, 2)
+    pool.run(2, _run, program, scheme, device=device)
+
+
+def _over_parameters(annotate: Callable[[nn.Module], object]) -> str:
+    """Gradients over the parameters of a model, as one process has them for this rank's batch, and training goes on."""
+    plain, model = _DISCRIMINATOR.model(0, 0), _DISCRIMINATOR.model(0, 0)
+    annotate(model)
+    (x,) = _DISCRIMINATOR.inputs(0, 0, dist.get_rank())
+    plain_gradients, gradients = [
+        lambda each=each: torch.func.grad(lambda p: torch.func.functional_call(each, p, (x,)).square().mean())(
+            dict(each.named_parameters())
+        )
+        for each in (plain, model)
+    ]
+    said = ""
+    try:
+        seen = gradients()
+    except ComposableError as error:
+        said = f"{type(error).__name__}: {error}"
+    else:
+        torch.testing.assert_close(seen, plain_gradients())
+    model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    for parameter, (name, other) in zip(model.parameters(), plain.named_parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        dist.all_reduce(other.grad)
+        torch.testing.assert_close(full(parameter.grad), other.grad / dist.get_world_size(), msg=name)
+    return said
+
+
+def _over_replicated_parameters() -> str:
+    return _over_parameters(replicate)
+
+
+def _over_sharded_parameters() -> str:
+    return _over_parameters(lambda model: fully_shard(model, policy={Layer}))
+
+
+def test_gradients_over_the_parameters_of_a_replicated_model_are_those_of_the_rank(pool: Pool) -> None:
+    assert pool.run(2, _over_replicated_parameters) == ["", ""]
+
+
+def test_gradients_over_sharded_parameters_are_refused_by_name(pool: Pool) -> None:
+    assert_text(
+        same_on_all(pool.run(2, _over_sharded_parameters)),
+        """ForeignParameterError: parameter 'head.weight' of unit '' was replaced by a DTensor that is no nn.Parameter, as torch.func.functional_call does with what torch.func.grad and the like hand to it; nothing would gather it. Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work""",
+    )
 
 
 # --- gradients inside a forward ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from composable import fully_shard, step_on_shards
@@ -176,3 +178,36 @@ def _checkpoint(folder: str, runs: bool) -> None:
 def test_an_asynchronous_checkpoint_holds_the_model_of_its_time(pool: Pool, tmp_path: Path, runs: bool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _checkpoint, str(tmp_path), runs, device=device)
+
+
+# --- full state of a parameter without dimensions ---------------------------------------------------------------------
+
+_OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "AdamW for each": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=0.1),
+}
+
+
+def _load_full_state(optimizer: str) -> None:
+    """A full state dict of model and optimizer, loaded into fresh ones, and into those that it is of."""
+    options = StateDictOptions(full_state_dict=True)
+    model = _model()
+    first = _OPTIMIZERS[optimizer](model.parameters())
+    _train(model, first)
+    weights, state = copy.deepcopy(get_state_dict(model, first, options=options))
+    kinds = {key: type(value) for key, value in first.state[model.scale].items()}
+    assert DTensor in kinds.values()
+    expected = _train(model, first)
+    fresh = _model()
+    for each, stepping in ((fresh, _OPTIMIZERS[optimizer](fresh.parameters())), (model, first)):
+        set_state_dict(each, stepping, model_state_dict=weights, optim_state_dict=copy.deepcopy(state), options=options)
+        torch.testing.assert_close(_train(each, stepping), expected)
+        assert {key: type(value) for key, value in stepping.state[each.scale].items()} == kinds
+
+
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+def test_an_optimizer_goes_on_from_a_full_state_dict(pool: Pool, optimizer: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _load_full_state, optimizer, device=device)
