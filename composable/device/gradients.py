@@ -260,6 +260,8 @@ class GradientShards:
             if gradient is None:
                 parameter.grad = more
             elif isinstance(gradient, DTensor) and isinstance(more, DTensor):
+                if gradient.placements != more.placements:  # of a loss made from the parameter itself
+                    parameter.grad = gradient = gradient.redistribute(placements=more.placements)
                 local_of(gradient).add_(local_of(more))
             else:
                 gradient.add_(more)
