@@ -66,6 +66,7 @@ class UnitParameters:
         self.on_meta: tuple[str, ...] = ()  # names of those that have no values yet
         self._sharded: tuple[DTensor, ...] = ()
         self._locals: tuple[Tensor, ...] = ()  # where the sharded parameters' data should be
+        self._numels: list[int] = []
         self._unit = ""
         self.rebuild()
 
@@ -97,6 +98,7 @@ class UnitParameters:
         self.stage = Stage(self.slots)
         self._sharded = tuple(slot.sharded for slot in self.slots if isinstance(slot.sharded, DTensor))
         self._locals = tuple(map(local_of, self._sharded))
+        self._numels = list(map(Tensor.numel, self._locals))
         self.follow()
 
     def _flat(self, dtype: torch.dtype, device: torch.device, indices: Sequence[int]) -> FlatParameters:
@@ -164,7 +166,9 @@ class UnitParameters:
         """Whether modules hold the parameters that we put there, and these hold our memory."""
         if self._ground.mesh is None:
             return False  # they are the user's own: what they are is looked up each time
-        return self.stage.intact() and all(map(is_, map(local_of, self._sharded), self._locals))
+        if not self.stage.intact() or not all(map(is_, map(local_of, self._sharded), self._locals)):
+            return False
+        return list(map(Tensor.numel, self._locals)) == self._numels
 
     def accept(self) -> bool:
         """Take parameters that somebody registered, or moved, for the unit's own; True when `rebuild` has to follow."""
@@ -172,6 +176,7 @@ class UnitParameters:
             for slot in self.slots:
                 slot.sharded = slot.unsharded = slot.registered  # type: ignore[assignment]
             return False
+        self._refuse_resized()
         # Whatever is refused is refused before the first parameter changes.
         newcomers = [self._newcomer(name, slot) for name, slot in zip(self._names, self.slots, strict=True)]
         for name, slot, newcomer in zip(self._names, self.slots, newcomers, strict=True):
@@ -180,6 +185,25 @@ class UnitParameters:
                 slot.replace(newcomer)
                 slot.sharded = newcomer
         return all(isinstance(slot.registered, nn.Parameter) for slot in self.slots)
+
+    def _refuse_resized(self) -> None:
+        """An operator with `out=` resizes this rank's shard to the whole, fails since the memory is not its own, and leaves a
+        tensor that is larger than its memory: whoever writes to it next writes to what is behind it."""
+        resized = ""
+        for part in self.parts:
+            for position, sharded in enumerate(part.sharded):
+                assert isinstance(sharded, DTensor)
+                local, view = local_of(sharded), part.flat.shard_view(position)
+                if local.numel() != view.numel() and any(local is ours for ours in self._locals):
+                    local.as_strided_(view.shape, view.stride())
+                    resized = resized or part.flat.layout.slots[position].name
+        if resized:
+            raise ForeignParameterError(
+                f"parameter '{resized}' of unit '{self._unit}': its shard was resized by an operator with out=, as "
+                "torch.nn.init.eye_ calls one, which cannot work on shards. The shard has its shape again, and the values "
+                "from before. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor, which is "
+                "sharded then"
+            )
 
     def _newcomer(self, name: str, slot: ParameterSlots) -> nn.Parameter | None:
         """The parameter that somebody registered in place of ours, at any of its places; None if nobody did."""

@@ -1,4 +1,4 @@
-"""Models that are annotated before they have values, and get them where they are: made, loaded, or initialised in place."""
+"""Models that are annotated before they have values, or get new ones, in place: made, loaded, initialised."""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -6,12 +6,16 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
+from typing import Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from composable import fully_shard, replicate
 from tests.helpers.compare import full
@@ -90,4 +94,84 @@ def test_what_is_said_of_a_parameter_on_the_meta_device(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _text)),
         """PhaseError: parameter 'weight' of unit '0' is still on the meta device: it has a shape, but no values to compute with. Materialise the model before its first forward: call model.to_empty(device=...) and initialise it, or model.load_state_dict(state_dict, assign=True)""",
+    )
+
+
+# --- initialisation in place ------------------------------------------------------------------------------------------
+
+
+_RESETS: Final[dict[str, Callable[[], nn.Module]]] = {
+    "Linear": lambda: nn.Linear(64, 48),
+    "Embedding": lambda: nn.Embedding(48, 16),
+    "LayerNorm": lambda: nn.LayerNorm(48),
+    "BatchNorm": lambda: nn.BatchNorm1d(48),
+    "Conv": lambda: nn.Conv2d(16, 12, 3),
+    "LSTM": lambda: nn.LSTM(24, 32),
+    "MultiheadAttention": lambda: nn.MultiheadAttention(32, 4),
+}
+
+
+def _reset(module: nn.Module) -> None:
+    again = module._reset_parameters if isinstance(module, nn.MultiheadAttention) else module.reset_parameters
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "DTensor random operators may not have complete support")
+        again()  # type: ignore[operator]
+
+
+def _reset_all(dim: int) -> None:
+    """Every rank draws its shards from a seed of its own; together they look as one process draws them."""
+    for name, make in _RESETS.items():
+        torch.manual_seed(0)
+        plain, model = (make().to(current_device()) for _ in range(2))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(100.0)
+        fully_shard(model, shard_placement_fn=lambda p: Shard(dim) if p.ndim > dim else None)
+        torch.manual_seed(1 + dist.get_rank())
+        _reset(model)
+        _reset(plain)
+        for (fqn, one), other in zip(model.named_parameters(), map(torch.detach, plain.parameters()), strict=True):
+            if fqn == "out_proj.weight":
+                continue  # a MultiheadAttention leaves it as its Linear made it
+            assert isinstance(one, DTensor)
+            whole, label = full(one), f"{name}.{fqn}"
+            if not other.std():
+                assert torch.equal(whole, other), label
+                continue
+            assert 0.6 < float(whole.std() / other.std()) < 1.6, label
+            assert float(whole.abs().max() / other.abs().max()) < 2.0, label
+            axis = dim if one.ndim > dim else 0
+            first, second = whole.chunk(2, axis)
+            assert not torch.equal(first, second), label
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_modules_reset_their_sharded_parameters(pool: Pool, dim: int, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _reset_all, dim, device=device)
+
+
+def _resize() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    fully_shard(model, policy={nn.Linear})
+    x = torch.ones(2, 4)
+    with pytest.raises(RuntimeError, match="not resizable"):
+        nn.init.eye_(model[1].weight)  # type: ignore[arg-type]
+    said = refusal(lambda: model(x))
+    for parameter, former in zip(model.parameters(), before, strict=True):
+        assert torch.equal(full(parameter), former)
+    model.load_state_dict({"1.weight": torch.eye(4)}, strict=False)
+    model(x).sum().backward()
+    assert torch.equal(full(model[1].weight), torch.eye(4))  # type: ignore[arg-type]
+    return [said]
+
+
+def test_a_shard_that_was_resized_is_named_and_as_it_was(pool: Pool) -> None:
+    ((said,), (other,)) = pool.run(2, _resize)
+    assert said == other
+    assert_text(
+        said,
+        """ForeignParameterError: parameter 'weight' of unit '1': its shard was resized by an operator with out=, as torch.nn.init.eye_ calls one, which cannot work on shards. The shard has its shape again, and the values from before. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor, which is sharded then""",
     )
