@@ -16,11 +16,15 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from composable.config import SYNC_MODES
 from composable.device.collectives import Wire
-from composable.errors import RanksDisagreeError
+from composable.errors import RanksDisagreeError, first_line
 from composable.model.traversal import ManagedParameter
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
+
+
+_ROOM_FOR_ERRORS: Final = 400  # bytes
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -53,24 +57,46 @@ def _shape_digest(parameters: Sequence[ManagedParameter]) -> list[int]:
     ]
 
 
-def synchronise(verb: str, parameters: Sequence[ManagedParameter], wire: Wire, mode: str) -> None:
+def tell_failure(verb: str, wire: Wire, error: Exception) -> None:
+    """Take part in `synchronise` as a rank that cannot: the others raise, and name this rank and its error."""
+    if wire.ways > 1:
+        label = _label(verb)
+        wire.extremes([1, 0, 0, 0, 0, 0], label=label)
+        _everybody_says(f"{type(error).__name__}: {first_line(error)}", wire, label, _ROOM_FOR_ERRORS)
+
+
+def synchronise(
+    verb: str, parameters: Sequence[ManagedParameter], wire: Wire, mode: str, treatment: Sequence[str] = ()
+) -> None:
     """Check that the ranks agree, or make them.
 
     Args:
         mode: "check", "broadcast" (rank 0's values) or "off".
+        treatment: for each parameter, what the arguments come to.
 
     Raises:
-        RanksDisagreeError: names, shapes, dtypes or, in "check", values differ; names the first difference.
+        RanksDisagreeError: names, shapes, dtypes, treatment or, in "check", values differ; names the first difference. Or
+            another rank failed.
     """
-    if mode == "off" or wire.ways == 1:
+    if wire.ways == 1:
         return
-    shapes = _shape_digest(parameters)
+    trusted = mode == "off"
+    shapes = [] if trusted else _shape_digest(parameters)
     values = [fingerprint(p.parameter) for p in parameters] if mode == "check" else []
-    summary = [len(parameters), zlib.crc32(repr(shapes).encode()), zlib.crc32(repr(values).encode())]
-    label = f"check of {verb}() across ranks"
+    digests = [_digest(shapes), 0 if trusted else _digest(treatment), _digest(values)]
+    label = _label(verb)
+    summary = [0, SYNC_MODES.index(mode), 0 if trusted else len(parameters), *digests]
     lowest, highest = wire.extremes(summary, label=label)
-    if lowest[:2] != highest[:2]:
+    if highest[0]:
+        _refuse_failure(verb, wire, label)
+    if lowest[1] != highest[1]:
+        _refuse_modes(verb, mode, wire, label)
+    if lowest[:4] != highest[:4]:
         _refuse_shapes(verb, parameters, shapes, wire, label)
+    if lowest[:5] != highest[:5]:
+        _refuse_treatment(verb, parameters, treatment, wire, label)
+    if trusted:
+        return
     if mode == "broadcast":
         for managed in parameters:
             if managed.parameter.device.type != "meta":
@@ -78,6 +104,41 @@ def synchronise(verb: str, parameters: Sequence[ManagedParameter], wire: Wire, m
         return
     if lowest != highest:
         _refuse_values(verb, parameters, values, wire, label)
+
+
+def _label(verb: str) -> str:
+    return f"check of {verb}() across ranks"
+
+
+def _digest(values: Sequence[object]) -> int:
+    return zlib.crc32(repr([*values]).encode())
+
+
+def _refuse_failure(verb: str, wire: Wire, label: str) -> None:
+    texts = _everybody_says("", wire, label, _ROOM_FOR_ERRORS)
+    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
+    raise RanksDisagreeError(f"{verb}: rank {rank} failed, so no rank annotates the module: {text}")
+
+
+def _refuse_modes(verb: str, mode: str, wire: Wire, label: str) -> None:
+    texts = _everybody_says(mode, wire, label)
+    other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    raise RanksDisagreeError(
+        f"{verb}: sync_module_states is {texts[0]!r} on rank 0 and {texts[other]!r} on rank {other}. "
+        "Pass the same on every rank."
+    )
+
+
+def _refuse_treatment(
+    verb: str, parameters: Sequence[ManagedParameter], treatment: Sequence[str], wire: Wire, label: str
+) -> None:
+    rows = wire.exchange([zlib.crc32(text.encode()) for text in treatment], label=label)
+    first, other = next((i, r) for i in range(len(treatment)) for r, row in enumerate(rows) if row[i] != rows[0][i])
+    texts = _everybody_says(treatment[first], wire, label)
+    raise RanksDisagreeError(
+        f"{verb}: the arguments come to different things for parameter '{parameters[first].fqn}': {texts[0]} on rank 0; "
+        f"{texts[other]} on rank {other}. Pass the same arguments on every rank."
+    )
 
 
 def _refuse_shapes(verb: str, parameters: Sequence[ManagedParameter], shapes: list[int], wire: Wire, label: str) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from composable.api.agreement import synchronise
+from composable.api.agreement import synchronise, tell_failure
 from composable.api.devices import move_buffers
-from composable.api.meshes import Mesh, device_of, ground_of
+from composable.api.meshes import Mesh, device_of, ground_of, meeting_place, ranks_of
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_taken
 from composable.config import SYNC_MODES, AfterForward, after_forward
@@ -18,7 +18,7 @@ from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach
-from composable.model.traversal import SHARD, ManagedParameter, get_states, registered_parameters, walk
+from composable.model.traversal import SHARD, ManagedParameter, get_states, names_below, registered_parameters, walk
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.ground import Ground
 from composable.runtime.handle import Recipe
@@ -99,23 +99,31 @@ def fully_shard(
 
     After Zhao et al., "PyTorch FSDP" (VLDB 2023), and Rajbhandari et al., "ZeRO" (SC 2020).
     """
-    if sync_module_states not in SYNC_MODES:
-        raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
     modules = module if isinstance(module, list) else [module]
-    after = _after_forward(reshard_after_forward)
     assigned = _take_assignment(modules[0])
     if assigned is not None:
+        after = _after_forward(reshard_after_forward)
         _attach_unit(modules, assigned, _ground(modules, mesh, after), after, shard_placement_fn)
         return module
-    _refuse_misplaced(modules)
-    ignored = ids_of_ignored(modules, ignored_params)
-    picked = _picked(modules, policy)
-    ground = _ground(modules, mesh, after)
-    shares = parameters_by_unit(modules, list(picked), ignored)
-    for parameters in shares:
-        refuse_taken("fully_shard", modules, parameters)
-    synchronise("fully_shard", [p for share in shares for p in share], ground.wire, sync_module_states)
+    wire = meeting_place("fully_shard", mesh, device_of(modules[0]))
     common = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
+    try:  # whatever fails on this rank alone, the others are told
+        if sync_module_states not in SYNC_MODES:
+            raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
+        after = _after_forward(reshard_after_forward)
+        _refuse_misplaced(modules)
+        ignored = ids_of_ignored(modules, ignored_params)
+        picked = _picked(modules, policy)
+        shares = parameters_by_unit(modules, list(picked), ignored)
+        for parameters in shares:
+            refuse_taken("fully_shard", modules, parameters)
+        units = zip([modules[0], *picked], [common, *({**common, **o} for o in picked.values())], shares, strict=True)
+        treatment = [text for unit, options, share in units for text in _treatment(modules[0], unit, options, share)]
+    except Exception as error:
+        tell_failure("fully_shard", wire, error)
+        raise
+    synchronise("fully_shard", [p for share in shares for p in share], wire, sync_module_states, treatment)
+    ground = _ground(modules, mesh, after)
     for child, share in zip(reversed(picked), reversed(shares[1:]), strict=True):
         overrides = {**common, **picked[child]}
         _ASSIGNED.append((child, share))
@@ -134,6 +142,20 @@ def _take_assignment(module: nn.Module) -> list[ManagedParameter] | None:
         return _ASSIGNED.pop()[1]
     _ASSIGNED.clear()
     return None
+
+
+def _treatment(
+    module: nn.Module, unit: nn.Module, options: Mapping[str, Any], parameters: Sequence[ManagedParameter]
+) -> list[str]:
+    """For each parameter of a unit, what the arguments come to, in words that are the same on ranks that agree."""
+    after, mesh, choose = (options[name] for name in ("reshard_after_forward", "mesh", "shard_placement_fn"))
+    _after_forward(after)
+    name = names_below(module).get(id(unit), "")
+    over = "" if mesh is None else f", over ranks {ranks_of(mesh)}"
+    return [
+        f"unit '{name}', reshard_after_forward={after}{over}, dimension {_placement(parameter, choose)}"
+        for parameter in parameters
+    ]
 
 
 def _after_forward(value: bool | int) -> AfterForward:

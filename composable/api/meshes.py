@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.config import AfterForward, Regroup
-from composable.device.collectives import LocalWire, backend_of, is_distributed, neighbours, wire_of, world_group
+from composable.device.collectives import LocalWire, Wire, backend_of, is_distributed, neighbours, wire_of, world_group
 from composable.errors import MeshError
 from composable.runtime.ground import Ground
 
@@ -82,6 +82,26 @@ def _one_dimension(verb: str, mesh: DeviceMesh) -> dist.ProcessGroup:
         f"{verb} takes a mesh of one dimension; this one has {mesh.ndim}{f': {names}' if names else ''}. To use all of its "
         f"ranks together, {cure}. A {part} makes each part of the ranks train a model of its own."
     )
+
+
+def meeting_place(verb: str, mesh: Mesh, device: torch.device) -> Wire:
+    """Where all ranks meet before any of them does something with a module.
+
+    Raises:
+        MeshError: as `group_of`.
+    """
+    resolved, group = group_of(verb, mesh, device)
+    if resolved is None or group is None:
+        return LocalWire()
+    return wire_of(group, wire_device(resolved, device))
+
+
+def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
+    """The global ranks of a mesh or a group."""
+    if isinstance(mesh, DeviceMesh):
+        found: list[int] = mesh.mesh.flatten().tolist()
+        return found
+    return dist.get_process_group_ranks(mesh)
 
 
 def ground_of(verb: str, mesh: Mesh, device: torch.device, after: AfterForward) -> Ground:

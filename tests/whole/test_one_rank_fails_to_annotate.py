@@ -1,0 +1,109 @@
+"""When one rank cannot annotate, or annotates otherwise, all ranks raise at once, and say which rank and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from composable import fully_shard
+from composable.errors import ComposableError
+from tests.helpers.world import Pool
+
+
+class _Odd(Exception):
+    pass
+
+
+def _raises(*_: object) -> Any:
+    raise _Odd("as planned")
+
+
+# What rank 1 passes, where rank 0 passes a policy only, and what the two end with.
+_CASES: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
+    "a policy raises": (
+        {"policy": _raises},
+        "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: _Odd: as planned",
+        "_Odd: as planned",
+    ),
+    "a placement raises": (
+        {"shard_placement_fn": _raises},
+        "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: _Odd: as planned",
+        "_Odd: as planned",
+    ),
+    "keeps": (
+        {"reshard_after_forward": False},
+        "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
+        "unit '0', reshard_after_forward=True, dimension 0 on rank 0; "
+        "unit '0', reshard_after_forward=False, dimension 0 on rank 1. Pass the same arguments on every rank.",
+        "",
+    ),
+    "regroups": (
+        {"reshard_after_forward": 2},
+        "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
+        "unit '0', reshard_after_forward=True, dimension 0 on rank 0; "
+        "unit '0', reshard_after_forward=2, dimension 0 on rank 1. Pass the same arguments on every rank.",
+        "",
+    ),
+    "places otherwise": (
+        {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
+        "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
+        "unit '0', reshard_after_forward=True, dimension 0 on rank 0; "
+        "unit '0', reshard_after_forward=True, dimension 1 on rank 1. Pass the same arguments on every rank.",
+        "",
+    ),
+    "trusts": (
+        {"sync_module_states": "off"},
+        "RanksDisagreeError: fully_shard: sync_module_states is 'check' on rank 0 and 'off' on rank 1. "
+        "Pass the same on every rank.",
+        "",
+    ),
+}
+
+
+def _said(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (ComposableError, _Odd) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _annotate() -> dict[str, tuple[str, list[str]]]:
+    """By case: what this rank ended with, and the kinds of parameters that the model has afterwards."""
+    found = {}
+    for name, (options, _, _) in _CASES.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        common: dict[str, Any] = {"policy": {nn.Linear}}
+        mine = {**common, **options} if dist.get_rank() == 1 else common
+        said = _said(lambda model=model, mine=mine: fully_shard(model, **mine))  # type: ignore[misc]
+        found[name] = said, [type(parameter).__name__ for parameter in model.parameters()]
+        fully_shard(model, **common)  # nothing is in the way of the right call
+        model(torch.ones(2, 4)).sum().backward()
+    return found
+
+
+def test_all_ranks_raise_and_nothing_is_annotated(pool: Pool) -> None:
+    ours, theirs = pool.run(2, _annotate)
+    for name, (_, here, there) in _CASES.items():
+        assert ours[name] == (here, ["Parameter"] * 4), name
+        assert theirs[name] == (there or here, ["Parameter"] * 4), name
+
+
+@pytest.mark.parametrize("mode", ["check", "off"])
+def test_a_rank_that_fails_is_told_of_whatever_is_compared(pool: Pool, mode: str) -> None:
+    ours, theirs = pool.run(2, _fail_in_mode, mode)
+    assert ours == "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: _Odd: as planned"
+    assert theirs == "_Odd: as planned"
+
+
+def _fail_in_mode(mode: str) -> str:
+    model = nn.Sequential(nn.Linear(4, 4))
+    options = {"shard_placement_fn": _raises} if dist.get_rank() == 1 else {}
+    return _said(lambda: fully_shard(model, sync_module_states=mode, **options))
