@@ -36,7 +36,7 @@ DESTROYED_HERE: Final = "this rank has destroyed its process group"
 class Process:
     """Another process of this host, and whether it still runs."""
 
-    _born = ""
+    _born = "unknown"
 
     def __init__(self, number: int) -> None:
         self._path = f"/proc/{number}/stat"
@@ -44,7 +44,8 @@ class Process:
 
     def has_ended(self) -> bool:
         """Whether it has; a number that was given to somebody else since, and a process that nobody has buried, count."""
-        return self._look() != self._born
+        now = self._look()
+        return not now or now != self._born
 
     def _look(self) -> str:
         """When the process was started; nothing if it has ended."""
