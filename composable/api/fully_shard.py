@@ -37,7 +37,7 @@ _EQUIVALENTS: Final = {
     "limit_all_gathers": "gathers are always limited; leave it out",
     "forward_prefetch": "the recorded order is always prefetched; leave it out",
     "backward_prefetch": "the recorded order is always prefetched; leave it out",
-    "param_init_fn": "initialise the module before or after annotating it",
+    "param_init_fn": "initialise the module before annotating it; initialisers draw numbers shard by shard afterwards",
     "sync_module_state": "sync_module_states=",
     "mp_policy": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
     "mixed_precision": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
