@@ -44,9 +44,15 @@ def refuse_elsewhere(
 
 def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Move buffers to where the parameters go; a verb that fails puts the former ones back."""
-    for _, place, buffer in buffers_of(modules):
+    there: dict[int, Tensor] = {}
+    for _, _, buffer in buffers_of(modules):
         if buffer.device.type not in ("meta", device.type) and not isinstance(buffer, UninitializedBuffer):
-            place.module._buffers[place.name] = buffer.to(device)
+            there[id(buffer)] = buffer.to(device)
+    for root in modules:
+        for _, below in walk(root, stop=(SHARD, REPLICATE)):
+            # At all of its places: a buffer that modules share stays one.
+            moved = {name: there[id(buffer)] for name, buffer in below._buffers.items() if id(buffer) in there}
+            below._buffers.update(moved)
 
 
 def _named(

@@ -87,6 +87,14 @@ def test_buffers_go_where_the_parameters_of_a_sharded_module_go() -> None:
     assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
 
 
+def test_a_buffer_that_modules_share_moves_at_all_of_its_places() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
+    model[1].register_buffer("running_mean", model[0].running_mean)
+    move_buffers([model], torch.device("meta"))
+    assert model[1].running_mean is model[0].running_mean
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}
+
+
 # --- lazy modules -----------------------------------------------------------------------------------------------------
 
 
