@@ -32,20 +32,27 @@ def refuse_taken(verb: str, modules: Sequence[nn.Module], parameters: Sequence[M
             _refuse_sharded(verb, managed, *home[:2])
         if isinstance(managed.parameter, DTensor):
             raise AnnotationError(
-                f"parameter '{managed.fqn}' is a DTensor already ({managed.parameter.placements}); only plain parameters "
+                f"parameter '{_fqn(managed)}' is a DTensor already ({managed.parameter.placements}); only plain parameters "
                 f"can be {_DONE[verb]}. Leave it out with ignored_params"
             )
         if isinstance(managed.parameter, nn.parameter.UninitializedParameter):
-            raise AnnotationError(f"parameter '{managed.fqn}' is uninitialised; run a lazy module once before annotating it")
+            raise AnnotationError(f"parameter '{_fqn(managed)}' is uninitialised; run a lazy module once before annotating it")
         if verb == "fully_shard" and type(managed.parameter) is not nn.Parameter and is_distributed():
             kind = type(managed.parameter).__name__
             raise AnnotationError(
-                f"parameter '{managed.fqn}' is of class {kind}; only a plain nn.Parameter can be cut, and what its class "
+                f"parameter '{_fqn(managed)}' is of class {kind}; only a plain nn.Parameter can be cut, and what its class "
                 "adds would be lost. Leave it out with ignored_params"
             )
         holder = holder_of(managed.parameter)
         if isinstance(holder, ReplicatedUnit):
             _refuse_replicated(verb, modules, managed, holder)
+
+
+def _fqn(managed: ManagedParameter) -> str:
+    """The parameter's name below the whole model, as far as that is known: with a policy, its own unit is only a part."""
+    place = managed.places[0]
+    owner = find_fqn(place.module)
+    return f"{owner}.{place.name}" if owner else managed.fqn
 
 
 def refuse_other_mesh(parameters: Sequence[ManagedParameter], mesh: DeviceMesh | None) -> None:

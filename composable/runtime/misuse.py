@@ -74,14 +74,21 @@ def _ids_among(frame: FrameType, wanted: dict[int, Found]) -> Iterator[int]:
 
 
 def _named_in(frame: FrameType, line: int, candidates: Sequence[Found]) -> Found | None:
-    """The parameter below the frame's module whose name the failing line spells, as in `self.conv1d.weight`."""
+    """The parameter below the frame's module whose name the failing line spells, as in `self.conv1d.weight`.
+
+    Where there is no source to read, its function says which names it uses.
+    """
     owner = _first_argument(frame)
     if not isinstance(owner, nn.Module):
         return None
     text = linecache.getline(frame.f_code.co_filename, line)
+    names = frame.f_code.co_names
     below = {id(module): name for name, module in owner.named_modules()}
     for handle, name, module in candidates:
-        if id(module) in below and f"{below[id(module)]}.{name.rpartition('.')[2]}" in text:
+        if id(module) not in below:
+            continue
+        path = f"{below[id(module)]}.{name.rpartition('.')[2]}"
+        if path in text if text else all(part in names or part.isdigit() for part in path.split(".")):
             return handle, name, module
     return None
 
