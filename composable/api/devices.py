@@ -14,14 +14,14 @@ from composable.model.traversal import REPLICATE, SHARD, ManagedParameter, walk
 
 
 def buffers_of(modules: Sequence[nn.Module]) -> list[tuple[str, Owner, Tensor]]:
-    """FQN, place and value of every buffer in `modules` that is in no annotated module below them, each once."""
-    found: dict[int, tuple[str, Owner, Tensor]] = {}
-    for root in modules:
-        for fqn, below in walk(root, stop=(SHARD, REPLICATE)):
-            for name, buffer in below._buffers.items():
-                if buffer is not None:
-                    found.setdefault(id(buffer), (f"{fqn}.{name}".strip("."), Owner(below, name), buffer))
-    return list(found.values())
+    """FQN, place and value of every buffer in `modules` that is in no annotated module below them, at all of its places."""
+    return [
+        (f"{fqn}.{name}".strip("."), Owner(below, name), buffer)
+        for root in modules
+        for fqn, below in walk(root, stop=(SHARD, REPLICATE))
+        for name, buffer in below._buffers.items()
+        if buffer is not None
+    ]
 
 
 def refuse_elsewhere(
@@ -44,15 +44,12 @@ def refuse_elsewhere(
 
 def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Move buffers to where the parameters go; a verb that fails puts the former ones back."""
-    there: dict[int, Tensor] = {}
-    for _, _, buffer in buffers_of(modules):
+    moved: dict[int, Tensor] = {}  # a buffer that modules share stays one
+    for _, place, buffer in buffers_of(modules):
         if buffer.device.type not in ("meta", device.type) and not isinstance(buffer, UninitializedBuffer):
-            there[id(buffer)] = buffer.to(device)
-    for root in modules:
-        for _, below in walk(root, stop=(SHARD, REPLICATE)):
-            # At all of its places: a buffer that modules share stays one.
-            moved = {name: there[id(buffer)] for name, buffer in below._buffers.items() if id(buffer) in there}
-            below._buffers.update(moved)
+            if id(buffer) not in moved:
+                moved[id(buffer)] = buffer.to(device)
+            place.module._buffers[place.name] = moved[id(buffer)]
 
 
 def _named(

@@ -208,20 +208,25 @@ class ReplicatedUnit:
         """Everybody computes with rank 0's buffers. Out of place: an earlier forward may have saved the old ones."""
         if not self._buffers or self.wire.ways == 1:
             return
-        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Owner, Tensor]]] = {}
+        places: dict[int, tuple[Tensor, list[Owner]]] = {}  # a buffer that modules share stays one
         for owner in self._buffers:
             buffer = owner.module._buffers.get(owner.name)
             if buffer is not None and buffer.numel():
-                by_kind.setdefault((buffer.dtype, buffer.device), []).append((owner, buffer))
+                places.setdefault(id(buffer), (buffer, []))[1].append(owner)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, list[Owner]]]] = {}
+        for buffer, owners in places.values():
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append((buffer, owners))
         for members in by_kind.values():
             with torch.no_grad(), torch.inference_mode(False):
-                message = torch.cat([buffer.detach().reshape(-1) for _, buffer in members])
+                message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members])
                 self.wire.broadcast(message, label=f"broadcast of the buffers of unit '{self.name or 'root'}'")
                 if self.wire.rank == 0:
                     continue
-                pieces = message.split([buffer.numel() for _, buffer in members])
-                for (owner, buffer), piece in zip(members, pieces, strict=True):
-                    owner.module._buffers[owner.name] = piece.view(buffer.shape)
+                pieces = message.split([buffer.numel() for buffer, _ in members])
+                for (buffer, owners), piece in zip(members, pieces, strict=True):
+                    received = piece.view(buffer.shape)
+                    for owner in owners:
+                        owner.module._buffers[owner.name] = received
 
     def rename(self, name: str) -> None:
         self.name = name
