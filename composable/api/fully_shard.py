@@ -103,7 +103,7 @@ def fully_shard(
     assigned = _take_assignment(modules[0])
     if assigned is not None:
         after = _after_forward(reshard_after_forward)
-        _attach_unit(modules, assigned, _ground(modules, mesh, after), after, shard_placement_fn)
+        _attach_unit(modules, *assigned, _ground(modules, mesh, after), after)
         return module
     wire = meeting_place("fully_shard", mesh, device_of(modules[0]))
     common = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
@@ -117,45 +117,47 @@ def fully_shard(
         shares = parameters_by_unit(modules, list(picked), ignored)
         for parameters in shares:
             refuse_taken("fully_shard", modules, parameters)
-        units = zip([modules[0], *picked], [common, *({**common, **o} for o in picked.values())], shares, strict=True)
-        treatment = [text for unit, options, share in units for text in _treatment(modules[0], unit, options, share)]
+        options = [common, *({**common, **overrides} for overrides in picked.values())]
+        # Asked from the innermost unit outwards, as units are made, and once: the function is the user's.
+        placements = [_placements(share, o["shard_placement_fn"]) for share, o in zip(shares[::-1], options[::-1], strict=True)]
+        placements.reverse()
+        units = zip([modules[0], *picked], options, placements, strict=True)
+        treatment = [text for unit, o, placed in units for text in _treatment(modules[0], unit, o, placed)]
     except Exception as error:
         tell_failure("fully_shard", wire, error)
         raise
     synchronise("fully_shard", [p for share in shares for p in share], wire, sync_module_states, treatment)
     ground = _ground(modules, mesh, after)
-    for child, share in zip(reversed(picked), reversed(shares[1:]), strict=True):
+    for child, share, placed in zip(reversed(picked), reversed(shares[1:]), reversed(placements[1:]), strict=True):
         overrides = {**common, **picked[child]}
-        _ASSIGNED.append((child, share))
+        _ASSIGNED.append((child, share, placed))
         fully_shard(child, **overrides)
-    _attach_unit(modules, shares[0], ground, after, shard_placement_fn)
+    _attach_unit(modules, shares[0], placements[0], ground, after)
     _leave_alone(modules, ignored)
     _name_units(modules)
     return module
 
 
-_ASSIGNED: list[tuple[nn.Module, list[ManagedParameter]]] = []  # what a policy has decided for the call it is about to make
+Placements = tuple[int | None, ...]  # the dimension that each parameter of a unit is cut along; None: it is not cut
+
+# What a policy has decided for the call it is about to make.
+_ASSIGNED: list[tuple[nn.Module, list[ManagedParameter], Placements]] = []
 
 
-def _take_assignment(module: nn.Module) -> list[ManagedParameter] | None:
+def _take_assignment(module: nn.Module) -> tuple[list[ManagedParameter], Placements] | None:
     if _ASSIGNED and _ASSIGNED[-1][0] is module:
-        return _ASSIGNED.pop()[1]
+        return _ASSIGNED.pop()[1:]
     _ASSIGNED.clear()
     return None
 
 
-def _treatment(
-    module: nn.Module, unit: nn.Module, options: Mapping[str, Any], parameters: Sequence[ManagedParameter]
-) -> list[str]:
+def _treatment(module: nn.Module, unit: nn.Module, options: Mapping[str, Any], placements: Placements) -> list[str]:
     """For each parameter of a unit, what the arguments come to, in words that are the same on ranks that agree."""
-    after, mesh, choose = (options[name] for name in ("reshard_after_forward", "mesh", "shard_placement_fn"))
+    after, mesh = (options[name] for name in ("reshard_after_forward", "mesh"))
     _after_forward(after)
     name = names_below(module).get(id(unit), "")
     over = "" if mesh is None else f", over ranks {ranks_of(mesh)}"
-    return [
-        f"unit '{name}', reshard_after_forward={after}{over}, dimension {_placement(parameter, choose)}"
-        for parameter in parameters
-    ]
+    return [f"unit '{name}', reshard_after_forward={after}{over}, dimension {dim}" for dim in placements]
 
 
 def _after_forward(value: bool | int) -> AfterForward:
@@ -201,6 +203,10 @@ def _refuse_misplaced(modules: Sequence[nn.Module]) -> None:
             )
 
 
+def _placements(parameters: Sequence[ManagedParameter], choose: Placement | None) -> Placements:
+    return tuple(_placement(managed, choose) for managed in parameters)
+
+
 def _placement(managed: ManagedParameter, choose: Placement | None) -> int | None:
     parameter = managed.parameter
     if parameter.ndim == 0:
@@ -223,9 +229,9 @@ def _placement(managed: ManagedParameter, choose: Placement | None) -> int | Non
 def _attach_unit(
     modules: Sequence[nn.Module],
     parameters: Sequence[ManagedParameter],
+    placements: Placements,
     ground: Ground,
     after: AfterForward,
-    choose: Placement | None,
 ) -> None:
     """Shard `parameters` and hook `modules` as one unit. Everything that the user got wrong has been refused before."""
     unit = fully_shard.state(modules[0])
@@ -233,7 +239,7 @@ def _attach_unit(
     recipe = Recipe(
         owners=tuple(tuple(Owner(place.module, place.name) for place in p.places) for p in parameters),
         names=tuple(p.fqn for p in parameters),
-        placements=tuple(_placement(p, choose) for p in parameters),
+        placements=placements,
         strides=tuple(p.parameter.stride() for p in parameters),
         ground=ground,
         after_forward=after,
