@@ -18,10 +18,19 @@ from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach
-from composable.model.traversal import SHARD, ManagedParameter, get_states, names_below, registered_parameters, walk
+from composable.model.traversal import (
+    SHARD,
+    ManagedParameter,
+    get_replicated_states,
+    get_states,
+    names_below,
+    registered_parameters,
+    walk,
+)
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.ground import Ground
 from composable.runtime.handle import Recipe
+from composable.runtime.mixed import rest_as_dtensors
 from composable.runtime.unit import ShardedUnit
 from composable.runtime.wrappers import refuse_wrapping
 
@@ -135,6 +144,8 @@ def fully_shard(
     _attach_unit(modules, shares[0], placements[0], ground, after)
     _leave_alone(modules, ignored)
     _name_units(modules)
+    replicated = [state for each in modules for state in get_replicated_states(each)]
+    on_undo(rest_as_dtensors(replicated, ground.mesh))
     return module
 
 

@@ -18,9 +18,17 @@ from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, known_fqn, on_undo, require_callable
 from composable.model.hooks import attach
-from composable.model.traversal import REPLICATE, SHARD, ManagedParameter, walk
+from composable.model.traversal import (
+    REPLICATE,
+    SHARD,
+    ManagedParameter,
+    get_all_sharded_states,
+    get_replicated_states,
+    walk,
+)
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.ground import Ground
+from composable.runtime.mixed import rest_as_dtensors
 from composable.runtime.replica import ReplicatedUnit
 from composable.runtime.wrappers import refuse_wrapping
 
@@ -57,8 +65,9 @@ def replicate(
 ) -> Any:
     """Keep a copy of `module` on every rank and average the gradients while backward runs, in place.
 
-    Parameters stay plain tensors. Modules below that `fully_shard` annotated are left alone. Parameters that some or
-    all ranks do not use need no flag: one that nobody used keeps `grad=None`.
+    Parameters stay plain tensors, unless an annotation on this module or above covers sharded modules, too: then they rest as
+    DTensors, so that one optimizer can hold all. Modules below that `fully_shard` annotated are left alone. Parameters that
+    some or all ranks do not use need no flag: one that nobody used keeps `grad=None`.
 
     Args:
         module: a module, or a list of modules that form one unit.
@@ -165,3 +174,8 @@ def _attach(
     for each in modules:
         on_undo(attach(each, REPLICATE, unit))
         on_undo(refuse_wrapping(each, "replicate"))
+    inside = [state for each in modules for state in get_replicated_states(each)]
+    unit.contains(inside)
+    sharded = [state for each in modules for state in get_all_sharded_states(each)]
+    mesh = next((state.handle.ground.mesh for state in sharded), None)
+    on_undo(rest_as_dtensors([unit, *inside], mesh))

@@ -13,6 +13,7 @@ from composable.device.parameters import label_of
 from composable.errors import AnnotationError, TiedParametersError
 from composable.model.contract import find_fqn, module_name
 from composable.model.traversal import REPLICATE, ManagedParameter
+from composable.runtime.optimizers import Form
 from composable.runtime.ownership import holder_of
 from composable.runtime.replica import ReplicatedUnit
 
@@ -28,7 +29,7 @@ def refuse_taken(verb: str, modules: Sequence[nn.Module], parameters: Sequence[M
     """
     for managed in parameters:
         home = label_of(managed.parameter)
-        if home is not None:
+        if home is not None and home[2] != Form.COMPUTING.name:
             _refuse_sharded(verb, managed, *home[:2])
         if isinstance(managed.parameter, DTensor):
             raise AnnotationError(

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.device.private import local_of, set_local
+from composable.device.private import agree_on_infinities, dtensor_like, local_of, set_local
 from composable.device.storage import as_parameter
 from composable.errors import few
 from composable.plan.layout import Route, Slot
@@ -23,6 +23,11 @@ class Owner:
 
     module: nn.Module
     name: str
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        """What the module holds now."""
+        return self.module._parameters.get(self.name)
 
 
 class ParameterSlots:
@@ -102,6 +107,14 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     return _wrap(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
 
+def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """`like_parameter` for a gradient of a DTensor that every rank holds whole: quick, because it is asked in every step."""
+    assert isinstance(parameter, DTensor)
+    if local.stride() == parameter.stride():
+        return dtensor_like(local, parameter)
+    return _wrap(local, parameter.device_mesh, parameter.placements, local.shape, local.stride())
+
+
 def _wrap(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
@@ -117,7 +130,23 @@ def make_sharded(local: Tensor, slot: Slot, mesh: DeviceMesh, *, requires_grad: 
     """The DTensor parameter that lives on the module at rest."""
     placement = Replicate() if slot.route is Route.WHOLE and not (slot.ways == 1 and slot.shape) else Shard(slot.cut_dim)
     whole = as_parameter(torch.empty(slot.shape, device="meta"), slot)
-    shape, stride = whole.shape, whole.stride()
+    return _parameter_around(local, mesh, placement, whole.shape, whole.stride(), requires_grad=requires_grad)
+
+
+def make_replicated(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    """A DTensor parameter over the memory of a plain one, of which every rank of `mesh` has a copy.
+
+    Its local tensor shares the version counter of `whole`.
+    """
+    local = whole.detach()
+    return _parameter_around(local, mesh, Replicate(), local.shape, local.stride(), requires_grad=whole.requires_grad)
+
+
+def _parameter_around(
+    local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size, stride: tuple[int, ...], *, requires_grad: bool
+) -> nn.Parameter:
+    if placement.is_replicate():
+        agree_on_infinities()
     # Around a stand-in, for the reason that `_wrap` gives: a Parameter is a detached copy of what it is made of.
     parameter = nn.Parameter(_wrap(torch.empty_like(local), mesh, (placement,), shape, stride), requires_grad=requires_grad)
     assert isinstance(parameter, DTensor)

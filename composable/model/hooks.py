@@ -209,8 +209,19 @@ def attach(module: nn.Module, name: str, bracket: Bracket) -> Callable[[], None]
     return undo
 
 
+def after_call(module: nn.Module, callback: Callable[[], None]) -> None:
+    """Call `callback` when the call of `module` whose hooks run now has ended, or raised."""
+
+    @untraced
+    def once(*_: Any) -> None:
+        waiting.remove()
+        callback()
+
+    waiting = module.register_forward_hook(once, always_call=True)
+
+
 class Guard:
-    """Stands before the forward of modules whose parameters are at rest, and refuses it with an explanation."""
+    """Stands before the forward of modules whose parameters are at rest: refuses it, or lets it begin with others."""
 
     __slots__ = ("_handle", "hooks", "refuse")
 

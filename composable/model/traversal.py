@@ -118,6 +118,21 @@ def _units(root: nn.Module) -> list[tuple[nn.Module, Any]]:
     return list(units.values())
 
 
+def get_replicated_states(root: nn.Module) -> list[Any]:
+    """The states of all `replicate`d modules below and including `root`, in order, whatever is around them."""
+    return _all_states(root, REPLICATE)
+
+
+def get_all_sharded_states(root: nn.Module) -> list[Any]:
+    """The states of all fully sharded modules below and including `root`, also of those inside replicated ones."""
+    return _all_states(root, SHARD)
+
+
+def _all_states(root: nn.Module, verb: str) -> list[Any]:
+    found = [registry(module)[verb].state for module in root.modules() if verb in registry(module)]
+    return list({id(state): state for state in found}.values())
+
+
 def get_handles(root: nn.Module) -> list[Any]:
     """The handles of the units below and including `root`, in order; a unit without parameters has one too."""
     return [state.handle for state in get_states(root)]

@@ -39,6 +39,7 @@ from composable.runtime.divergence import check_order, say_farewell
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import note_of_mixing
+from composable.runtime.mixed import Shown
 from composable.runtime.outputs import watch
 from composable.runtime.recompute import close_interrupted
 
@@ -95,6 +96,7 @@ class Root:
     def __init__(self, module: nn.Module, units: Sequence[Unit], membership: Membership) -> None:
         self.module = module
         self.membership = membership
+        self.replicated = Shown(())  # units inside whose parameters whoever is around them may read
         self.units = tuple(units)
         self.handles = handles = tuple(unit.handle for unit in units)
         self._index = {handle: index for index, handle in enumerate(handles)}
@@ -146,6 +148,7 @@ class Root:
             self.steps.open(going_on=self.iteration is not None)
             for each in self.handles:  # this may raise
                 each.prepare()
+            self.replicated.enter_call()
             self.entry = module
             if self.iteration is None:
                 self.iteration = Iteration()
@@ -196,6 +199,7 @@ class Root:
         self._running.pop()
         if self._running:
             return
+        self.replicated.leave_call()
         if not self._verified:
             wire = next(handle.ground.wire for handle in self.handles if handle.ground.wire.ways > 1)
             check_order(self.handles, len(self.handles), wire)
@@ -242,6 +246,7 @@ class Root:
             if handle.phase is not Phase.SHARDED:
                 handle.look_up_edition()
         end_of_backward().join(self)
+        self.replicated.enter_backward()
         return iteration
 
     def enter_backward(self, index: int, builds_graph: bool) -> None:
@@ -375,6 +380,7 @@ class Root:
                 logger.warning("while resetting unit '%s': %s", handle.name, error)
         if self.iteration is not None:
             self._unpin(self.iteration)
+        self.replicated.leave_call()
         self.order.abandon()
         self.iteration = None
         self._running.clear()

@@ -11,20 +11,24 @@ entry is registered at all of its places, and the others must say the same.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.parameters import describe_mesh, shard_like
+from composable.device.parameters import ParameterSlots, describe_mesh, shard_like
 from composable.device.private import local_of
-from composable.runtime.handle import Handle
 
 
 class _Unit(Protocol):
     @property
-    def handle(self) -> Handle: ...
+    def slots(self) -> Sequence[ParameterSlots]: ...
+
+    @property
+    def home(self) -> torch.device:
+        """Where the parameters are."""
 
 
 class StateDictHook:
@@ -58,12 +62,12 @@ class StateDictHook:
 
     def _begin(self, errors: list[str]) -> None:
         self._errors, self._assigned, self._here = errors, {}, {}
-        for index, slot in enumerate(self._unit.handle.slots):
+        for index, slot in enumerate(self._unit.slots):
             for owner in slot.owners:
                 self._here.setdefault(id(owner.module), []).append((index, owner.name))
 
     def _take(self, index: int, key: str, value: Tensor, *, assign: bool) -> Tensor:
-        slot = self._unit.handle.slots[index]
+        slot = self._unit.slots[index]
         sharded = slot.sharded
         assert isinstance(sharded, DTensor)
         if value.shape == (1,) and not sharded.shape:
@@ -77,12 +81,12 @@ class StateDictHook:
             )
             return sharded  # so nothing is changed
         with torch.no_grad():
-            taken = shard_like(value, sharded, self._unit.handle.ground.device)
+            taken = shard_like(value, sharded, self._unit.home)
         return self._register(index, key, taken) if assign else taken
 
     def _register(self, index: int, key: str, taken: DTensor) -> Tensor:
         """Make a parameter of `taken`, at all of its places; if another entry of this state dict has done so, that one."""
-        slot = self._unit.handle.slots[index]
+        slot = self._unit.slots[index]
         first, earlier = self._assigned.get(index, ("", _nobody))
         registered = earlier()
         if registered is None:

@@ -51,8 +51,15 @@ class Form(Enum):
         "was replaced on its module, by load_state_dict(assign=True) or an assignment, after the optimizer was made. Load "
         "without assign=True, which keeps the parameters, or make the optimizer anew"
     )
+    REPLICATED = "is replicated, and rests as a DTensor because others are sharded"
+    COMPUTING = (
+        "is what modules compute with. A DTensor stands in its place since one annotation covers both replicated and sharded "
+        "modules. Make the optimizer after annotating, and between steps"
+    )
     REMOVED = "went when fully_shard was removed. Make the optimizer anew"
 
+
+_TRAINED: Final = (Form.SHARDED.name, Form.REPLICATED.name)
 
 _written: int = 0  # notes, ever
 
@@ -87,7 +94,7 @@ class _Holding:
             self._spread = former._spread
         for index, parameter in enumerate(parameters):
             found = label_of(parameter)
-            if found is not None and found[2] == Form.SHARDED.name:
+            if found is not None and found[2] in _TRAINED:
                 self._sharded.append(index)
                 if not parameter.ndim:
                     self._points.append(index)

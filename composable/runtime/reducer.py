@@ -73,6 +73,7 @@ class Reducer:
         agreement: of the reducer before this one.
         elsewhere: indices of parameters whose gradients somebody else averages.
         sparse: indices of parameters whose gradients are sparse.
+        deliver: told of parameters whose gradients are complete; whoever wants them elsewhere may take them.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Reducer:
         agreement: Agreement | None = None,
         elsewhere: frozenset[int] = frozenset(),
         sparse: frozenset[int] = frozenset(),
+        deliver: Callable[[Sequence[nn.Parameter]], None] | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
@@ -94,6 +96,7 @@ class Reducer:
         self.turn = turn
         self.agreement = agreement or Agreement()
         self.in_backward = False
+        self._deliver = deliver
         self._wire = wire
         self._cap_bytes = cap_bytes
         self._kinds = _kinds(self.parameters)
@@ -112,6 +115,9 @@ class Reducer:
         if wire.ways > 1:
             self._buckets = self._make_buckets()
             self._attach()
+        elif deliver is not None:
+            alone = weakly(self._deliver_one)
+            self._hooks = [parameters[i].register_post_accumulate_grad_hook(alone) for i in self._trainable]
 
     # --- buckets ----------------------------------------------------------------------------------------------------
 
@@ -167,6 +173,11 @@ class Reducer:
         for slot, i in enumerate(self._sparse):
             hook = self._rows.hook(slot, weakly(self.open))
             self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
+
+    def _deliver_one(self, parameter: nn.Parameter) -> None:
+        """On one rank, what has arrived is complete."""
+        if self._deliver is not None:
+            self._deliver((parameter,))
 
     def detach(self) -> None:
         """Leave the parameters alone from here on."""
@@ -273,6 +284,8 @@ class Reducer:
         if self._sparse:
             self._rows.average()
         self.reset()
+        if self._deliver is not None:
+            self._deliver([self.parameters[i] for i in self._trainable])
 
     def leave_failed_backward(self) -> None:
         """The next forward unwinds."""

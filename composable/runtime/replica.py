@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable.compilation import untraced
@@ -16,7 +17,9 @@ from composable.device.parameters import Owner
 from composable.device.private import in_backward, innermost
 from composable.errors import PhaseError, still_on_meta
 from composable.model.hooks import before_gradient, map_tensors, tensors_in
+from composable.model.naming import known_fqn
 from composable.runtime.ground import Ground
+from composable.runtime.mixed import MixedParameters, Shown, serves
 from composable.runtime.outputs import with_a_node
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.reducer import Reducer
@@ -46,6 +49,9 @@ class ReplicatedUnit:
         self._reducer: Reducer | None = None
         self._on_meta = False  # whether parameters had no values when the reducer was made
         self._depth = 0
+        self._mixed: MixedParameters | None = None
+        self._reasons = 0  # annotations around or on this module that cover shards, too
+        self._readers = Shown((self,))
 
     def take_charge(
         self,
@@ -73,7 +79,9 @@ class ReplicatedUnit:
 
     @property
     def _registered(self) -> list[nn.Parameter]:
-        """The parameters as the modules hold them now, tied ones as often as they are registered."""
+        """The parameters that the modules compute with, as they hold them now, tied ones as often as they are registered."""
+        if self._mixed is not None:
+            return self._mixed.plain
         if self._places is None:
             self._places = [(owner.module._parameters, owner.name) for owner in self._owners]
         held = [registry.get(name) for registry, name in self._places]
@@ -81,9 +89,12 @@ class ReplicatedUnit:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The parameters that this unit averages the gradients of."""
+        """The parameters that this unit averages the gradients of, as users see them between steps."""
         reducer = self.reducer
-        return [parameter for i, parameter in enumerate(reducer.parameters) if i not in reducer.elsewhere]
+        return [self._at_rest(parameter) for i, parameter in enumerate(reducer.parameters) if i not in reducer.elsewhere]
+
+    def _at_rest(self, parameter: nn.Parameter) -> nn.Parameter:
+        return parameter if self._mixed is None else self._mixed.resting(parameter)
 
     @property
     def reducer(self) -> Reducer:
@@ -112,6 +123,7 @@ class ReplicatedUnit:
             agreement=agreement,
             elsewhere=owned_elsewhere(self, registered),
             sparse=self._sparse(registered),
+            deliver=self._mixed.deliver if self._mixed is not None else None,
         )
         tell_the_next(self, before ^ self.held)
         return reducer
@@ -146,7 +158,9 @@ class ReplicatedUnit:
             return
         registered = self._registered
         if reducer.in_backward:
-            late = {id(p): name for p, name in zip(reducer.parameters, reducer.names, strict=True) if p.requires_grad}
+            late = {
+                id(self._at_rest(p)): name for p, name in zip(reducer.parameters, reducer.names, strict=True) if p.requires_grad
+            }
             why = "its gradients are still being averaged. Step when backward() has returned"
             if not in_backward():
                 why = (
@@ -171,38 +185,91 @@ class ReplicatedUnit:
                 if id(parameter) in late:
                     raise PhaseError(f"replicate(unit '{self.name or 'root'}'): parameter '{late[id(parameter)]}': {why}")
 
+    # --- next to shards ---------------------------------------------------------------------------------------------
+
+    def contains(self, inside: Sequence[ReplicatedUnit]) -> None:
+        """Replicated units below this one: who is in a forward of this module may read their parameters, too."""
+        self._readers = Shown((self, *inside))
+
+    def rest_on(self, mesh: DeviceMesh) -> bool:
+        """Let the parameters rest as DTensors on `mesh`, the shards' own; see Note [Next to shards]."""
+        if self._mixed is None:
+            if self.ground is None or not serves(mesh, self.ground.mesh):
+                return False
+            self.rename(known_fqn(self.modules[0]) or self.name)
+            self._mixed = MixedParameters(self._owners, self.names, mesh, self.modules, self.name)
+            self._renew(self._registered)
+        self._reasons += 1
+        return True
+
+    def rest_plain(self) -> None:
+        """One reason less to rest as DTensors."""
+        self._reasons -= 1
+        if not self._reasons:
+            self._leave_mixed()
+            self._renew(self._registered)
+
+    def _leave_mixed(self) -> None:
+        mixed, self._mixed = self._mixed, None
+        if mixed is not None:
+            mixed.leave()
+
+    def show(self) -> None:
+        if self._mixed is not None:
+            self._mixed.show()
+            if not in_backward():
+                _ = self.reducer  # of the parameters that are there now
+
+    def hide(self) -> None:
+        if self._mixed is not None:
+            self._mixed.hide()
+
+    def _enter_backward(self, *_: Any) -> None:
+        """Backward is about to go through an output."""
+        if self._reducer is not None:
+            self._reducer.open()
+        self._readers.enter_backward()
+
     # --- the bracket ------------------------------------------------------------------------------------------------
 
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._depth += 1
-        if self._depth == 1 and not in_backward():
-            reducer = self.reducer
-            if self._on_meta:
-                self._refuse_meta()
-            refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
-            reducer.unwind()  # if the backward before this forward raised
-            self._share_buffers()
+        if self._depth == 1:
+            self._readers.enter_call()
+            if not in_backward():
+                reducer = self.reducer
+                if self._on_meta:
+                    self._refuse_meta()
+                refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
+                reducer.unwind()  # if the backward before this forward raised
+                self._share_buffers()
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
-        self._depth -= 1
-        if torch.is_grad_enabled() and self._reducer is not None and self.wire.ways > 1:
-            reducer = self._reducer
+        self._end_call()
+        if torch.is_grad_enabled() and self._reducer is not None and (self.wire.ways > 1 or self._mixed is not None):
             if not any(tensor.grad_fn is not None for tensor in tensors_in(output)):
                 output = map_tensors(output, with_a_node)  # the caller's own input: what waits at a leaf is called only once
             # The graphs of torch.func's transforms lead to no parameter of ours; what they wrap may.
             for tensor in map(innermost, tensors_in(output)):
                 if tensor.requires_grad:
-                    before_gradient(tensor, reducer.open)
+                    before_gradient(tensor, self._enter_backward)
         return output
 
     def abandon(self, module: nn.Module) -> None:
-        self._depth -= 1
+        self._end_call()
 
     @untraced
     def forget(self) -> None:
-        self._depth = 0
+        if self._depth:
+            self._depth = 1
+            self._end_call()
+
+    def _end_call(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            self._readers.leave_call()
 
     def _share_buffers(self) -> None:
         """Everybody computes with rank 0's buffers. Out of place: an earlier forward may have saved the old ones."""
@@ -232,7 +299,8 @@ class ReplicatedUnit:
         self.name = name
 
     def dissolve(self) -> None:
-        """Undo: the parameters stay as they are, nothing is reduced any more."""
+        """Undo: the parameters stay as they are, or are plain again, and nothing is reduced any more."""
+        self._leave_mixed()
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
@@ -241,10 +309,22 @@ class ReplicatedUnit:
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedUnit:
         twin = ReplicatedUnit()
         memo[id(self)] = twin
-        for name in ("modules", "name", "names", "_owners", "_lookups", "_buffers", "ground", "_cap_bytes"):
+        for name in (
+            "modules",
+            "name",
+            "names",
+            "_owners",
+            "_lookups",
+            "_buffers",
+            "ground",
+            "_cap_bytes",
+            "_mixed",
+            "_reasons",
+            "_readers",
+        ):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         twin.number = self.number
         enroll(twin)
         # The copied modules are not whole yet, but their parameters can be copied already.
-        twin._renew(copy.deepcopy(self._registered, memo))
+        twin._renew(copy.deepcopy(self._registered, memo) if twin._mixed is None else twin._mixed.plain)
         return twin

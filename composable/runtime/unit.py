@@ -18,12 +18,13 @@ from composable.device.private import in_backward, next_node
 from composable.errors import HooksRemovedError, ShardedParameterError
 from composable.model.hooks import Guard, dispatcher_of, is_running, map_tensors
 from composable.model.transaction import is_taking_back
-from composable.model.traversal import get_states, names_below
+from composable.model.traversal import get_replicated_states, get_states, names_below
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.iteration import Root
 from composable.runtime.loading import StateDictHook
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import method_on_stack
+from composable.runtime.mixed import Shown
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
 
@@ -84,6 +85,11 @@ class ShardedUnit:
             self._handle.rename(self.spare_name)
             self._handle.guarded_by(self.guards)
         return self._handle
+
+    @property
+    def home(self) -> torch.device:
+        """Where the parameters are, or belong."""
+        return self.handle.ground.device
 
     @property
     def name(self) -> str:
@@ -227,6 +233,9 @@ class ShardedUnit:
         membership = Membership(module, [unit for unit in units if unit.handle.ground.mesh is not None])
         membership.check()
         root = Root(module, units, membership)
+        around = dict.fromkeys([module, *(each for unit in units for each in unit.modules)])
+        replicated = {id(state): state for each in around for state in get_replicated_states(each)}
+        root.replicated = Shown(list(replicated.values()))
         for unit in units:
             unit.root = root
         return root

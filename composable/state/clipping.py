@@ -248,8 +248,8 @@ def clip_grad_norm_(
     """Scale gradients down, in place, where their norm over all parameters and all ranks is above `max_norm`.
 
     What `torch.nn.utils.clip_grad_norm_` would do to the model before it was annotated. That function works on sharded
-    parameters, too, unless plain ones are among them; this one takes any mix, asks DTensors nothing, and returns a plain
-    tensor. All ranks call it together, with the same parameters in the same order.
+    parameters, too, unless plain ones are among them (`ignored_params`); this one takes any mix, asks DTensors nothing, and
+    returns a plain tensor. All ranks call it together, with the same parameters in the same order.
 
     Gradients that are plain tensors count once, because they are the same on all ranks, as `replicate` leaves them. Those of
     parameters that nobody manages (`ignored_params`) are yours to average before.

@@ -1,0 +1,371 @@
+"""A replicated unit's parameters where others are sharded: DTensors at rest, plain tensors for modules; knows no root.
+
+Note [Next to shards]
+torch's own functions over all parameters of a model (`clip_grad_norm_`, `foreach` optimizers, gradient scalers) take DTensors
+or plain tensors, but no mix. So as soon as one annotation covers both replicated and sharded modules, what is replicated rests
+as DTensors, too, with a `Replicate()` placement on the mesh of the shards, over the memory of the plain parameters. Modules go
+on computing with the plain ones, autograd accumulates there, and buckets average there. What arrives is moved to the DTensor
+at the end: outside of a backward a plain parameter has no gradient, so there is nothing that `zero_grad` could miss.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from typing import Any, Final, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable.device.gradients import call_hooks_after_accumulation, hooked
+from composable.device.parameters import Owner, ParameterSlots, Stage, gradient_like, make_replicated
+from composable.device.private import agree_on_infinities, gradient_hooks, hooks_after_accumulation, in_backward, local_of
+from composable.errors import AnnotationError
+from composable.model.hooks import Guard, GuardRow, after_call
+from composable.runtime.backward_end import end_of_backward
+from composable.runtime.loading import StateDictHook
+from composable.runtime.optimizers import Form, forget, note
+from composable.runtime.sparse import is_sparse_lookup
+
+
+class Pair:
+    """The two forms of one parameter, which share their memory. Tied ones are one pair, in however many units they are."""
+
+    __slots__ = ("__weakref__", "local", "plain", "resting", "version")
+
+    def __init__(self, plain: nn.Parameter, resting: nn.Parameter) -> None:
+        self.plain = plain
+        self.resting = resting
+        self.local = _memory_of(resting)
+        self.version = resting._version
+        _PAIRS[id(plain)] = _PAIRS[id(resting)] = self  # it keeps both alive, so nothing else can have their ids
+
+    def follow(self) -> None:
+        """The plain form follows what users did to the other one: moved or cast it, wrote to it, froze it."""
+        resting = self.resting
+        if _memory_of(resting) is not self.local:
+            self.plain.data = self.local = _memory_of(resting)
+        self.tell_of_writes()
+        if self.plain.requires_grad is not resting.requires_grad:
+            self.plain.requires_grad_(resting.requires_grad)
+
+    def tell_of_writes(self) -> None:
+        """A write to a DTensor does not count as one to its memory: autograd hears of it here."""
+        if self.resting._version != self.version:
+            self.version = self.resting._version
+            increment_version(self.plain)
+
+    def deliver(self) -> None:
+        """Move the gradient to the DTensor, which gets it, or gets it added to the one that it has."""
+        gradient = self.plain.grad
+        if gradient is None:
+            return
+        self.plain.grad = None
+        gradient = gradient.detach() if gradient.requires_grad else gradient
+        arrived = gradient_like(gradient, self.resting)
+        if gradient_hooks(self.resting):
+            arrived = hooked(self.resting, arrived)
+        there = self.resting.grad
+        if there is None:
+            self.resting.grad = arrived
+        elif isinstance(there, DTensor) and isinstance(arrived, DTensor):
+            local_of(there).add_(local_of(arrived))
+        else:
+            there.add_(arrived)
+        if hooks_after_accumulation(self.resting):
+            call_hooks_after_accumulation(self.resting)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pair:
+        resting = copy.deepcopy(self.resting, memo)
+        twin = Pair(_plain_over(resting), resting)
+        memo[id(self)] = twin
+        return twin
+
+
+_PAIRS: Final[WeakValueDictionary[int, Pair]] = WeakValueDictionary()  # by the id of either form
+
+
+def _memory_of(resting: nn.Parameter) -> Tensor:
+    assert isinstance(resting, DTensor)
+    return local_of(resting)
+
+
+def _plain_over(resting: nn.Parameter) -> nn.Parameter:
+    with torch.inference_mode(False):
+        return nn.Parameter(_memory_of(resting).detach(), requires_grad=resting.requires_grad)
+
+
+class MixedParameters:
+    """What a replicated unit registers, and when.
+
+    Args:
+        owners: the places of its parameters.
+        names: FQNs, for messages.
+        mesh: of the shards.
+        called: the unit's own modules; whatever else holds parameters of it may be called by itself.
+        unit: its name.
+    """
+
+    def __init__(
+        self, owners: Sequence[Owner], names: Sequence[str], mesh: DeviceMesh, called: Sequence[nn.Module], unit: str
+    ) -> None:
+        self._mesh = mesh
+        self._unit = unit
+        self._owners = tuple(owners)
+        self._names = tuple(names)
+        self._shown = 0
+        holders = {id(owner.module): owner.module for owner in owners}
+        hook = StateDictHook(self)
+        self._loading = [module.register_load_state_dict_pre_hook(hook) for module in holders.values()]
+        mine = [id(module) for module in called]
+        self._guards = [Guard(module, self._called_alone) for key, module in holders.items() if key not in mine]
+        self._build()
+
+    # --- forms ------------------------------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Register DTensors in all places, made or found."""
+        self._built = True
+        # Sparse gradients are for an optimizer that takes nothing else.
+        dense = {id(owner.registered): None for owner in self._owners if not is_sparse_lookup(owner.module)}
+        self._found = tuple(
+            self._pair_at(owner, name) if id(owner.registered) in dense else None
+            for owner, name in zip(self._owners, self._names, strict=True)
+        )
+        owners: dict[int, list[Owner]] = {}
+        for owner, pair in zip(self._owners, self._found, strict=True):
+            owners.setdefault(id(pair), []).append(owner)
+        self._pairs = tuple({id(pair): pair for pair in self._found if pair is not None}.values())
+        self._slots = []
+        for pair in self._pairs:
+            slot = ParameterSlots(owners[id(pair)], pair.resting)
+            slot.unsharded = pair.plain
+            slot.replace(pair.resting)
+            self._slots.append(slot)
+        for name, pair in zip(self._names, self._found, strict=True):
+            if pair is not None:
+                note(pair.plain, Form.COMPUTING, self._unit, name)
+                note(pair.resting, Form.REPLICATED, self._unit, name)
+        self._stage = Stage(self._slots)
+        self._row = GuardRow(self._guards)
+        self._at_rest = self._registered()
+        held = zip(self._found, self._at_rest, strict=True)
+        self._computing = [parameter if pair is None else pair.plain for pair, parameter in held]
+
+    def _registered(self) -> list[nn.Parameter | None]:
+        return [owner.registered for owner in self._owners]
+
+    def _pair_at(self, owner: Owner, name: str) -> Pair | None:
+        """The pair of what is registered there; None for what has no second form."""
+        registered = owner.registered
+        if registered is None:
+            return None
+        found = _PAIRS.get(id(registered))
+        if found is not None:
+            return found
+        if isinstance(registered, DTensor):
+            if not all(placement.is_replicate() for placement in registered.placements):
+                raise AnnotationError(
+                    f"parameter '{name}' of unit '{self._unit}' is replicated, but what was put in its place is a DTensor with "
+                    f"placements {registered.placements}, of which each rank holds a part. Put its full_tensor() there"
+                )
+            return Pair(_plain_over(registered), registered)
+        fits = registered.device.type in ("meta", self._mesh.device_type) and registered.layout is torch.strided
+        if type(registered) is not nn.Parameter or not fits:
+            return None
+        return Pair(registered, make_replicated(registered, self._mesh))
+
+    @property
+    def slots(self) -> Sequence[ParameterSlots]:
+        """Those of the parameters that have two forms."""
+        if not self._built:
+            self._build()
+        return self._slots
+
+    @property
+    def home(self) -> torch.device:
+        """Where the parameters are."""
+        return self._pairs[0].plain.device if self._pairs else torch.device(self._mesh.device_type)
+
+    @property
+    def plain(self) -> list[nn.Parameter]:
+        """What modules compute with, in the order of the places."""
+        return [parameter for parameter in self._computing if parameter is not None]
+
+    def plain_form(self, registered: nn.Parameter | None) -> nn.Parameter | None:
+        """What modules compute with in place of `registered`."""
+        found = _PAIRS.get(id(registered))
+        return registered if found is None else found.plain
+
+    def resting(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What users see of a parameter that modules compute with."""
+        found = _PAIRS.get(id(parameter))
+        return parameter if found is None else found.resting
+
+    # --- what modules see -------------------------------------------------------------------------------------------
+
+    def show(self) -> None:
+        """Modules compute with plain tensors from here on; nests."""
+        if not in_backward():
+            self._prepare()
+        elif not self._shown:
+            for pair in self._pairs:
+                pair.tell_of_writes()
+        self._shown += 1
+        if self._shown == 1:
+            self._row.step_aside()
+            self._stage.show()
+
+    def hide(self) -> None:
+        """Modules hold DTensors again."""
+        self._shown = max(0, self._shown - 1)
+        if self._shown == 0:
+            self._stage.hide()
+            self._row.stand()
+
+    def _prepare(self) -> None:
+        """Notice what users did to the parameters."""
+        if not self._shown:
+            if not self._built or not all(map(is_, self._registered(), self._at_rest)):
+                self._build()
+            for pair in self._pairs:
+                pair.follow()
+        for pair in self._pairs:
+            if pair.plain.grad is not None:
+                pair.plain.grad = None  # a backward that raised left it behind
+
+    def _called_alone(self, module: nn.Module) -> None:
+        """A module inside the unit is called while no call, or backward, of an annotated module around it is under way."""
+        self.show()
+        after_call(module, self.hide)
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    def deliver(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The gradients of some parameters are complete."""
+        for parameter in parameters:
+            pair = _PAIRS.get(id(parameter))
+            if pair is not None:
+                pair.deliver()
+
+    # --- leaving ----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Register the plain parameters for good."""
+        for hook in (*self._guards, *self._loading):
+            hook.remove()
+        for name, pair in zip(self._names, self._found, strict=True):
+            if pair is not None:
+                forget(pair.plain)
+                note(pair.resting, Form.REMOVED, self._unit, name)
+        for pair, slot in zip(self._pairs, self._slots, strict=True):
+            pair.follow()
+            slot.replace(pair.plain)
+            gradient = pair.resting.grad
+            pair.resting.grad = None
+            if isinstance(gradient, DTensor):
+                pair.plain.grad = local_of(gradient)
+        self._pairs = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MixedParameters:
+        twin = MixedParameters.__new__(MixedParameters)
+        memo[id(self)] = twin
+        twin._mesh, twin._unit, twin._names, twin._shown = self._mesh, self._unit, self._names, 0
+        twin._owners, twin._guards = copy.deepcopy((self._owners, self._guards), memo)
+        twin._loading = []  # the copies of hooks are on the copies of modules
+        # The copied modules are not whole yet, but their parameters can be copied already.
+        twin._found, twin._at_rest = copy.deepcopy((self._found, self._at_rest), memo)
+        held = zip(twin._found, twin._at_rest, strict=True)
+        twin._computing = [parameter if pair is None else pair.plain for pair, parameter in held]
+        twin._pairs = ()
+        twin._built = False
+        return twin
+
+
+class Shown:
+    """Lets replicated units show what their modules compute with, while a call or a backward of who is around them goes on.
+
+    A participant of the end of a backward, see `composable.runtime.backward_end`.
+    """
+
+    turn = sys.maxsize  # last: whoever finishes a backward may still recompute
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = tuple(units)
+        self._in_call = False
+        self._in_backward = False
+
+    def enter_call(self) -> None:
+        if self._units and not self._in_call:
+            self._in_call = True
+            for unit in self._units:
+                unit.show()
+
+    def leave_call(self) -> None:
+        if self._in_call:
+            self._in_call = False
+            for unit in self._units:
+                unit.hide()
+
+    def enter_backward(self) -> None:
+        if self._units and not self._in_backward:
+            self._in_backward = True
+            end_of_backward().join(self)
+            for unit in self._units:
+                unit.show()
+
+    def launch_rest(self) -> None:
+        """It has no collectives."""
+
+    def finish_backward(self) -> None:
+        if self._in_backward:
+            self._in_backward = False
+            for unit in self._units:
+                unit.hide()
+
+    leave_failed_backward = finish_backward
+
+
+class Unit(Protocol):
+    """A replicated unit."""
+
+    def show(self) -> None:
+        """Modules compute with plain parameters from here on; nests."""
+
+    def hide(self) -> None:
+        """Modules hold what they hold at rest again."""
+
+    def rest_on(self, mesh: DeviceMesh) -> bool:
+        """Let the parameters rest as DTensors on `mesh`; False if they cannot, and `rest_plain` will not be called."""
+
+    def rest_plain(self) -> None:
+        """Take that back."""
+
+
+def rest_as_dtensors(units: Sequence[Unit], mesh: DeviceMesh | None) -> Callable[[], None]:
+    """What is replicated stands next to shards on `mesh` from here on; see Note [Next to shards].
+
+    Returns:
+        What takes it back.
+    """
+    changed = [unit for unit in units if mesh is not None and unit.rest_on(mesh)]
+
+    def undo() -> None:
+        for unit in changed:
+            unit.rest_plain()
+
+    return undo
+
+
+def serves(mesh: DeviceMesh, replicas: DeviceMesh | None) -> bool:
+    """Whether what is the same on all ranks of `replicas` can rest on `mesh`."""
+    if replicas is None or not agree_on_infinities():
+        return False
+    ranks = replicas.mesh.flatten().tolist()
+    return all(rank in ranks for rank in mesh.mesh.flatten().tolist())
