@@ -57,8 +57,8 @@ PIECES = (
     Piece("who keeps gradients", ("device.gradients:GradientShards.refresh",), True),
     Piece("which form modules see", ("device.parameters:Stage.show", "device.parameters:Stage.hide")),
     Piece("guards", ("model.hooks:GuardRow.step_aside", "model.hooks:GuardRow.stand")),
-    Piece("gradients taken over", ("runtime.part:Part.still_missing", "runtime.part:take_gradients")),
-    Piece("outputs watched", ("runtime.iteration:Root.watch",)),
+    Piece("gradients taken over", ("runtime.part:take_gradients",)),
+    Piece("outputs watched", ("runtime.iteration:watch",)),
     Piece("memory", ("device.memory:ElasticBuffer.allocate", "device.memory:ElasticBuffer.free")),
 )
 HOOKS = "torch's calls of empty hooks"
