@@ -198,11 +198,6 @@ class MixedParameters:
         """What modules compute with, in the order of the places."""
         return [parameter for parameter in self._computing if parameter is not None]
 
-    def plain_form(self, registered: nn.Parameter | None) -> nn.Parameter | None:
-        """What modules compute with in place of `registered`."""
-        found = _PAIRS.get(id(registered))
-        return registered if found is None else found.plain
-
     def resting(self, parameter: nn.Parameter) -> nn.Parameter:
         """What users see of a parameter that modules compute with."""
         found = _PAIRS.get(id(parameter))
