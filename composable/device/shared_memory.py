@@ -39,9 +39,15 @@ def _map(descriptor: int) -> mmap.mmap:
     return mapped
 
 
-def _bytes_of(mapped: mmap.mmap) -> Tensor:
+def _bytes_of(mapped: mmap.mmap, start: int, nbytes: int) -> Tensor:
+    """A tensor of its own and not a view of everything: whoever adds up storages must not count addresses for memory."""
     with torch.inference_mode(False):
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+        return torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=nbytes)
+
+
+def _mark_in(mapped: mmap.mmap) -> Tensor:
+    """The number that an arena begins with."""
+    return _bytes_of(mapped, 0, 8).view(torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,13 +75,12 @@ class Arena:
         self._descriptor = os.memfd_create("composable")
         os.ftruncate(self._descriptor, ROOM)
         self._mapped = _map(self._descriptor)
-        self._bytes = _bytes_of(self._mapped)
         self._lock = Lock()  # models may be trained in threads
         self._end = GRAIN
         self._gaps: list[tuple[int, int]] = []  # start and size, once used and given back
         mark = int.from_bytes(os.urandom(7), "little")
         self.provide(0, mmap.PAGESIZE)
-        self._bytes[:8].view(torch.int64).fill_(mark)
+        _mark_in(self._mapped).fill_(mark)
         self.identity = Identity(_host(), os.getpid(), self._descriptor, mark)
 
     def __del__(self) -> None:
@@ -92,7 +97,7 @@ class Arena:
                 raise OSError(errno.ENOMEM, f"no room for a block of {nbytes} bytes beside {start} that are in use")
             else:
                 self._end += nbytes
-        return start, self._bytes[start : start + nbytes]
+        return start, _bytes_of(self._mapped, start, nbytes)
 
     def provide(self, start: int, nbytes: int) -> None:
         """Let there be memory. Without it, one that is missing would be noticed by a signal that ends the process.
@@ -124,15 +129,19 @@ class Window:
         try:
             if os.fstat(here).st_size != ROOM:
                 raise OSError(errno.ESTALE, "this is no arena")
-            self._bytes = _bytes_of(_map(here))
+            self._mapped = _map(here)
         finally:
             os.close(here)
-        if int(self._bytes[:8].view(torch.int64).item()) != identity.mark:
+        if int(_mark_in(self._mapped).item()) != identity.mark:
             raise OSError(errno.ESTALE, "this is somebody else's arena")
+        self._seen: dict[tuple[int, int], Tensor] = {}
 
     def look(self, start: int, nbytes: int) -> Tensor:
         """What the other rank shows there, as uint8."""
-        return self._bytes[start : start + nbytes]
+        found = self._seen.get((start, nbytes))
+        if found is None:
+            found = self._seen[start, nbytes] = _bytes_of(self._mapped, start, nbytes)
+        return found
 
 
 class Readers(Protocol):

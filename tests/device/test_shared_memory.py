@@ -283,3 +283,14 @@ def _use_and_leave() -> None:
 def test_a_new_group_does_not_wait_for_readers_in_an_old_one() -> None:
     for _ in range(5):
         _use_and_leave()
+
+
+def test_tensors_in_an_arena_own_no_more_than_their_block() -> None:
+    """An arena is addresses for 64 GiB; whoever adds up the storages of a process must not find them there."""
+    arena = Arena()
+    block = Block(arena, 100)
+    assert block.memory.untyped_storage().nbytes() == block.nbytes == GRAIN
+    block.memory[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    shown = Window(arena.identity).look(block.start, 3)
+    assert shown.tolist() == [1, 2, 3]
+    assert shown.untyped_storage().nbytes() == 3

@@ -77,10 +77,6 @@ _VERBS: Final[dict[str, Callable[[nn.Module, dist.ProcessGroup], None]]] = {
 _WAYS: Final = {"shared memory": all_shared, "sockets": all_sockets}
 
 
-# Kept parameters need no gather in which a rank that is a step behind would be waited for.
-_TOLD_BY_NOTHING: Final = ("fully_shard without resharding", "a skipped backward")
-
-
 def _diverge(way: str, cases: list[tuple[str, str]]) -> dict[str, tuple[str, list[float], list[float]]]:
     """By case: the error that this rank ended with, the losses that it saw, and those of one process."""
     ended: dict[str, tuple[str, list[float], list[float]]] = {}
@@ -111,8 +107,6 @@ def _diverge(way: str, cases: list[tuple[str, str]]) -> dict[str, tuple[str, lis
 @pytest.mark.parametrize("way", _WAYS)
 def test_ranks_that_go_on_from_different_places_wait_and_compute_nothing_wrong(pool: Pool, way: str) -> None:
     cases = list(product(_VERBS if way == "shared memory" else ("fully_shard",), _PROGRAMS))
-    if _TOLD_BY_NOTHING in cases:
-        cases.remove(_TOLD_BY_NOTHING)
     for rank, ended in enumerate(pool.run(2, _diverge, way, cases, spoils=True)):
         assert len(ended) == len(cases)
         for case, (error, seen, expected) in ended.items():
