@@ -240,9 +240,11 @@ def _come_and_go() -> list[dict[str, int]]:
 
 def test_groups_that_were_destroyed_leave_nothing_behind(pool: Pool) -> None:
     for held in pool.run(2, _come_and_go, spoils=True):
-        for what in ("descriptors", "threads", "mappings"):
-            assert held[-1][what] <= held[2][what], held
-        assert held[-1]["MiB"] <= held[4]["MiB"] + 4, held
+        # What a cycle leaves behind adds up, so even the least of the last ones has more than all before. Threads of a backend
+        # may take a moment to end, and the allocator to make up its mind.
+        before, after = held[2:5], held[5:]
+        for what, slack in (("descriptors", 0), ("threads", 0), ("mappings", 0), ("MiB", 4)):
+            assert min(row[what] for row in after) <= max(row[what] for row in before) + slack, held
 
 
 # --- others who use the group -----------------------------------------------------------------------------------------
