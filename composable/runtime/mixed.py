@@ -50,7 +50,13 @@ class Pair:
         """The plain form follows what users did to the other one: moved or cast it, wrote to it, froze it."""
         resting = self.resting
         if _memory_of(resting) is not self.local:
-            self.plain.data = self.local = _memory_of(resting)
+            self.local = _memory_of(resting)
+            if self.plain.is_meta and not self.local.is_meta:
+                del _PAIRS[id(self.plain)]  # torch gives no memory to what was made on the meta device
+                self.plain = _plain_over(resting)
+                _PAIRS[id(self.plain)] = self
+            else:
+                self.plain.data = self.local
         self.tell_of_writes()
         if self.plain.requires_grad is not resting.requires_grad:
             self.plain.requires_grad_(resting.requires_grad)
@@ -190,8 +196,9 @@ class MixedParameters:
 
     @property
     def home(self) -> torch.device:
-        """Where the parameters are."""
-        return self._pairs[0].plain.device if self._pairs else torch.device(self._mesh.device_type)
+        """Where the parameters are, or are to be."""
+        places = [pair.plain.device for pair in self._pairs if not pair.plain.is_meta]
+        return places[0] if places else torch.device(self._mesh.device_type)
 
     @property
     def plain(self) -> list[nn.Parameter]:
@@ -231,6 +238,8 @@ class MixedParameters:
                 self._build()
             for pair in self._pairs:
                 pair.follow()
+            if any(slot.unsharded is not pair.plain for slot, pair in zip(self._slots, self._pairs, strict=True)):
+                self._build()
         for pair in self._pairs:
             if pair.plain.grad is not None:
                 pair.plain.grad = None  # a backward that raised left it behind
