@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.device.gradients import call_hooks_after_accumulation, hooked
-from composable.device.parameters import Owner, ParameterSlots, Stage, gradient_like, make_replicated
+from composable.device.parameters import Owner, ParameterSlots, Stage, describe_mesh, gradient_like, make_replicated
 from composable.device.private import agree_on_infinities, gradient_hooks, hooks_after_accumulation, in_backward, local_of
-from composable.errors import AnnotationError
+from composable.errors import ForeignParameterError
 from composable.model.hooks import Guard, GuardRow, after_call
 from composable.runtime.backward_end import end_of_backward
 from composable.runtime.loading import StateDictHook
@@ -126,6 +126,7 @@ class MixedParameters:
         self._owners = tuple(owners)
         self._names = tuple(names)
         self._shown = 0
+        self._found: tuple[Pair | None, ...] = (None,) * len(self._owners)
         holders = {id(owner.module): owner.module for owner in owners}
         hook = StateDictHook(self)
         self._loading = [module.register_load_state_dict_pre_hook(hook) for module in holders.values()]
@@ -138,11 +139,12 @@ class MixedParameters:
     def _build(self) -> None:
         """Register DTensors in all places, made or found."""
         self._built = True
+        before = self._found
         # Sparse gradients are for an optimizer that takes nothing else.
         dense = {id(owner.registered): None for owner in self._owners if not is_sparse_lookup(owner.module)}
         self._found = tuple(
-            self._pair_at(owner, name) if id(owner.registered) in dense else None
-            for owner, name in zip(self._owners, self._names, strict=True)
+            self._pair_at(owner, name, last) if id(owner.registered) in dense else None
+            for owner, name, last in zip(self._owners, self._names, before, strict=True)
         )
         owners: dict[int, list[Owner]] = {}
         for owner, pair in zip(self._owners, self._found, strict=True):
@@ -154,6 +156,9 @@ class MixedParameters:
             slot.unsharded = pair.plain
             slot.replace(pair.resting)
             self._slots.append(slot)
+        for name, pair, last in zip(self._names, self._found, before, strict=True):
+            if last is not None and last is not pair:
+                note(last.resting, Form.REPLACED, self._unit, name)
         for name, pair in zip(self._names, self._found, strict=True):
             if pair is not None:
                 note(pair.plain, Form.COMPUTING, self._unit, name)
@@ -167,25 +172,31 @@ class MixedParameters:
     def _registered(self) -> list[nn.Parameter | None]:
         return [owner.registered for owner in self._owners]
 
-    def _pair_at(self, owner: Owner, name: str) -> Pair | None:
-        """The pair of what is registered there; None for what has no second form."""
+    def _pair_at(self, owner: Owner, name: str, last: Pair | None) -> Pair | None:
+        """The pair of what is registered there, where `last` was; None for what has no second form."""
         registered = owner.registered
         if registered is None:
             return None
         found = _PAIRS.get(id(registered))
+        if isinstance(registered, DTensor) and (found is None or last not in (None, found)):
+            self._refuse_spread_otherwise(registered, name)
         if found is not None:
             return found
         if isinstance(registered, DTensor):
-            if not all(placement.is_replicate() for placement in registered.placements):
-                raise AnnotationError(
-                    f"parameter '{name}' of unit '{self._unit}' is replicated, but what was put in its place is a DTensor with "
-                    f"placements {registered.placements}, of which each rank holds a part. Put its full_tensor() there"
-                )
             return Pair(_plain_over(registered), registered)
         fits = registered.device.type in ("meta", self._mesh.device_type) and registered.layout is torch.strided
         if type(registered) is not nn.Parameter or not fits:
             return None
         return Pair(registered, make_replicated(registered, self._mesh))
+
+    def _refuse_spread_otherwise(self, newcomer: DTensor, name: str) -> None:
+        if newcomer.device_mesh != self._mesh or not all(placement.is_replicate() for placement in newcomer.placements):
+            raise ForeignParameterError(
+                f"parameter '{name}' of unit '{self._unit}' was replaced by a DTensor that is spread otherwise: "
+                f"{newcomer.placements} over {describe_mesh(newcomer.device_mesh)}, where the unit has (Replicate(),) "
+                f"over {describe_mesh(self._mesh)}. Register its full_tensor() as a parameter, or load it with "
+                "load_state_dict(), which spreads it anew"
+            )
 
     @property
     def slots(self) -> Sequence[ParameterSlots]:
@@ -307,15 +318,25 @@ class Shown:
 
     def enter_call(self) -> None:
         if self._units and not self._in_call:
+            self._show()
             self._in_call = True
-            for unit in self._units:
-                unit.show()
 
     def leave_call(self) -> None:
         if self._in_call:
             self._in_call = False
             for unit in self._units:
                 unit.hide()
+
+    def _show(self) -> None:
+        shown = []
+        try:
+            for unit in self._units:
+                unit.show()  # which may refuse what was put in the place of a parameter
+                shown.append(unit)
+        except BaseException:
+            for unit in shown:
+                unit.hide()
+            raise
 
     def enter_backward(self) -> None:
         if self._units and not self._in_backward:

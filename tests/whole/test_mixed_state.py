@@ -1,0 +1,254 @@
+"""Gradients and state of replicated parameters that rest as DTensors, as users see and change them; knows no bucket."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from composable import fully_shard, replicate
+from composable.errors import ForeignParameterError, OptimizerError
+from tests.helpers.compare import full
+from tests.helpers.mixes import (
+    MIXES,
+    RECIPES,
+    assert_alike,
+    batch_of,
+    gradient,
+    kinds,
+    losses,
+    make_model,
+    train,
+    twins,
+)
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+# --- gradients --------------------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+def test_gradients_stay_in_their_buckets_and_kept_ones_do_not_change() -> None:
+    _, mixed = twins("in_the_readme")
+    weight = mixed.tok_emb.weight
+    addresses, kept, copies = [], [], []
+    for step in range(6):
+        mixed(batch_of(step)).square().mean().backward()
+        assert isinstance(weight.grad, DTensor)
+        addresses.append(weight.grad.to_local().data_ptr())
+        if step == 3:
+            kept.append(weight.grad)
+            copies.append(full(weight.grad))
+        mixed.zero_grad()
+    assert addresses[0] == addresses[1] == addresses[3]
+    assert addresses[4] != addresses[3]
+    assert torch.equal(full(kept[0]), copies[0])
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@spmd(ranks=2)
+def test_gradients_cleared_between_forward_and_backward_are_not_added(set_to_none: bool) -> None:
+    plain, mixed = twins("in_the_readme")
+    for step in range(3):
+        pair = losses(plain, mixed, step)
+        for model in (plain, mixed):
+            model.zero_grad(set_to_none)
+        for loss in pair:
+            loss.backward()
+        assert_alike(plain, mixed, f"gradients of step {step}", gradient)
+
+
+@spmd(ranks=2)
+def test_nothing_of_a_backward_that_raised_is_left() -> None:
+    plain, mixed = twins("in_the_readme")
+
+    def fail(_: Tensor) -> None:
+        raise MemoryError
+
+    parameters = list(mixed.parameters())
+    handle = mixed.tok_emb.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+    _, loss = losses(plain, mixed, 0)
+    with pytest.raises(MemoryError):
+        loss.backward()
+    handle.remove()
+    assert all(one is other for one, other in zip(mixed.parameters(), parameters, strict=True))
+    mixed.zero_grad()  # what was reduced before
+    for step in (1, 2):
+        for loss in losses(plain, mixed, step):
+            loss.backward()
+        assert_alike(plain, mixed, "gradients", gradient)
+        assert "plain" not in kinds(mixed)
+
+
+@spmd(ranks=2)
+def test_a_write_between_forward_and_backward_is_refused_as_in_one_process() -> None:
+    for model in twins("in_the_readme"):
+        loss = model(batch_of(0)).square().mean()
+        with torch.no_grad():
+            model.tok_emb.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@spmd(ranks=2)
+def test_a_step_between_forward_and_backward_is_refused_as_in_one_process() -> None:
+    for model in twins("in_the_readme"):
+        optimizer = torch.optim.SGD([model.tok_emb.weight], lr=0.1)
+        model(batch_of(0)).square().mean().backward()
+        loss = model(batch_of(1)).square().mean()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@spmd(ranks=2)
+def test_hooks_of_the_users_are_called_once_with_the_mean() -> None:
+    plain, mixed = twins("in_the_readme")
+    for model in (plain, mixed):
+        model.tok_emb.weight.register_hook(lambda grad: 2 * grad)
+    stepped = torch.optim.SGD([mixed.tok_emb.weight], lr=0.1)
+    seen: list[Tensor] = []
+
+    def step(parameter: Tensor) -> None:
+        assert parameter is mixed.tok_emb.weight or parameter.grad is not None
+        seen.append(full(parameter.grad))  # type: ignore[arg-type]
+        stepped.step()
+        stepped.zero_grad()
+
+    mixed.tok_emb.weight.register_post_accumulate_grad_hook(step)
+    for loss in losses(plain, mixed, 0):
+        loss.backward()
+    before = plain.tok_emb.weight.detach().clone()
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], plain.tok_emb.weight.grad)
+    torch.testing.assert_close(full(mixed.tok_emb.weight), before - 0.1 * seen[0])
+
+
+@spmd(ranks=2)
+def test_an_optimizer_made_before_an_annotation_came_to_cover_both_is_refused() -> None:
+    model = make_model()
+    replicate(model.tok_emb)
+    early = torch.optim.SGD([model.tok_emb.weight], lr=0.1)
+    fully_shard(model)
+    model(batch_of(0)).square().mean().backward()
+    with pytest.raises(OptimizerError) as caught:
+        early.step()
+    assert str(caught.value) == (
+        "SGD.step: parameter 'weight' of unit 'tok_emb' is what modules compute with. A DTensor stands in its place since one "
+        "annotation covers both replicated and sharded modules. Make the optimizer after annotating, and between steps, from "
+        "model.parameters(). The step would train nothing; no parameter was changed."
+    )
+
+
+# --- state ------------------------------------------------------------------------------------------------------------
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    model(batch_of(step)).square().mean().backward()
+    optimizer.step()
+
+
+def _round_trip(folder: str) -> None:
+    model = twins("in_the_readme")[1]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    _step(model, optimizer, 0)
+    names = ("model", "optimizer")
+    dcp.save(dict(zip(names, get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        assert torch.equal(whole["tok_emb.weight"], full(model.tok_emb.weight))
+    twin = twins("shards_inside_replicated")[1]
+    its_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.05)
+    _step(twin, its_optimizer, 5)
+    found = dict(zip(names, get_state_dict(twin, its_optimizer), strict=True))
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(twin, its_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    for each in ((model, optimizer), (twin, its_optimizer)):
+        _step(*each, 1)
+    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(full(other), full(one))
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in make_model().state_dict().items()}
+    set_model_state_dict(twin, zeros, options=StateDictOptions(full_state_dict=True))
+    assert not any(full(parameter).any() for parameter in twin.parameters())
+    x = twin(batch_of(0))
+    assert not x.any()
+
+
+def test_a_checkpoint_of_one_mix_loads_into_another(pool: Pool, device: str, tmp_path: Any) -> None:
+    need_devices(device, 2)
+    pool.run(2, _round_trip, str(tmp_path / "checkpoint"), device=device)
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@spmd(ranks=2)
+def test_copies_moved_and_loaded_models_train_on(mix: str) -> None:
+    plain, mixed = twins(mix)
+    twin = copy.deepcopy(mixed)
+    assert kinds(twin) == kinds(mixed)
+    train(copy.deepcopy(plain), twin, RECIPES["AdamW"])
+    assert_alike(plain, mixed, "the original")
+    for model in (plain, mixed):
+        model.float().double()
+    train(copy.deepcopy(plain), mixed, RECIPES["SGD(foreach=True)"])
+    assert "plain" not in kinds(mixed)
+    for assign in (False, True):
+        twin.load_state_dict(copy.deepcopy(mixed.state_dict()), assign=assign)
+        reference = make_model()
+        reference.load_state_dict({name: full(tensor) for name, tensor in mixed.state_dict().items()})
+        train(reference, twin, RECIPES["AdamW(fused=True)"])
+
+
+def _mesh_of_this_rank() -> DeviceMesh:
+    return init_device_mesh(current_device().type, (2, 1), mesh_dim_names=("here", "alone"))["alone"]
+
+
+@spmd(ranks=2)
+def test_a_dtensor_that_is_spread_otherwise_is_refused_in_a_replicated_parameters_place_and_nothing_is_left_of_it() -> None:
+    plain, mixed = twins("in_the_readme")
+    weight = mixed.tok_emb.weight
+    assert isinstance(weight, DTensor)
+    for mesh, placement in ((weight.device_mesh, Shard(0)), (_mesh_of_this_rank(), Replicate())):
+        whole = full(weight)
+        intruder = nn.Parameter(distribute_tensor(whole, mesh, [placement]))
+        mixed.tok_emb.weight = intruder
+        with pytest.raises(ForeignParameterError) as caught:
+            mixed(batch_of(0))
+        over = f"the ({mesh.size()},) {mesh.device_type} mesh of ranks {', '.join(map(str, mesh.mesh.tolist()))}"
+        assert str(caught.value) == (
+            "parameter 'weight' of unit 'tok_emb' was replaced by a DTensor that is spread otherwise: "
+            f"({placement!r},) over {over}, where the unit has (Replicate(),) over the (2,) {mesh.device_type} mesh of ranks "
+            "0, 1. Register its full_tensor() as a parameter, or load it with load_state_dict(), which spreads it anew"
+        )
+        assert mixed.tok_emb.weight is intruder
+        mixed.tok_emb.weight = nn.Parameter(whole)
+        for model in (plain, mixed):
+            model.zero_grad()
+        for loss in losses(plain, mixed, 0):
+            loss.backward()
+        assert_alike(plain, mixed, "gradients", gradient)
+        assert "plain" not in kinds(mixed)
+
+
+@spmd(ranks=2)
+def test_an_optimizer_that_holds_what_a_replicated_parameter_was_replaced_by_is_refused() -> None:
+    _, mixed = twins("in_the_readme")
+    optimizer = torch.optim.SGD(mixed.parameters(), lr=0.1)
+    _step(mixed, optimizer, 0)
+    mixed.tok_emb.weight = nn.Parameter(full(mixed.tok_emb.weight))
+    mixed(batch_of(1)).square().mean().backward()
+    with pytest.raises(OptimizerError, match=r"parameter 'weight' of unit 'tok_emb' was replaced on its module"):
+        optimizer.step()
