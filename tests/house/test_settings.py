@@ -1,0 +1,55 @@
+"""The page of settings names every constant that tunes, with its value, and every variable of the environment; knows no reason."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from docs.generate import ROOT
+
+_CONSTANT = re.compile(r"^([A-Z][A-Z_]*): Final(?:\[\w+\])? = ([\d_]+(?: << \d+)?)(?:  #|$)", re.M)
+_VARIABLE = re.compile(r"\"(COMPOSABLE_[A-Z_]+)\"")
+_PAGE = (ROOT / "docs" / "settings.md").read_text()
+
+
+def _sources() -> Iterator[tuple[str, str]]:
+    for path in sorted((ROOT / "composable").rglob("*.py")):
+        room = path.relative_to(ROOT / "composable").as_posix()
+        if not room.startswith("demo/"):
+            yield room, path.read_text()
+
+
+def _value(written: str) -> int:
+    number, _, shift = written.partition(" << ")
+    return int(number) << int(shift or 0)
+
+
+def as_words(value: int) -> str:
+    """A number as the page has it: 2097152 is 2 MiB."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if value >= 1 << shift and value % (1 << shift) == 0:
+            return f"{value >> shift} {unit}"
+    return str(value)
+
+
+CONSTANTS = [(room, name, _value(value)) for room, text in _sources() for name, value in _CONSTANT.findall(text)]
+
+
+@pytest.mark.parametrize(("room", "name", "value"), CONSTANTS, ids=[f"{name} in {room}" for room, name, _ in CONSTANTS])
+def test_the_page_has_a_constant_with_its_value(room: str, name: str, value: int) -> None:
+    row = re.search(rf"^\| `{name}` in `{re.escape(room)}` \| ([^|]+) \|", _PAGE, re.M)
+    assert row is not None, f"docs/settings.md does not tell of {name} in {room}"
+    assert re.match(rf"{as_words(value)}\b", row[1]), f"{name} is {as_words(value)}, the page says {row[1]}"
+
+
+def test_the_page_tells_of_no_constant_that_is_gone() -> None:
+    told = re.findall(r"^\| `([A-Z_]+)` in `([\w/.]+)` \|", _PAGE, re.M)
+    assert sorted(told) == sorted((name, room) for room, name, _ in CONSTANTS)
+
+
+def test_the_page_has_every_variable_of_the_environment() -> None:
+    found = {name: None for _, text in _sources() for name in _VARIABLE.findall(text)}
+    assert list(found) == ["COMPOSABLE_SHARED_MEMORY"]
+    assert all(f"`{name}`" in _PAGE for name in found)
