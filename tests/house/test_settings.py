@@ -1,4 +1,4 @@
-"""The page of settings names every constant that tunes, with its value, and every variable of the environment; knows no reason."""
+"""The page of settings has every constant that tunes, and its value, and every environment variable; knows no reason."""
 
 from __future__ import annotations
 
