@@ -10,7 +10,6 @@ entry is registered at all of its places, and the others must say the same.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -38,7 +37,9 @@ class StateDictHook:
         self._unit = unit
         self._errors: list[str] = []  # of a call of `load_state_dict`, which it stands for
         self._here: dict[int, list[tuple[int, str]]] = {}  # by the module's id: the slots' indices, their names there
-        self._assigned: dict[int, tuple[str, weakref.ref[DTensor]]] = {}  # in this call, by the slot's index
+        # What was registered in this call, by the slot's index: its key, its id. A parameter that is referred to weakly cannot
+        # be cast or moved, and one that is referred to strongly lives until the next call.
+        self._assigned: dict[int, tuple[str, int]] = {}
 
     def __call__(
         self,
@@ -87,19 +88,16 @@ class StateDictHook:
     def _register(self, index: int, key: str, taken: DTensor) -> Tensor:
         """Make a parameter of `taken`, at all of its places; if another entry of this state dict has done so, that one."""
         slot = self._unit.slots[index]
-        first, earlier = self._assigned.get(index, ("", _nobody))
-        registered = earlier()
-        if registered is None:
+        first, earlier = self._assigned.get(index, ("", None))
+        registered = slot.registered
+        if id(registered) != earlier:
             # A copy: the full tensor must not live on because of a view of it.
             parameter = nn.Parameter(taken.clone(), requires_grad=slot.sharded.requires_grad)
             assert isinstance(parameter, DTensor)
             slot.replace(parameter)
-            self._assigned[index] = (key, weakref.ref(parameter))
+            self._assigned[index] = (key, id(parameter))
             return parameter
+        assert isinstance(registered, DTensor)
         if not torch.equal(local_of(registered), local_of(taken)):
             self._errors.append(f'"{key}" and "{first}" are one parameter, and the state dict has different values for them')
         return registered
-
-
-def _nobody() -> None:
-    return None

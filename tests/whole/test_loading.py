@@ -148,6 +148,17 @@ def test_parts_of_a_model_and_what_contains_it_load_by_their_own_names(pool: Poo
     pool.run(2, _load_a_part, assign, device=device)
 
 
+def _load_and_cast() -> None:
+    plain, model = _made(1), _shard(_made(0))
+    model.load_state_dict(plain.state_dict(), assign=True)
+    _assert_trains_like(model.double(), plain.double())
+
+
+def test_a_model_can_be_cast_after_its_parameters_were_assigned(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _load_and_cast, device=device)
+
+
 def _load_twice() -> None:
     """A copy of a model loads into itself, and a second state dict counts, not the first."""
     model = _shard(_made(0))
