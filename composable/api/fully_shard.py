@@ -10,9 +10,10 @@ from torch.distributed.tensor import Shard
 
 from composable.api.agreement import synchronise, tell_failure
 from composable.api.devices import move_buffers
-from composable.api.meshes import Mesh, device_of, ground_of, meeting_place, ranks_of
+from composable.api.meshes import Mesh, device_of, ground_of, group_of, meeting_place, ranks_of
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_taken
+from composable.api.ties import tied_to_replicated
 from composable.config import SYNC_MODES, AfterForward, after_forward
 from composable.device.parameters import Owner
 from composable.errors import AnnotationError
@@ -121,9 +122,10 @@ def fully_shard(
             raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
         after = _after_forward(reshard_after_forward)
         _refuse_misplaced(modules)
-        ignored = ids_of_ignored(modules, ignored_params)
+        tied = tied_to_replicated(modules, group_of("fully_shard", mesh, device_of(modules[0]))[0])
+        left_out = ids_of_ignored(modules, ignored_params) | {id(managed.parameter): None for _, managed in tied}
         picked = _picked(modules, policy)
-        shares = parameters_by_unit(modules, list(picked), ignored)
+        shares = parameters_by_unit(modules, list(picked), left_out)
         for parameters in shares:
             refuse_taken("fully_shard", modules, parameters)
         options = [common, *({**common, **overrides} for overrides in picked.values())]
@@ -142,10 +144,12 @@ def fully_shard(
         _ASSIGNED.append((child, share, placed))
         fully_shard(child, **overrides)
     _attach_unit(modules, shares[0], placements[0], ground, after)
-    _leave_alone(modules, ignored)
+    for each in (modules, *([child] for child in picked)):
+        _leave_alone(each, left_out)
     _name_units(modules)
     replicated = [state for each in modules for state in get_replicated_states(each)]
-    on_undo(rest_as_dtensors(replicated, ground.mesh))
+    ties = [(unit, Owner(place.module, place.name), place.fqn) for unit, managed in tied for place in managed.places]
+    on_undo(rest_as_dtensors(replicated, ground.mesh, ties))
     return module
 
 
@@ -264,11 +268,11 @@ def _attach_unit(
         on_undo(refuse_wrapping(module, "fully_shard"))
 
 
-def _leave_alone(modules: Sequence[nn.Module], ignored: Collection[int]) -> None:
-    """Note where the ignored parameters are, since others that no unit has are refused when they train."""
+def _leave_alone(modules: Sequence[nn.Module], left_out: Collection[int]) -> None:
+    """Note where parameters are that are no unit's on purpose, since others that no unit has are refused when they train."""
     unit = fully_shard.state(modules[0])
     assert unit is not None
-    places = [place for module in modules for place, parameter in registered_parameters(module) if id(parameter) in ignored]
+    places = [place for module in modules for place, parameter in registered_parameters(module) if id(parameter) in left_out]
     unit.left_alone += [Owner(place.module, place.name) for place in places]
 
 

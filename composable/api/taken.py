@@ -107,7 +107,11 @@ def _refuse_replicated(verb: str, modules: Sequence[nn.Module], managed: Managed
             + (", or use policy=" if verb == REPLICATE else "")
         )
     if verb != REPLICATE:
+        below = {id(below): None for module in modules for below in module.modules()}
+        apart = any(id(module) not in below for module in holder.modules)
         raise TiedParametersError(
             f"parameter '{_full_name(managed)}' is tied to '{_name_in(holder, managed.parameter)}', which is replicated; it "
-            "cannot be sharded, too. Annotate both modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])"
+            "cannot be sharded, too. Annotate "
+            + ("a module around both, which leaves the parameter replicated, or " if apart else "")
+            + "both modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])"
         )

@@ -6,6 +6,10 @@ or plain tensors, but no mix. So as soon as one annotation covers both replicate
 as DTensors, too, with a `Replicate()` placement on the mesh of the shards, over the memory of the plain parameters. Modules go
 on computing with the plain ones, autograd accumulates there, and buckets average there. What arrives is moved to the DTensor
 at the end: outside of a backward a plain parameter has no gradient, so there is nothing that `zero_grad` could miss.
+
+Note [Tied to what is sharded]
+A head may be tied to an embedding that is replicated. Its weight is no shard's, then: the embedding's unit registers both forms
+there, too. What is registered at one of the places later goes to all of them, as it does for parameters that are sharded.
 """
 
 from __future__ import annotations
@@ -14,97 +18,23 @@ import copy
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from operator import is_
-from typing import Any, Final, Protocol
-from weakref import WeakValueDictionary
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import increment_version
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
-from composable.device.gradients import call_hooks_after_accumulation, hooked
-from composable.device.parameters import Owner, ParameterSlots, Stage, describe_mesh, gradient_like, make_replicated
-from composable.device.private import agree_on_infinities, gradient_hooks, hooks_after_accumulation, in_backward, local_of
+from composable.device.parameters import Owner, ParameterSlots, Stage, describe_mesh, make_replicated
+from composable.device.private import agree_on_infinities, in_backward, local_of
 from composable.errors import ForeignParameterError
 from composable.model.hooks import Guard, GuardRow, after_call
 from composable.runtime.backward_end import end_of_backward
 from composable.runtime.loading import StateDictHook
 from composable.runtime.optimizers import Form, forget, note
+from composable.runtime.pairs import Pair, fits, pair_of, plain_over
 from composable.runtime.sparse import is_sparse_lookup
-
-
-class Pair:
-    """The two forms of one parameter, which share their memory. Tied ones are one pair, in however many units they are."""
-
-    __slots__ = ("__weakref__", "local", "plain", "resting", "version")
-
-    def __init__(self, plain: nn.Parameter, resting: nn.Parameter) -> None:
-        self.plain = plain
-        self.resting = resting
-        self.local = _memory_of(resting)
-        self.version = resting._version
-        _PAIRS[id(plain)] = _PAIRS[id(resting)] = self  # it keeps both alive, so nothing else can have their ids
-
-    def follow(self) -> None:
-        """The plain form follows what users did to the other one: moved or cast it, wrote to it, froze it."""
-        resting = self.resting
-        if _memory_of(resting) is not self.local:
-            self.local = _memory_of(resting)
-            if self.plain.is_meta and not self.local.is_meta:
-                del _PAIRS[id(self.plain)]  # torch gives no memory to what was made on the meta device
-                self.plain = _plain_over(resting)
-                _PAIRS[id(self.plain)] = self
-            else:
-                self.plain.data = self.local
-        self.tell_of_writes()
-        if self.plain.requires_grad is not resting.requires_grad:
-            self.plain.requires_grad_(resting.requires_grad)
-
-    def tell_of_writes(self) -> None:
-        """A write to a DTensor does not count as one to its memory: autograd hears of it here."""
-        if self.resting._version != self.version:
-            self.version = self.resting._version
-            increment_version(self.plain)
-
-    def deliver(self) -> None:
-        """Move the gradient to the DTensor, which gets it, or gets it added to the one that it has."""
-        gradient = self.plain.grad
-        if gradient is None:
-            return
-        self.plain.grad = None
-        gradient = gradient.detach() if gradient.requires_grad else gradient
-        arrived = gradient_like(gradient, self.resting)
-        if gradient_hooks(self.resting):
-            arrived = hooked(self.resting, arrived)
-        there = self.resting.grad
-        if there is None:
-            self.resting.grad = arrived
-        elif isinstance(there, DTensor) and isinstance(arrived, DTensor):
-            local_of(there).add_(local_of(arrived))
-        else:
-            there.add_(arrived)
-        if hooks_after_accumulation(self.resting):
-            call_hooks_after_accumulation(self.resting)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pair:
-        resting = copy.deepcopy(self.resting, memo)
-        twin = Pair(_plain_over(resting), resting)
-        memo[id(self)] = twin
-        return twin
-
-
-_PAIRS: Final[WeakValueDictionary[int, Pair]] = WeakValueDictionary()  # by the id of either form
-
-
-def _memory_of(resting: nn.Parameter) -> Tensor:
-    assert isinstance(resting, DTensor)
-    return local_of(resting)
-
-
-def _plain_over(resting: nn.Parameter) -> nn.Parameter:
-    with torch.inference_mode(False):
-        return nn.Parameter(_memory_of(resting).detach(), requires_grad=resting.requires_grad)
 
 
 class MixedParameters:
@@ -123,15 +53,33 @@ class MixedParameters:
     ) -> None:
         self._mesh = mesh
         self._unit = unit
-        self._owners = tuple(owners)
-        self._names = tuple(names)
+        self._own = len(owners)  # the places behind them are of other units
+        self._tied_to: tuple[int, ...] = ()  # for each of those, the index of the unit's own place
+        self._owners: tuple[Owner, ...] = ()
+        self._names: tuple[str, ...] = ()
+        self._found: tuple[Pair | None, ...] = ()
         self._shown = 0
-        self._found: tuple[Pair | None, ...] = (None,) * len(self._owners)
-        holders = {id(owner.module): owner.module for owner in owners}
+        self._loading: list[RemovableHandle] = []
+        self._guards: list[Guard] = []
+        self._add(owners, names, called)
+        self._build()
+
+    def _add(self, owners: Sequence[Owner], names: Sequence[str], called: Sequence[nn.Module] = ()) -> None:
+        known = [id(owner.module) for owner in self._owners]
+        holders = {id(owner.module): owner.module for owner in owners if id(owner.module) not in known}
         hook = StateDictHook(self)
-        self._loading = [module.register_load_state_dict_pre_hook(hook) for module in holders.values()]
+        self._loading += [module.register_load_state_dict_pre_hook(hook) for module in holders.values()]
         mine = [id(module) for module in called]
-        self._guards = [Guard(module, self._called_alone) for key, module in holders.items() if key not in mine]
+        self._guards += [Guard(module, self._called_alone) for key, module in holders.items() if key not in mine]
+        self._owners += tuple(owners)
+        self._names += tuple(names)
+        self._found += (None,) * len(owners)
+
+    def tie(self, owners: Sequence[Owner], names: Sequence[str]) -> None:
+        """Other places of the parameters, in modules of sharded units; see Note [Tied to what is sharded]."""
+        pairs = [None if owner.registered is None else pair_of(owner.registered) for owner in owners]
+        self._add(owners, names)
+        self._tied_to += tuple(self._found.index(pair) for pair in pairs)
         self._build()
 
     # --- forms ------------------------------------------------------------------------------------------------------
@@ -140,6 +88,7 @@ class MixedParameters:
         """Register DTensors in all places, made or found."""
         self._built = True
         before = self._found
+        self._keep_ties()
         # Sparse gradients are for an optimizer that takes nothing else.
         dense = {id(owner.registered): None for owner in self._owners if not is_sparse_lookup(owner.module)}
         self._found = tuple(
@@ -169,6 +118,26 @@ class MixedParameters:
         held = zip(self._found, self._at_rest, strict=True)
         self._computing = [parameter if pair is None else pair.plain for pair, parameter in held]
 
+    def _keep_ties(self) -> None:
+        """What came to one of several tied places comes to all of them."""
+        tied: dict[int, list[Owner]] = {}
+        for index, own in enumerate(self._tied_to, self._own):
+            tied.setdefault(own, [self._owners[own]]).append(self._owners[index])
+        newcomers = []
+        for own, places in tied.items():
+            last = self._found[own]
+            held = {id(owner.registered): owner.registered for owner in places if owner.registered is not None}
+            new = [parameter for parameter in held.values() if last is None or not last.has(parameter)]
+            if len(new) > 1:
+                raise ForeignParameterError(
+                    f"parameter '{self._names[own]}' of unit '{self._unit}' is tied: it has {len(places)} places, and "
+                    "different parameters were registered at them. Register one parameter at all of them; to untie them, call "
+                    "remove() on the annotated modules first"
+                )
+            newcomers += [(ParameterSlots(places, parameter), parameter) for parameter in new]
+        for slot, parameter in newcomers:
+            slot.replace(parameter)
+
     def _registered(self) -> list[nn.Parameter | None]:
         return [owner.registered for owner in self._owners]
 
@@ -177,17 +146,14 @@ class MixedParameters:
         registered = owner.registered
         if registered is None:
             return None
-        found = _PAIRS.get(id(registered))
+        found = pair_of(registered)
         if isinstance(registered, DTensor) and (found is None or last not in (None, found)):
             self._refuse_spread_otherwise(registered, name)
         if found is not None:
             return found
         if isinstance(registered, DTensor):
-            return Pair(_plain_over(registered), registered)
-        fits = registered.device.type in ("meta", self._mesh.device_type) and registered.layout is torch.strided
-        if type(registered) is not nn.Parameter or not fits:
-            return None
-        return Pair(registered, make_replicated(registered, self._mesh))
+            return Pair(plain_over(registered), registered)
+        return Pair(registered, make_replicated(registered, self._mesh)) if fits(registered, self._mesh) else None
 
     def _refuse_spread_otherwise(self, newcomer: DTensor, name: str) -> None:
         if newcomer.device_mesh != self._mesh or not all(placement.is_replicate() for placement in newcomer.placements):
@@ -213,12 +179,12 @@ class MixedParameters:
 
     @property
     def plain(self) -> list[nn.Parameter]:
-        """What modules compute with, in the order of the places."""
-        return [parameter for parameter in self._computing if parameter is not None]
+        """What modules compute with, in the order of the unit's own places."""
+        return [parameter for parameter in self._computing[: self._own] if parameter is not None]
 
     def resting(self, parameter: nn.Parameter) -> nn.Parameter:
         """What users see of a parameter that modules compute with."""
-        found = _PAIRS.get(id(parameter))
+        found = pair_of(parameter)
         return parameter if found is None else found.resting
 
     # --- what modules see -------------------------------------------------------------------------------------------
@@ -265,7 +231,7 @@ class MixedParameters:
     def deliver(self, parameters: Iterable[nn.Parameter]) -> None:
         """The gradients of some parameters are complete."""
         for parameter in parameters:
-            pair = _PAIRS.get(id(parameter))
+            pair = pair_of(parameter)
             if pair is not None:
                 pair.deliver()
 
@@ -273,7 +239,9 @@ class MixedParameters:
 
     def leave(self) -> None:
         """Register the plain parameters for good."""
-        for hook in (*self._guards, *self._loading):
+        for guard in self._guards:
+            guard.remove()
+        for hook in self._loading:
             hook.remove()
         for name, pair in zip(self._names, self._found, strict=True):
             if pair is not None:
@@ -291,13 +259,14 @@ class MixedParameters:
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedParameters:
         twin = MixedParameters.__new__(MixedParameters)
         memo[id(self)] = twin
-        twin._mesh, twin._unit, twin._names, twin._shown = self._mesh, self._unit, self._names, 0
-        twin._owners, twin._guards = copy.deepcopy((self._owners, self._guards), memo)
-        twin._loading = []  # the copies of hooks are on the copies of modules
-        # The copied modules are not whole yet, but their parameters can be copied already.
+        # First, since copying modules leads to whoever asks for them: the modules are not whole then, but parameters are.
         twin._found, twin._at_rest = copy.deepcopy((self._found, self._at_rest), memo)
         held = zip(twin._found, twin._at_rest, strict=True)
         twin._computing = [parameter if pair is None else pair.plain for pair, parameter in held]
+        twin._mesh, twin._unit, twin._names, twin._shown = self._mesh, self._unit, self._names, 0
+        twin._own, twin._tied_to = self._own, self._tied_to
+        twin._loading = []  # the copies of hooks are on the copies of modules
+        twin._owners, twin._guards = copy.deepcopy((self._owners, self._guards), memo)
         twin._pairs = ()
         twin._built = False
         return twin
@@ -366,20 +335,30 @@ class Unit(Protocol):
     def hide(self) -> None:
         """Modules hold what they hold at rest again."""
 
-    def rest_on(self, mesh: DeviceMesh) -> bool:
-        """Let the parameters rest as DTensors on `mesh`; False if they cannot, and `rest_plain` will not be called."""
+    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]]) -> bool:
+        """Let the parameters rest as DTensors on `mesh`, also where sharded units have `tied` ones; False if they cannot, and
+        `rest_plain` will not be called."""
 
     def rest_plain(self) -> None:
         """Take that back."""
 
 
-def rest_as_dtensors(units: Sequence[Unit], mesh: DeviceMesh | None) -> Callable[[], None]:
+def rest_as_dtensors(
+    units: Sequence[Unit], mesh: DeviceMesh | None, ties: Sequence[tuple[Unit, Owner, str]] = ()
+) -> Callable[[], None]:
     """What is replicated stands next to shards on `mesh` from here on; see Note [Next to shards].
+
+    Args:
+        ties: places of sharded units that hold a parameter of one of `units`, and their names.
 
     Returns:
         What takes it back.
     """
-    changed = [unit for unit in units if mesh is not None and unit.rest_on(mesh)]
+    changed = [
+        unit
+        for unit in units
+        if mesh is not None and unit.rest_on(mesh, [(owner, name) for other, owner, name in ties if other is unit])
+    ]
 
     def undo() -> None:
         for unit in changed:

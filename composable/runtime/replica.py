@@ -22,6 +22,7 @@ from composable.runtime.ground import Ground
 from composable.runtime.mixed import MixedParameters, Shown, serves
 from composable.runtime.outputs import with_a_node
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
+from composable.runtime.pairs import fits
 from composable.runtime.reducer import Reducer
 from composable.runtime.sparse import is_sparse_lookup
 from composable.runtime.wrappers import refuse_inside
@@ -191,7 +192,14 @@ class ReplicatedUnit:
         """Replicated units below this one: who is in a forward of this module may read their parameters, too."""
         self._readers = Shown((self, *inside))
 
-    def rest_on(self, mesh: DeviceMesh) -> bool:
+    def can_rest(self, parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+        """Whether `parameter`, which modules of this unit compute with, can have a second form on `mesh`."""
+        if self.ground is None or not serves(mesh, self.ground.mesh) or not fits(parameter, mesh):
+            return False
+        held = zip(self._registered, self._lookups, strict=False)
+        return not any(lookup for other, lookup in held if other is parameter)
+
+    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]]) -> bool:
         """Let the parameters rest as DTensors on `mesh`, the shards' own; see Note [Next to shards]."""
         if self._mixed is None:
             if self.ground is None or not serves(mesh, self.ground.mesh):
@@ -199,6 +207,9 @@ class ReplicatedUnit:
             self.rename(known_fqn(self.modules[0]) or self.name)
             self._mixed = MixedParameters(self._owners, self.names, mesh, self.modules, self.name)
             self._renew(self._registered)
+        if tied:
+            owners, names = zip(*tied, strict=True)
+            self._mixed.tie(owners, names)
         self._reasons += 1
         return True
 

@@ -59,7 +59,7 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     "swap_memory": ("device/memory.py", "device/private.py"),
     "_local_tensor": ("device/private.py",),
     "set_local": ("device/parameters.py", "device/private.py"),
-    "_version": ("runtime/mixed.py", "runtime/parameters.py", "runtime/part.py", "state/scalars.py"),
+    "_version": ("runtime/pairs.py", "runtime/parameters.py", "runtime/part.py", "state/scalars.py"),
     # Time.
     "Stream": ("device/streams.py",),
     "Event": ("device/streams.py",),
