@@ -1,10 +1,11 @@
 """Keeps the generated parts of these pages true: diagrams, and what programs print. Knows marks, not what pages say.
 
-    python docs/generate.py            # rewrite the pages
-    python docs/generate.py --check    # change nothing; name the pages that are out of date
-    python docs/generate.py --measure docs/decisions/0002-flat-storages.md     # repeat a measurement
+    python -m docs.generate            # rewrite the pages
+    python -m docs.generate --check    # change nothing; name the pages that are out of date
+    python -m docs.generate --measure docs/decisions/0002-flat-storages.md     # repeat a measurement
 
-Between `<!-- phases:begin -->` and `<!-- phases:end -->` stand the diagrams of `composable.plan.phases`. A code block that
+Between `<!-- phases:begin -->` and `<!-- phases:end -->` stand the diagrams of `composable.plan.phases`, between the same
+with `reference` what `docs.reference` makes of the docstrings. A code block that
 opens with "```python run" is a program: the programs of a page run one after the other and share their variables, and a
 block "```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two ranks, which share
 variables of their own; `raises` says that it ends with an error, whose name and message are printed. Programs that open with
@@ -29,10 +30,11 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from composable.plan.phases import GradPhase, diagram
+from docs.reference import reference
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 _PROGRAM: Final = re.compile(r"^```python (run|measure)([^\n]*)\n(.*?)^```\n(?:\n```text output\n(.*?)^```\n)?", re.M | re.S)
-_PHASES: Final = re.compile(r"(<!-- phases:begin -->\n).*?(<!-- phases:end -->)", re.S)
+_MADE: Final = re.compile(r"(<!-- (phases|reference):begin -->\n).*?(<!-- \2:end -->)", re.S)
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,8 @@ def regenerated(text: str, on_ranks: OnRanks, kind: str = "run") -> str:
         if program.output is not None:
             start, end = program.output
             text = text[:start] + printed + text[end:]
-    return _PHASES.sub(lambda match: f"{match[1]}{_diagrams()}{match[2]}", text)
+    makers = {"phases": _diagrams, "reference": reference}
+    return _MADE.sub(lambda match: f"{match[1]}{makers[match[2]]()}{match[3]}", text)
 
 
 def _diagrams() -> str:

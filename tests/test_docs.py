@@ -68,7 +68,7 @@ def _ranked(page: Path) -> bool:
 @pytest.mark.parametrize("page", [page for page in PAGES if not _ranked(page)], ids=_name)
 def test_a_page_without_ranks_is_up_to_date(page: Path) -> None:
     text = page.read_text()
-    assert regenerated(text, _without_ranks) == text, "run docs/generate.py"
+    assert regenerated(text, _without_ranks) == text, "run python -m docs.generate"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _ranked(page)], ids=_name)
@@ -79,7 +79,7 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
         return outputs
 
     text = page.read_text()
-    assert regenerated(text, on_pool) == text, "run docs/generate.py"
+    assert regenerated(text, on_pool) == text, "run python -m docs.generate"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -92,7 +92,7 @@ def test_measurements_are_programs_with_their_figures_below(page: Path) -> None:
     for program in programs_in(page.read_text(), "measure"):
         compile(program.source, _name(page), "exec")
         assert program.output is not None
-        assert program.output[0] < program.output[1], "run docs/generate.py --measure"
+        assert program.output[0] < program.output[1], "run python -m docs.generate --measure"
 
 
 def test_every_decision_says_what_it_should_and_is_on_the_index() -> None:

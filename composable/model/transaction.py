@@ -102,6 +102,9 @@ def on_undo(callback: _Callback) -> _Callback:
 
     Callbacks run in the reverse of the order in which they were given. Returns `callback`, so this is a decorator too.
 
+    Args:
+        callback: called without arguments. It takes back one thing that the verb has done.
+
     Example::
 
         @contract()
