@@ -13,7 +13,7 @@ from composable.api.meshes import Mesh, device_of, group_of, wire_device
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_other_mesh, refuse_taken
 from composable.config import SYNC_MODES
-from composable.device.collectives import LocalWire, wire_of
+from composable.device.collectives import LocalWire, Steps, backwards_of, wire_of
 from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, known_fqn, on_undo, require_callable
@@ -126,6 +126,7 @@ def replicate(
         synchronise("replicate", parameters, wire_of(group, at), sync_module_states)
         # Apart: buckets of several annotations may become ready in different orders on different ranks.
         ground = Ground(resolved, wire_of(group, at, apart=True), device=at)
+        ground.wire.count_by(backwards_of(group))
     places = [place for _, place, _ in buffers]
     _attach(modules, parameters, places, ground, max(1, int(bucket_cap_mb * (1 << 20))))
     return module
@@ -177,5 +178,7 @@ def _attach(
     inside = [state for each in modules for state in get_replicated_states(each)]
     unit.contains(inside)
     sharded = [state for each in modules for state in get_all_sharded_states(each)]
+    if sharded:  # then all ranks run its forwards together
+        unit.count_by(Steps(), opened_here=True)
     mesh = next((state.handle.ground.mesh for state in sharded), None)
     on_undo(rest_as_dtensors([unit, *inside], mesh))

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Final, Protocol
 from weakref import WeakValueDictionary
 
+from composable.device.collectives import Steps
 from composable.device.private import at_end_of_backward, backward_id
 
 
@@ -38,10 +39,19 @@ class BackwardEnd:
 
     def __init__(self) -> None:
         self._participants: list[Participant] = []
+        self.counted: list[Steps] = []
 
-    def join(self, participant: Participant) -> None:
-        """`participant` is called when backward ends without an error."""
+    def join(self, participant: Participant, steps: Steps | None = None) -> None:
+        """`participant` is called when backward ends.
+
+        Args:
+            steps: what counts the participant's messages. Backwards that run inside this one belong to the same step.
+        """
         self._participants.append(participant)
+        if steps is not None and steps.by_backward and steps not in self.counted:
+            if not any(steps in end.counted for end in _RUNNING.values()):
+                steps.open()
+            self.counted.append(steps)
 
     def run(self) -> None:
         """Backward has ended. See Note [Launch first, then wait]."""

@@ -42,6 +42,7 @@ from composable.runtime.misuse import note_of_mixing
 from composable.runtime.mixed import Shown
 from composable.runtime.outputs import watch
 from composable.runtime.recompute import close_interrupted
+from composable.runtime.replica import ReplicatedUnit
 
 logger = logging.getLogger("composable")
 
@@ -117,6 +118,13 @@ class Root:
             handle.on_foreigners = membership.check_ties
             handle.on_backward = partial(self.enter_backward, index)
             handle.gradients.on_unexpected = self._open_backward
+
+    def take_along(self, replicated: Sequence[ReplicatedUnit]) -> None:
+        """Replicated units inside show their parameters, and take part, wherever the root's units may want them."""
+        self.replicated = Shown(replicated)
+        self.steps.number = max([self.steps.number, *(unit.wire.sums.steps.number for unit in replicated)])
+        for unit in replicated:
+            unit.count_by(self.steps)
 
     @property
     def depth(self) -> int:

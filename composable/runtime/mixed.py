@@ -313,6 +313,7 @@ class Shown:
             end_of_backward().join(self)
             for unit in self._units:
                 unit.show()
+                unit.open_backward()
 
     def launch_rest(self) -> None:
         """It has no collectives."""
@@ -334,6 +335,9 @@ class Unit(Protocol):
 
     def hide(self) -> None:
         """Modules hold what they hold at rest again."""
+
+    def open_backward(self) -> None:
+        """Take part in the backward that runs, whichever gradients it brings."""
 
     def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]]) -> bool:
         """Let the parameters rest as DTensors on `mesh`, also where sharded units have `tied` ones; False if they cannot, and

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_
@@ -30,8 +31,9 @@ from composable.errors import CommunicationError, PhaseError
 from composable.plan.buckets import fill_buckets
 from composable.plan.scaling import division_factors
 from composable.runtime.backward_end import end_of_backward
-from composable.runtime.bucket import AWAITED, SENT, Bucket
+from composable.runtime.bucket import AWAITED, IDLE, SENT, Bucket
 from composable.runtime.gradients import weakly
+from composable.runtime.rounds import NUMBERS, Forwards, Round
 from composable.runtime.sparse import SparseGradients
 
 FIRST_BUCKET_BYTES: Final = 1 << 20  # communication starts early
@@ -74,6 +76,7 @@ class Reducer:
         elsewhere: indices of parameters whose gradients somebody else averages.
         sparse: indices of parameters whose gradients are sparse.
         deliver: told of parameters whose gradients are complete; whoever wants them elsewhere may take them.
+        forwards: of the unit and of those around it, that a backward should go through.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class Reducer:
         elsewhere: frozenset[int] = frozenset(),
         sparse: frozenset[int] = frozenset(),
         deliver: Callable[[Sequence[nn.Parameter]], None] | None = None,
+        forwards: Sequence[Forwards] = (),
     ) -> None:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
@@ -96,6 +100,8 @@ class Reducer:
         self.turn = turn
         self.agreement = agreement or Agreement()
         self.in_backward = False
+        self._failed = False  # a backward, which nobody has forgotten yet
+        self._round = Round(forwards, wire, unit)
         self._deliver = deliver
         self._wire = wire
         self._cap_bytes = cap_bytes
@@ -148,8 +154,8 @@ class Reducer:
                 [self.parameters[i] for i in members],
                 [self.agreement.strides.get(i) for i in members],
                 divide_by=self._factors(self.parameters[members[0]].dtype),
-                # One flag per parameter, and one that says that this rank had a gradient for all of them.
-                flags=len(self._trainable) + 1 if number == len(grouped) else 0,
+                # One flag per parameter, one that says that this rank had a gradient for all of them, and which backward it is.
+                flags=len(self._trainable) + 1 + NUMBERS if number == len(grouped) else 0,
                 terms=self._wire.reads_terms,
             )
             names = self.names[members[0]], self.names[members[-1]]
@@ -201,12 +207,14 @@ class Reducer:
 
     def open(self, *_: Any) -> None:
         """Backward has reached this module, or one of its parameters: what is not here at its end counts as zero."""
+        if self._failed:
+            self.unwind()
         if not self.in_backward and self._hooks:
             self.in_backward = True
             for bucket in self._buckets:
                 bucket.tally.enter(AWAITED)
                 bucket.gradients.open()
-            end_of_backward().join(self)
+            end_of_backward().join(self, self._wire.sums.steps)
 
     def _record(self, i: int, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
         self._arrivals.append(i)
@@ -231,6 +239,8 @@ class Reducer:
             # for: another rank may launch its bucket at the end of its backward only, see Note [Launch points].
             self._in_flight = [bucket for bucket in self._in_flight if not bucket.progress()]
         while self._next is not None and not self._next.awaited:
+            if self._next is self._buckets[-1] and self._round.incomplete:
+                return  # backward may come to those forwards yet, or end without
             self._launch(self._next)
 
     @property
@@ -251,6 +261,8 @@ class Reducer:
         self._launched += 1
 
     def _write_flags(self, flags: Tensor) -> None:
+        self._round.write(flags[-NUMBERS:])
+        flags = flags[:-NUMBERS]
         missing = [bucket.members[slot] for bucket in self._buckets for slot in bucket.missing]
         if not missing:
             flags.fill_(1.0)  # the last launch: no gradient comes after it
@@ -274,8 +286,10 @@ class Reducer:
             self.launch_rest()
             bucket.finish()
             self._in_flight = [other for other in self._in_flight if other is not bucket]
+        if self._buckets:
+            self._check_round()
         if self._buckets and (self._recording or any(bucket.awaited for bucket in self._buckets)):
-            *used, complete = [bool(flag) for flag in self._buckets[-1].gradients.flags.tolist()]
+            *used, complete = [bool(flag) for flag in self._buckets[-1].gradients.flags[:-NUMBERS].tolist()]
             used_by_number = dict(zip(self._trainable, used, strict=True))
             for bucket in self._buckets:
                 bucket.gradients.settle([used_by_number[i] for i in bucket.members])
@@ -287,8 +301,17 @@ class Reducer:
         if self._deliver is not None:
             self._deliver([self.parameters[i] for i in self._trainable])
 
+    def _check_round(self) -> None:
+        numbers = self._buckets[-1].gradients.flags[-NUMBERS:]
+        if numbers.device.type == "cpu":  # elsewhere reading them would hold up the host in every step
+            self._round.check(numbers.tolist())
+
     def leave_failed_backward(self) -> None:
-        """The next forward unwinds."""
+        """The next forward, or backward, unwinds; who waits for this one is told."""
+        self._failed = self.in_backward
+        for bucket in self._buckets:
+            bucket.tally.enter(IDLE)  # the next gradient belongs to another backward
+        self._wire.leave(self._wire.sums, "its backward did not finish")
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
@@ -331,17 +354,14 @@ class Reducer:
         self._launched = 0
         self._in_flight = []
         self._arrivals = []
-        self.in_backward = False
+        self.in_backward = self._failed = False
 
     def unwind(self) -> None:
-        """If a backward raised: wait for what is in flight and forget it."""
+        """If a backward raised: give up what is in flight and forget it."""
         if not self.in_backward:
             return
-        try:
-            for bucket in self._buckets:
-                if bucket.arrival is not None:
-                    bucket.arrival.wait()
-        except CommunicationError:
-            pass  # the error that ended the backward has been reported already
-        finally:
-            self.reset()
+        for bucket in self._buckets:
+            if bucket.arrival is not None:
+                with suppress(CommunicationError):  # the error that ended the backward has been reported already
+                    bucket.arrival.give_up()
+        self.reset()

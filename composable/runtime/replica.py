@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable.compilation import untraced
-from composable.device.collectives import Wire
+from composable.device.collectives import Steps, Wire
 from composable.device.parameters import Owner
 from composable.device.private import in_backward, innermost
-from composable.errors import PhaseError, still_on_meta
+from composable.errors import PhaseError, first_line, still_on_meta
 from composable.model.hooks import before_gradient, map_tensors, tensors_in
 from composable.model.naming import known_fqn
 from composable.runtime.ground import Ground
@@ -24,6 +26,7 @@ from composable.runtime.outputs import with_a_node
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.pairs import fits
 from composable.runtime.reducer import Reducer
+from composable.runtime.rounds import Forward, Forwards
 from composable.runtime.sparse import is_sparse_lookup
 from composable.runtime.wrappers import refuse_inside
 
@@ -53,6 +56,10 @@ class ReplicatedUnit:
         self._mixed: MixedParameters | None = None
         self._reasons = 0  # annotations around or on this module that cover shards, too
         self._readers = Shown((self,))
+        self._around = 0  # calls and backwards of annotated modules, this one and others, that may read the parameters
+        self._inside: tuple[ReplicatedUnit, ...] = ()
+        self._opens = False  # whether this unit's forwards open the steps of its messages
+        self._forwards = [Forwards()]  # this unit's own, and those of the replicated unit around it
 
     def take_charge(
         self,
@@ -125,6 +132,7 @@ class ReplicatedUnit:
             elsewhere=owned_elsewhere(self, registered),
             sparse=self._sparse(registered),
             deliver=self._mixed.deliver if self._mixed is not None else None,
+            forwards=self._forwards,
         )
         tell_the_next(self, before ^ self.held)
         return reducer
@@ -190,7 +198,10 @@ class ReplicatedUnit:
 
     def contains(self, inside: Sequence[ReplicatedUnit]) -> None:
         """Replicated units below this one: who is in a forward of this module may read their parameters, too."""
+        self._inside = tuple(inside)
         self._readers = Shown((self, *inside))
+        for unit in inside:
+            unit._forwards[1:] = self._forwards[:1]
 
     def can_rest(self, parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
         """Whether `parameter`, which modules of this unit compute with, can have a second form on `mesh`."""
@@ -226,20 +237,51 @@ class ReplicatedUnit:
             mixed.leave()
 
     def show(self) -> None:
+        self._around += 1
         if self._mixed is not None:
             self._mixed.show()
             if not in_backward():
                 _ = self.reducer  # of the parameters that are there now
 
     def hide(self) -> None:
+        self._around -= 1
         if self._mixed is not None:
             self._mixed.hide()
 
-    def _enter_backward(self, *_: Any) -> None:
-        """Backward is about to go through an output."""
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def open_backward(self) -> None:
         if self._reducer is not None:
             self._reducer.open()
+
+    def _enter_backward(self, forward: Forward | None, *_: Any) -> None:
+        """Backward is about to go through an output; with it the units inside take part, whether or not it comes to them."""
+        if forward is not None:
+            forward.passed()
+        self.open_backward()
         self._readers.enter_backward()
+
+    def count_by(self, steps: Steps, *, opened_here: bool = False) -> None:
+        """Messages of this unit and of those inside belong to `steps`, in which all ranks run the forwards together.
+
+        Args:
+            opened_here: this unit's forwards open them.
+        """
+        self._opens = opened_here
+        for unit in (self, *self._inside):
+            unit.wire.count_by(steps)
+
+    def _lose_forward(self) -> None:
+        """A forward raised. If a backward was to follow, this rank gives the step up, and meets the others in the next one."""
+        if self._around or in_backward() or not torch.is_grad_enabled() or self.wire.ways == 1:
+            return
+        sums = self.wire.sums
+        if sums.steps.by_backward:
+            sums.steps.open()
+        elif not self._opens:
+            return
+        error = sys.exception()
+        self.wire.leave(sums, f"unit '{self.name or 'root'}' raised {type(error).__name__}: {first_line(error)}")
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 
@@ -254,6 +296,8 @@ class ReplicatedUnit:
                     self._refuse_meta()
                 refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
                 reducer.unwind()  # if the backward before this forward raised
+                if self._opens:
+                    self.wire.sums.steps.open()
                 self._share_buffers()
         return args, kwargs
 
@@ -263,13 +307,17 @@ class ReplicatedUnit:
             if not any(tensor.grad_fn is not None for tensor in tensors_in(output)):
                 output = map_tensors(output, with_a_node)  # the caller's own input: what waits at a leaf is called only once
             # The graphs of torch.func's transforms lead to no parameter of ours; what they wrap may.
-            for tensor in map(innermost, tensors_in(output)):
-                if tensor.requires_grad:
-                    before_gradient(tensor, self._enter_backward)
+            watched = [tensor for tensor in map(innermost, tensors_in(output)) if tensor.requires_grad]
+            alone = watched and module.training and not self._around and not in_backward()
+            forward = self._forwards[0].begin(self.wire.sums.steps.number) if alone else None
+            enter_backward = partial(self._enter_backward, forward)
+            for tensor in watched:
+                before_gradient(tensor, enter_backward)
         return output
 
     def abandon(self, module: nn.Module) -> None:
         self._end_call()
+        self._lose_forward()
 
     @untraced
     def forget(self) -> None:
@@ -332,6 +380,9 @@ class ReplicatedUnit:
             "_mixed",
             "_reasons",
             "_readers",
+            "_inside",
+            "_opens",
+            "_forwards",
         ):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         twin.number = self.number

@@ -24,7 +24,6 @@ from composable.runtime.iteration import Root
 from composable.runtime.loading import StateDictHook
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import method_on_stack
-from composable.runtime.mixed import Shown
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
 
@@ -235,7 +234,7 @@ class ShardedUnit:
         root = Root(module, units, membership)
         around = dict.fromkeys([module, *(each for unit in units for each in unit.modules)])
         replicated = {id(state): state for each in around for state in get_replicated_states(each)}
-        root.replicated = Shown(list(replicated.values()))
+        root.take_along(list(replicated.values()))
         for unit in units:
             unit.root = root
         return root

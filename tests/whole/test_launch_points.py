@@ -1,6 +1,6 @@
 """Where collectives are launched, and who waits for what, does not depend on which gradients a rank happens to have.
 
-Ranks leave out parameters, each in its own way; units run on all of them. What used to hang ends at the short timeout.
+Ranks leave out parameters, each in its own way; sharded units run on all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from tests.helpers.wires import Log, Recording, all_ordered
 from tests.helpers.world import Pool, current_device, need_devices
 
 WIDTH: Final = 4
-SECONDS: Final = 20.0  # until a collective gives up
 
 
 class Block(nn.Module):
@@ -215,14 +214,14 @@ def test_ranks_that_leave_out_different_parameters_launch_the_same(
 ) -> None:
     need_devices(device, ranks)
     options = {"reshard_after_forward": not keep}
-    labels = pool.run(ranks, _run, kind, _sharded, ordered, device=device, group_timeout=SECONDS, **options)
+    labels = pool.run(ranks, _run, kind, _sharded, ordered, device=device, **options)
     assert all(other == labels[0] for other in labels[1:])
 
 
 @pytest.mark.parametrize("kind", MODELS, ids=lambda kind: kind.__name__)
 def test_ranks_that_recompute_different_parameters_launch_the_same(pool: Pool, kind: type[nn.Module], device: str) -> None:
     need_devices(device, 2)
-    labels = pool.run(2, _run, kind, _checkpointed, True, device=device, group_timeout=SECONDS)
+    labels = pool.run(2, _run, kind, _checkpointed, True, device=device)
     assert labels[0] == labels[1]
 
 
@@ -284,8 +283,38 @@ def test_nobody_waits_in_a_backward_for_a_bucket_that_others_launch_at_its_end(
     pool: Pool, ranks: int, kind: type[nn.Module], ordered: bool, device: str
 ) -> None:
     need_devices(device, ranks)
-    labels = pool.run(ranks, _run, kind, _mixed, ordered, device=device, group_timeout=SECONDS)
+    labels = pool.run(ranks, _run, kind, _mixed, ordered, device=device)
     sharded = [[label for label in mine if "all-reduce" not in label] for mine in labels]
     for rank in range(1, ranks):
         assert sharded[rank] == sharded[0]
+        assert sorted(labels[rank]) == sorted(labels[0])
+
+
+class OneOfTwo(nn.Module):
+    """Each rank calls one of two branches, and uses the output of one of two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Block()
+        self.branches = nn.ModuleList(Chain() for _ in range(2))
+        self.heads = nn.ModuleList(Chain() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.branches[dist.get_rank() % 2](self.first(x))
+        outputs = [head(x) for head in self.heads]
+        return outputs[dist.get_rank() % 2]  # type: ignore[no-any-return]
+
+
+def _replicated(model: nn.Module) -> None:
+    replicate(model, policy={Block, Chain})
+
+
+@pytest.mark.parametrize("ordered", [False, True], ids=["told apart by tags", "told apart by order"])
+@pytest.mark.parametrize(("ranks", "annotate"), [(2, _replicated), (4, _replicated), (2, _mixed)])
+def test_a_replicated_unit_takes_part_where_a_rank_uses_nothing_of_it(
+    pool: Pool, ranks: int, annotate: Callable[..., None], ordered: bool, device: str
+) -> None:
+    need_devices(device, ranks)
+    labels = pool.run(ranks, _run, OneOfTwo, annotate, ordered, device=device)
+    for rank in range(1, ranks):
         assert sorted(labels[rank]) == sorted(labels[0])

@@ -8,6 +8,7 @@ Anything else: plain tensor collectives, asynchronous where the backend is.
 """
 
 from composable.device.collectives.choice import PAIRS_UP_TO, wire_of, wires_wrapped_by
+from composable.device.collectives.group import backwards_of
 from composable.device.collectives.groups import backend_of, communicator_like, is_distributed, neighbours, world_group
 from composable.device.collectives.numbers import reduce_numbers
 from composable.device.collectives.pairs import PairsWire
@@ -43,6 +44,7 @@ __all__ = [
     "Term",
     "Wire",
     "backend_of",
+    "backwards_of",
     "communicator_like",
     "is_distributed",
     "neighbours",

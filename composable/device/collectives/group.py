@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.groups import backend_of
-from composable.device.collectives.wire import Channel, ReducePart, failed
+from composable.device.collectives.wire import Channel, ReducePart, Steps, failed
 
 # torch 2.13 renamed these two; both names mean the same collective.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,6 +25,7 @@ class _Channels:
 
     def __init__(self) -> None:
         self.opened = 0
+        self.backwards = Steps(by_backward=True)
         self.by_number: WeakValueDictionary[int, Channel] = WeakValueDictionary()
 
 
@@ -35,6 +36,11 @@ def channel_of(group: dist.ProcessGroup, tag: int) -> Channel | None:
     """The channel that a tag is of, if this rank has opened it and still uses it."""
     channels = _CHANNELS.get(group)
     return channels.by_number.get(Channel.number_in(tag)) if channels is not None else None
+
+
+def backwards_of(group: dist.ProcessGroup) -> Steps:
+    """What counts the backwards of all that sums over `group`, or over its like."""
+    return _CHANNELS.setdefault(group, _Channels()).backwards
 
 
 class GroupWire:
@@ -49,6 +55,10 @@ class GroupWire:
         self.ways = dist.get_world_size(group)
         self._averaging = backend_of(group, device) in _AVERAGING
         self._share = 1.0 / self.ways
+        self.sums = self.open_channel()
+
+    def count_by(self, steps: Steps) -> None:
+        self.sums.steps = steps
 
     def open_channel(self) -> Channel:
         channels = _CHANNELS.setdefault(self.group, _Channels())

@@ -131,7 +131,6 @@ class SharedWire(GroupWire):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, near: Neighbourhood) -> None:
         super().__init__(group, device)
         self._near = near
-        self._sums: Channel = self.open_channel()  # for what has no unit's tag
         self._checks = near.checks
 
     def leave(self, channel: Channel, why: str) -> None:
@@ -197,7 +196,7 @@ class SharedWire(GroupWire):
         chunk = flat.numel() if self.ways == 2 else -(-flat.numel() // self.ways)
         start = 0 if self.ways == 2 else self.rank * chunk
         sums = flat[start : start + chunk]
-        tag, next_tag = self._sums.next_tag(), self._sums.next_tag()
+        tag, next_tag = self.sums.next_tag(), self.sums.next_tag()
 
         def fill(block: Block) -> None:
             _scale(mine, factor, out=view_of(block.memory, 0, flat.numel(), flat.dtype))
@@ -211,7 +210,7 @@ class SharedWire(GroupWire):
                 terms[self.rank] = own if factor == 1.0 else torch.mul(own, factor, out=sums)
                 add_up([terms[rank] for rank in range(self.ways)], out=sums)
             if self.ways > 2:
-                return self._hand_over(chunk * flat.element_size(), fill_sum, receive_sums, label, self._sums, next_tag)
+                return self._hand_over(chunk * flat.element_size(), fill_sum, receive_sums, label, self.sums, next_tag)
             put_in_place()
             return None
 
@@ -228,7 +227,7 @@ class SharedWire(GroupWire):
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view(tensor.shape))
 
-        return self._hand_over(flat.numel() * flat.element_size(), fill, receive, label, self._sums, tag)
+        return self._hand_over(flat.numel() * flat.element_size(), fill, receive, label, self.sums, tag)
 
     def _messages(self, words: dict[int, Word]) -> list[tuple[int, Tensor]]:
         """What the peers show, as uint8."""
@@ -290,6 +289,10 @@ class ApartWire(SharedWire):
         super().__init__(group, device, near)
         self._broadcasts: Channel = self.open_channel()
         self._checks = self.open_channel()
+
+    def count_by(self, steps: Steps) -> None:
+        super().count_by(steps)
+        self._checks.steps = steps
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         if tensor.device.type != "cpu":

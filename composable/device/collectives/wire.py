@@ -87,10 +87,11 @@ class Steps:
     Whoever owns it opens a step at points that every rank comes to, wherever it left the step before.
     """
 
-    __slots__ = ("__weakref__", "met", "number", "oldest")
+    __slots__ = ("__weakref__", "by_backward", "met", "number", "oldest")
 
-    def __init__(self, number: int = 0) -> None:
+    def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
         self.number = number
+        self.by_backward = by_backward  # each backward is one: ranks may run forwards for themselves
         self.oldest = number  # that is not over on this rank
         self.met = -1  # the last step in which a message of every other rank came
 
@@ -179,6 +180,13 @@ class Wire(Protocol):
     def reads_terms(self) -> bool:
         """Whether `all_reduce` reads a term where it lies; the others copy it first, which can be done earlier."""
 
+    @property
+    def sums(self) -> Channel:
+        """The channel of `all_reduce`."""
+
+    def count_by(self, steps: Steps) -> None:
+        """Sums, and checks of those who sum, belong to `steps` from now on."""
+
     def open_channel(self) -> Channel:
         """Tags for one unit's messages of one kind; every rank opens its channels in the same order."""
 
@@ -257,6 +265,12 @@ class LocalWire:
     even_only = False
     direct_bytes = 0
     reads_terms = False
+
+    def __init__(self) -> None:
+        self.sums = self.open_channel()
+
+    def count_by(self, steps: Steps) -> None:
+        self.sums.steps = steps
 
     def open_channel(self) -> Channel:
         return Channel(0)

@@ -1,0 +1,129 @@
+"""Whether ranks average gradients of the same backward: what a rank says of it, and what is read; moves nothing.
+
+Note [Skipped backwards]
+A rank that leaves a backward out brings to its next one what the others bring to another: the mean would be one of different
+steps, and nobody would know. Two things tell. Backwards with replicated units are counted, and so are forwards that raised,
+since no backward follows them (docs/decisions/0019-rounds.md). And a rank that ran a forward and no backward through it has run
+one forward more. Ranks may run different numbers of forwards, and one may call a module without need of it; so only both
+together count: some rank leaves a forward out of its backward, and the ranks ran different numbers of them. Forwards that
+nobody trains on are not counted (in evaluation mode, without gradients, in a recomputation): one rank may evaluate alone.
+
+All of that travels at the end of a unit's last bucket, in numbers that are zero or one on each rank: a sum of such tells in any
+dtype which of them were one somewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from composable.device.collectives import Wire
+from composable.errors import RanksDisagreeError
+
+_MODULUS: Final = 4  # of backwards and of forwards: ranks that differ have differed by one first
+NUMBERS: Final = 2 * _MODULUS + 1
+
+
+class Forwards:
+    """Forwards of one replicated module, called by nothing that is annotated, since the last backward or lost forward."""
+
+    __slots__ = ("_left", "_step", "count")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._left = [0]
+        self._step = -1
+
+    def begin(self, step: int) -> Forward:
+        """One more, after the step with the number `step`."""
+        if step != self._step:
+            self._step = step
+            self.count = 0
+            self._left = [0]
+        self.count += 1
+        self._left[0] += 1
+        return Forward(self._left)
+
+    @property
+    def left(self) -> bool:
+        """Whether backward has yet to go through one, or leaves it out."""
+        return self._left[0] > 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forwards:
+        twin = memo[id(self)] = Forwards()
+        return twin
+
+
+class Forward:
+    """One of them.
+
+    Args:
+        left: how many backward has yet to go through, of those that were together with this one.
+    """
+
+    __slots__ = ("_left",)
+
+    def __init__(self, left: list[int]) -> None:
+        self._left: list[int] | None = left
+
+    def passed(self) -> None:
+        """A backward is about to go through it."""
+        if self._left is not None:
+            self._left[0] -= 1
+            self._left = None
+
+
+class Round:
+    """One unit's backwards, and the forwards that went before each."""
+
+    def __init__(self, forwards: Sequence[Forwards], wire: Wire, unit: str) -> None:
+        self._forwards = forwards
+        self._wire = wire
+        self._unit = unit
+        self._rows: dict[tuple[int, ...], Tensor] = {}
+
+    @property
+    def incomplete(self) -> bool:
+        """Whether this backward has yet to go through a forward, or leaves it out."""
+        return any(each.left for each in self._forwards)
+
+    def _state(self) -> tuple[int, int, int]:
+        return self._wire.sums.steps.number, sum(each.count for each in self._forwards), int(self.incomplete)
+
+    def write(self, numbers: Tensor) -> None:
+        """Say which backward this is."""
+        backward, forwards, incomplete = self._state()
+        key = backward % _MODULUS, forwards % _MODULUS, incomplete
+        if key not in self._rows:
+            row = [float(key[0] == k) for k in range(_MODULUS)] + [float(key[1] == k) for k in range(_MODULUS)]
+            self._rows[key] = torch.tensor([*row, float(incomplete)], dtype=numbers.dtype, device=numbers.device)
+        numbers.copy_(self._rows[key])
+
+    def check(self, numbers: Sequence[Any]) -> None:
+        """Raise, on every rank, if the ranks are in different backwards.
+
+        Args:
+            numbers: what all wrote, summed; the same on every rank.
+        """
+        backwards, forwards = numbers[:_MODULUS], numbers[_MODULUS : 2 * _MODULUS]
+        several = _MODULUS - forwards.count(0) > 1 and numbers[-1] != 0
+        if several or _MODULUS - backwards.count(0) > 1:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        label = f"exchange of what the ranks did before a backward of unit '{self._unit}'"
+        rows = self._wire.exchange(self._state(), label=label)
+        seen = "; ".join(f"rank {rank} {_told(*row)}" for rank, row in enumerate(rows))
+        raise RanksDisagreeError(
+            f"replicate(unit '{self._unit}'): this backward averaged gradients of different steps: {seen}. Every rank must run "
+            "the same backwards: leave a step out on all ranks, or on none. Forwards that are not trained on belong under "
+            "torch.no_grad(), or in evaluation mode. Clear the gradients before going on."
+        )
+
+
+def _told(backward: int, forwards: int, incomplete: int) -> str:
+    ran = f"ran {forwards} {'forward' if forwards == 1 else 'forwards'} before its backward number {backward}"
+    return f"{ran}, which leaves some of them out" if incomplete else ran
