@@ -32,6 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable.compilation import untraced
 from composable.device.parameters import label, label_of, like_parameter, unlabel
+from composable.device.private import local_of
 from composable.errors import OptimizerError
 
 _gradient: Final = attrgetter("grad")
@@ -90,6 +91,7 @@ class _Holding:
         self._moving: list[int] = []
         self._points: list[int] = []  # sharded, without dimensions
         self._spread: dict[int, list[Any]] = {}  # of these, the state that is spread as they are; as of the last step
+        self.loaded = True  # state may have come from elsewhere since the last step
         if former is not None and former._ids == self._ids:
             self._spread = former._spread
         for index, parameter in enumerate(parameters):
@@ -107,6 +109,10 @@ class _Holding:
 
     def before_step(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         """Some optimizers drop gradients as they go."""
+        if self.loaded:
+            if type(optimizer).__module__.startswith("torch.optim"):
+                self._refuse_whole_state(optimizer, parameters)
+            self.loaded = False
         self._moving = self._with_gradients(parameters)
         for index in self._points:
             state = optimizer.state.get(parameters[index], {})
@@ -114,6 +120,14 @@ class _Holding:
                 value = state.get(key)
                 if isinstance(value, Tensor) and not isinstance(value, DTensor) and not value.ndim:
                     state[key] = like_parameter(value, parameters[index])
+
+    def _refuse_whole_state(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+        for parameter in (parameters[index] for index in self._sharded):
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor) or isinstance(value, DTensor) or not value.ndim:
+                    continue
+                if value.shape == parameter.shape:
+                    _refuse_whole(optimizer, parameter, str(key))
 
     def after_step(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         for index in self._points:
@@ -134,9 +148,17 @@ _holdings: WeakKeyDictionary[Optimizer, _Holding] = WeakKeyDictionary()
 def _look_up(optimizer: Optimizer) -> tuple[_Holding, list[nn.Parameter]]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     holding = _holdings.get(optimizer)
+    if holding is None:
+        optimizer.register_load_state_dict_post_hook(_after_loading)
     if holding is None or not holding.is_of(parameters):
         holding = _holdings[optimizer] = _Holding(parameters, holding)
     return holding, parameters
+
+
+def _after_loading(optimizer: Optimizer) -> None:
+    holding = _holdings.get(optimizer)
+    if holding is not None:
+        holding.loaded = True
 
 
 @untraced
@@ -162,6 +184,21 @@ def _refuse_foreign(optimizer: Optimizer, parameter: nn.Parameter) -> None:
     raise OptimizerError(
         f"{type(optimizer).__name__}.step: parameter '{fqn}' of unit '{unit}' {Form[form].value}, from model.parameters(). "
         "The step would train nothing; no parameter was changed."
+    )
+
+
+def _refuse_whole(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> None:
+    found = label_of(parameter)
+    assert found is not None
+    assert isinstance(parameter, DTensor)
+    unit, fqn, _ = found
+    raise OptimizerError(
+        f"{type(optimizer).__name__}.step: the state '{key}' of parameter '{fqn}' of unit '{unit}' is a plain tensor of shape "
+        f"{tuple(parameter.shape)}, of which this rank's part of the parameter has {tuple(local_of(parameter).shape)}: "
+        "optimizer.load_state_dict() does not spread a full state dict. Make the optimizer anew and load, between zero_grad() "
+        "and backward(), with torch.distributed.checkpoint.state_dict.set_optimizer_state_dict(model, optimizer, state_dict, "
+        "options=StateDictOptions(full_state_dict=True)), which takes what get_optimizer_state_dict gave. No parameter was "
+        "changed."
     )
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from composable import fully_shard, remove, replicate
 from composable.errors import OptimizerError
+from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
@@ -162,3 +166,45 @@ def test_one_process_without_a_group_keeps_the_users_own_parameters() -> None:
     assert not torch.equal(model[0].weight, before)
     remove(model, fully_shard)
     optimizer.step()
+
+
+@spmd(ranks=2)
+def test_a_full_state_that_nobody_spread_is_refused_before_the_step() -> None:
+    plain, x = _model()
+    model, _ = _model()
+    fully_shard(model)
+    first = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for stepped in (False, True):  # what it holds has been looked up
+        for each in (plain, model):
+            each(x).sum().backward()
+        first.step()
+        if stepped:
+            optimizer.step()
+        whole = copy.deepcopy(get_optimizer_state_dict(plain, first))  # of which torch would make views
+        optimizer.load_state_dict(first.state_dict())
+        before = [full(parameter) for parameter in model.parameters()]
+        with pytest.raises(OptimizerError) as caught:
+            optimizer.step()
+        assert str(caught.value) == (
+            "AdamW.step: the state 'exp_avg' of parameter '0.weight' of unit '' is a plain tensor of shape (5, 3), of which "
+            f"this rank's part of the parameter has {(2 + (dist.get_rank() == 0), 3)}: optimizer.load_state_dict() does not "
+            "spread a full state dict. Make the optimizer anew and load, between zero_grad() and backward(), with "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict(model, optimizer, state_dict, "
+            "options=StateDictOptions(full_state_dict=True)), which takes what get_optimizer_state_dict gave. No parameter was "
+            "changed."
+        )
+        assert all(map(torch.equal, before, [full(parameter) for parameter in model.parameters()]))
+        model.zero_grad()
+        plain.zero_grad()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        set_optimizer_state_dict(model, optimizer, whole, options=StateDictOptions(full_state_dict=True))
+        model.load_state_dict(plain.state_dict())
+        for each in (plain, model):
+            each(x).square().sum().backward()
+        first.step()
+        optimizer.step()
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(other), one)
+        for each in (plain, model):
+            each.zero_grad()
