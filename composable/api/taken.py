@@ -16,6 +16,7 @@ from composable.model.traversal import REPLICATE, ManagedParameter
 from composable.runtime.optimizers import Form
 from composable.runtime.ownership import holder_of
 from composable.runtime.replica import ReplicatedUnit
+from composable.runtime.sparse import is_sparse_lookup
 
 _DONE = {"fully_shard": "sharded", "replicate": "replicated"}
 
@@ -24,7 +25,8 @@ def refuse_taken(verb: str, modules: Sequence[nn.Module], parameters: Sequence[M
     """Refuse what `verb` cannot take charge of.
 
     Raises:
-        AnnotationError: a parameter is uninitialised, a DTensor of somebody else's, or `modules` are inside annotated ones.
+        AnnotationError: a parameter is uninitialised, a DTensor of somebody else's, or gets sparse gradients and would be
+            sharded; or `modules` are inside annotated ones.
         TiedParametersError: a parameter is tied to one that the other verb has in another unit.
     """
     for managed in parameters:
@@ -44,9 +46,22 @@ def refuse_taken(verb: str, modules: Sequence[nn.Module], parameters: Sequence[M
                 f"parameter '{_fqn(managed)}' is of class {kind}; only a plain nn.Parameter can be cut, and what its class "
                 "adds would be lost. Leave it out with ignored_params"
             )
+        if verb == "fully_shard" and managed.parameter.requires_grad and is_distributed():
+            _refuse_sparse(managed)
         holder = holder_of(managed.parameter)
         if isinstance(holder, ReplicatedUnit):
             _refuse_replicated(verb, modules, managed, holder)
+
+
+def _refuse_sparse(managed: ManagedParameter) -> None:
+    """The gradients of a parameter that nothing but sparse lookups reads could not be scattered."""
+    lookups = [place.module for place in managed.places if is_sparse_lookup(place.module)]
+    if len(lookups) == len(managed.places):
+        kind = type(lookups[0]).__name__
+        raise AnnotationError(
+            f"parameter '{_fqn(managed)}' gets sparse gradients ({kind}, sparse=True); gradients of sharded parameters are "
+            f"dense. Call replicate() on the {kind} before, or make it with sparse=False"
+        )
 
 
 def _fqn(managed: ManagedParameter) -> str:

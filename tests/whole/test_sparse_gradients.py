@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import replicate
+from composable import fully_shard, replicate
+from composable.errors import AnnotationError, TiedParametersError
 from tests.helpers.compare import averaged_gradients
 from tests.helpers.world import current_device, spmd
 
@@ -121,3 +122,38 @@ def test_a_sparse_table_alone_is_a_unit_and_one_that_a_dense_layer_reads_too_is_
             assert parameter.grad is not None
             assert parameter.grad.is_sparse == (name == "0.weight" and not tied)
             torch.testing.assert_close(parameter.grad.to_dense(), expected[name])
+
+
+@spmd(ranks=2)
+def test_tables_with_sparse_gradients_cannot_be_sharded_but_what_does_not_train_them_so_can() -> None:
+    for kind in (nn.Embedding, nn.EmbeddingBag):
+        table = kind(ROWS, 4, sparse=True, device=current_device())
+        model = nn.Sequential(table, nn.Linear(4, 4, device=current_device()))
+        weight = table.weight
+        for policy in (None, {kind}):
+            with pytest.raises(AnnotationError) as caught:
+                fully_shard(model, policy=policy, sync_module_states="broadcast")
+            assert str(caught.value) == (
+                f"parameter '0.weight' gets sparse gradients ({kind.__name__}, sparse=True); gradients of sharded parameters "
+                f"are dense. Call replicate() on the {kind.__name__} before, or make it with sparse=False"
+            )
+            assert table.weight is weight
+        fully_shard(copy.deepcopy(model), ignored_params=["0.weight"], sync_module_states="broadcast")
+        frozen = copy.deepcopy(model)
+        frozen[0].requires_grad_(False)
+        fully_shard(frozen, sync_module_states="broadcast")
+        replicate(table, sync_module_states="broadcast")
+        fully_shard(model, sync_module_states="broadcast")
+        for each in (frozen, model):
+            each(torch.zeros(1, 1, dtype=torch.int64, device=current_device())).sum().backward()
+        assert table.weight.grad is not None
+        assert table.weight.grad.is_sparse
+
+
+@spmd(ranks=2)
+def test_a_sparse_table_that_a_sharded_head_is_tied_to_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(ROWS, 4, sparse=True), nn.Linear(4, ROWS)).to(current_device())
+    model[1].weight = model[0].weight
+    replicate(model[0], sync_module_states="broadcast")
+    with pytest.raises(TiedParametersError, match=r"Annotate both modules alike, as one unit: replicate\(\[a, b\]\)"):
+        fully_shard(model, sync_module_states="broadcast")
