@@ -24,8 +24,11 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from composable.device.board import BYTES, Board
+
 GRAIN: Final = 2 << 20  # blocks start and end where huge pages do
 ROOM: Final = 1 << 36  # addresses of an arena; memory is another matter
+_BOARD_AT: Final = 64  # in an arena's first page, behind its mark
 SPARE_BLOCKS: Final = 2  # beyond those that are being read, before a rank waits for its readers
 
 # Otherwise every mapping has a file open for as long as it lives.
@@ -48,6 +51,10 @@ def _bytes_of(mapped: mmap.mmap, start: int, nbytes: int) -> Tensor:
 def _mark_in(mapped: mmap.mmap) -> Tensor:
     """The number that an arena begins with."""
     return _bytes_of(mapped, 0, 8).view(torch.int64)
+
+
+def _board_in(mapped: mmap.mmap) -> Board:
+    return Board(memoryview(mapped)[_BOARD_AT : _BOARD_AT + BYTES])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +93,11 @@ class Arena:
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+    @property
+    def board(self) -> Board:
+        """This rank's; others see it without having been told of a block."""
+        return _board_in(self._mapped)
 
     def reserve(self, nbytes: int) -> tuple[int, Tensor]:
         """Addresses that nobody uses: where they start, and what will be there."""
@@ -134,6 +146,7 @@ class Window:
             os.close(here)
         if int(_mark_in(self._mapped).item()) != identity.mark:
             raise OSError(errno.ESTALE, "this is somebody else's arena")
+        self.board = _board_in(self._mapped)
         self._seen: dict[tuple[int, int], Tensor] = {}
 
     def look(self, start: int, nbytes: int) -> Tensor:

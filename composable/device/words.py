@@ -155,6 +155,12 @@ class Inbox:
                 return None, tuple(self._heard)
         return self.next(tag), ()
 
+    def holds(self, tag: int) -> bool:
+        """Whether a word with this tag has been said and not been asked for."""
+        with self._lock:
+            self._read()
+            return tag in self._heard
+
     def drain(self) -> None:
         """Hear what has been said so far, for whoever asks later."""
         with self._lock:
@@ -163,13 +169,16 @@ class Inbox:
     def _read(self) -> None:
         if self._reading < 0:
             raise EOFError(DESTROYED_HERE)
-        try:
-            data = os.read(self._reading, _MANY)
-        except BlockingIOError:
-            return
-        self._ended = not data
-        for low, high, first, second in _FORMAT.iter_unpack(data):
-            self._heard.setdefault(high << _HALF | low, deque()).append((first, second))
+        full = True
+        while full:
+            try:
+                data = os.read(self._reading, _MANY)
+            except BlockingIOError:
+                return
+            self._ended = not data
+            for low, high, first, second in _FORMAT.iter_unpack(data):
+                self._heard.setdefault(high << _HALF | low, deque()).append((first, second))
+            full = len(data) == _MANY
 
 
 class Outlet:

@@ -5,6 +5,7 @@ Every forward of a root opens a step, and tags hold its number: messages of one 
 left a step half-way and one that went through all of it open the next one with the same number, so they meet there. Who still
 waits in the step before would wait for good: a rank that leaves one tells why, and whatever it says in a later step tells as
 much. Both raise where somebody waits, and that rank leaves the step, too.
+Ranks that run different units in one step come to wait for each other, and are told by the neighbourhood that sees both wait.
 Where words do not travel by themselves (sockets, NCCL) the group's timeout ends the waiting, by name.
 docs/decisions/0016-steps.md has the whole story.
 """
@@ -13,19 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composable.device.collectives import Wire
 from composable.errors import RanksDisagreeError
+from composable.runtime.ground import Ground
 from composable.runtime.handle import Handle
 
 
-def check_order(handles: Sequence[Handle], index: int, wire: Wire) -> None:
+def check_order(handles: Sequence[Handle], index: int, ground: Ground) -> None:
     """In the first forward, make sure that every rank runs the same unit; later ones are gathered by name."""
+    wire = ground.wire
     if wire.ways == 1:
         return
-    label = "check of the order of units"
-    lowest, highest = wire.extremes([index], label=label)
+    # Ranks that have come to different units meet here, and are told of those that have left the step.
+    channel = next(handle.checks for handle in handles if handle.ground.mesh == ground.mesh)
+    label = f"check of the order of units below unit '{handles[0].name}'"
+    lowest, highest = wire.extremes([index], label=label, channel=channel)
     if lowest != highest:
-        running = [row[0] for row in wire.exchange([index], label=label)]
+        running = [row[0] for row in wire.exchange([index], label=label, channel=channel)]
         names = [f"'{handles[i].name}'" if i < len(handles) else "no further unit" for i in running]
         seen = "; ".join(f"rank {rank} runs {name}" for rank, name in enumerate(names))
         raise RanksDisagreeError(

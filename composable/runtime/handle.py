@@ -67,6 +67,7 @@ class Handle:
         self._guards = GuardRow(())
         self._channel: Channel | None = None
         self._near_channel: Channel | None = None
+        self._checks: Channel | None = None
         self._arrivals: list[Arrival] = []
         self._from_neighbours = False
         self.versions: Versions = []  # of the shards, as last looked up; the same object until somebody writes to one
@@ -91,12 +92,13 @@ class Handle:
             self._near_channel = ground.near.open_channel() if ground.near is not None else None
             # Of their own: a rank that is one collective ahead must not take a gather for a reduction.
             self.gradients.channel = ground.wire.open_channel()
+            self._checks = ground.wire.open_channel()
             self._channel = ground.wire.open_channel()
             self.count_by(self._channel.steps)
 
     def count_by(self, steps: Steps) -> None:
         """Messages belong to `steps` from now on."""
-        for channel in (self._channel, self._near_channel, self.gradients.channel):
+        for channel in (self._channel, self._near_channel, self._checks, self.gradients.channel):
             if channel is not None:
                 channel.steps = steps
 
@@ -105,6 +107,13 @@ class Handle:
         self.open_channels()
         assert self._channel is not None
         return self._channel.steps
+
+    @property
+    def checks(self) -> Channel:
+        """Of what ranks compare in a step."""
+        self.open_channels()
+        assert self._checks is not None
+        return self._checks
 
     def say_farewell(self, why: str) -> None:
         """Tell the other ranks that this one has left the step."""

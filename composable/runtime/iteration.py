@@ -169,7 +169,7 @@ class Root:
         """`handle`'s module is about to compute."""
         index = self._index[handle]
         if not self._verified:
-            check_order(self.handles, index, handle.ground.wire)
+            check_order(self.handles, index, handle.ground)
         self.order.record(index)
         self._gather(index, *self.order.next_units(PREFETCH_DEPTH))
         handle.land()
@@ -209,8 +209,8 @@ class Root:
             return
         self.replicated.leave_call()
         if not self._verified:
-            wire = next(handle.ground.wire for handle in self.handles if handle.ground.wire.ways > 1)
-            check_order(self.handles, len(self.handles), wire)
+            ground = next(handle.ground for handle in self.handles if handle.ground.wire.ways > 1)
+            check_order(self.handles, len(self.handles), ground)
             self._verified = True
         self.order.complete()
         for handle in self.handles:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -98,11 +98,11 @@ class Plan:
 
 def plan_of(seed: int, ranks: int) -> Plan:
     draw = random.Random(seed)
-    tree = _tree(draw, ranks)
+    tree = tree_of(draw, ranks)
     return Plan(seed, tree, tuple(_program(draw)), draw.choice([0.0, 0.2, 0.5, 0.8]), draw.random() < 0.5)
 
 
-def _tree(draw: random.Random, ranks: int) -> Node:
+def tree_of(draw: random.Random, ranks: int, flavours: Sequence[str] = ("shard", "shard", "mixed", "replicate")) -> Node:
     budget = [draw.randint(1, 12)]
 
     def grow(name: str, depth: int) -> Node:
@@ -121,7 +121,7 @@ def _tree(draw: random.Random, ranks: int) -> Node:
 
     root = grow("root", 0)
     several = bool(root.inside) and draw.random() < 0.25  # roots, in a module that nobody annotates
-    flavour = draw.choice(["shard", "shard", "mixed", "replicate"])
+    flavour = draw.choice(flavours)
 
     def verb() -> str:
         return flavour if flavour != "mixed" else draw.choice(["shard", "replicate"])
@@ -190,7 +190,7 @@ class Piece(nn.Module):
         self.node = node
         self.leave_out = leave_out
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(node.layers))
-        self.inside = nn.ModuleList(Piece(each, leave_out) for each in node.inside)
+        self.inside = nn.ModuleList(type(self)(each, leave_out) for each in node.inside)
 
     def _layer(self, index: int, x: Tensor, where: tuple[int, ...]) -> Tensor:
         last = self.node.steady and index >= len(self.layers) - 1
@@ -199,12 +199,15 @@ class Piece(nn.Module):
             return x
         return x + self.layers[index](x).tanh()  # type: ignore[no-any-return]
 
+    def calls(self) -> list[int]:
+        """The modules inside, by number, in the order in which they are called."""
+        return [*range(len(self.inside)), *([self.node.again] if self.node.again >= 0 else [])]
+
     def forward(self, x: Tensor, where: tuple[int, ...]) -> Any:
-        order = [*range(len(self.inside)), *([self.node.again] if self.node.again >= 0 else [])]
         index, outputs = 0, []
         given = x
         x = x if self.node.plain else x.sin()
-        for call, inner in enumerate(order):
+        for call, inner in enumerate(self.calls()):
             if index < len(self.layers) - 1:
                 x = self._layer(index, x, where)
                 index += 1
@@ -220,11 +223,11 @@ class Piece(nn.Module):
         return {"two": (x, x.cos()), "given": (x, given)}.get(self.node.returns, x)
 
 
-def _annotate(piece: Piece) -> None:
-    """Innermost first."""
+def annotate(piece: Piece) -> None:
+    """All modules inside, innermost first."""
     pieces: list[Piece] = list(piece.inside)  # type: ignore[arg-type]
     for inner in pieces:
-        _annotate(inner)
+        annotate(inner)
     for index, inner in enumerate(pieces):
         if not inner.node.listed:
             _annotate_together([inner, *(after for after in pieces[index + 1 : index + 2] if after.node.listed)])
@@ -277,6 +280,9 @@ class _Delayed:
     inner: Any
     nap: Callable[[], None]
 
+    def give_up(self) -> None:
+        self.inner.give_up()
+
     def wait(self) -> None:
         self.nap()
         self.inner.wait()
@@ -310,7 +316,7 @@ class _Runner:
             holder = nn.ModuleList([self.model])
             root = Piece(Node("", 0), 0.0)
             root.inside = holder
-            _annotate(root)
+            annotate(root)
 
     def _forward(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.plan.seed + 10 * number + dist.get_rank())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import remove, replicate
-from composable.device.collectives import Wire, wires_wrapped_by
+from composable.device.collectives import Channel, Wire, wires_wrapped_by
 from composable.runtime.reducer import HOST_IN_FLIGHT
 from tests.helpers.compare import averaged_gradients
 from tests.helpers.wires import Log, Recording
@@ -315,10 +315,10 @@ def test_large_gradients_equal_ddps_bit_for_bit(pool: Pool, device: str) -> None
 class _Counting(Recording):
     """Also notes when ranks tell each other an order."""
 
-    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
+    def extremes(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> tuple[list[int], list[int]]:
         if label.startswith("exchange of the order"):
             self._log.add("exchange", label)
-        return self._inner.extremes(values, label=label)
+        return self._inner.extremes(values, label=label, channel=channel)
 
 
 def _observed(log: Log) -> Callable[[Wire], Wire]:

@@ -88,13 +88,13 @@ class GroupWire:
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         self._launch(label, lambda: dist.broadcast(tensor, group=self.group, group_src=0))
 
-    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
+    def extremes(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> tuple[list[int], list[int]]:
         both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self.device)
         self._launch(label, lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group))
         found: list[int] = both.tolist()
         return [-value for value in found[len(values) :]], found[: len(values)]
 
-    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+    def exchange(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> list[list[int]]:
         mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
         everybody = torch.empty(self.ways * len(values), dtype=torch.int64, device=self.device)
         self._launch(label, lambda: all_gather_single(everybody, mine, group=self.group))

@@ -29,6 +29,7 @@ _LABEL: Final = "exchange of where each rank's shared memory is"
 _DONE: Final = 1  # added to a message's tag: word that it has been read, or will never be
 _FAREWELL: Final = 2  # added to a channel's: where this rank says why it has left a step
 _REASON_BYTES: Final = 400
+_LONG: Final = 0.1  # seconds from which on the others may look up what this rank waits for
 _FAREWELLS: Final = 16  # kept for those who have yet to read them
 
 
@@ -42,7 +43,7 @@ class Neighbour:
 
 
 class WentOn(EOFError):
-    """A word cannot come any more: who should say it is in a later step."""
+    """A word cannot come any more: who should say it is in a later step, or waits for this rank itself."""
 
 
 class Thanks:
@@ -110,6 +111,7 @@ class Neighbourhood:
         self.checks: Channel = wire.open_channel()
         self._neighbours = neighbours
         self._arena = arena
+        self._board = arena.board
         self._left: weakref.WeakKeyDictionary[Steps, int] = weakref.WeakKeyDictionary()
         self._farewells: deque[Block] = deque(maxlen=_FAREWELLS)
         self._group = weakref.ref(wire.group)
@@ -154,9 +156,33 @@ class Neighbourhood:
         """The word that `peer` has said, if it has."""
         return self._neighbours[peer].inbox.next(tag)
 
-    def hear(self, peer: int, tag: int) -> Word:
+    def hear(self, peer: int, tag: int, label: str = "") -> Word:
+        """The next word with this tag.
+
+        Args:
+            label: of the collective that cannot go on without it; others who wait for this rank are told.
+        """
         inbox = self._neighbours[peer].inbox
-        return inbox.next(tag) or inbox.wait(tag, self._limit, partial(self._refuse_if_gone_on, peer, tag))
+        word = inbox.next(tag)
+        if word is not None:
+            return word
+        start = time.monotonic()
+        shown = False
+
+        def check(pending: Sequence[int]) -> None:
+            nonlocal shown
+            self._refuse_if_gone_on(peer, tag, pending)
+            if label and time.monotonic() - start > _LONG:
+                if not shown:
+                    shown = True
+                    self._board.write(tag, label)
+                self._refuse_if_mutual(peer, tag)
+
+        try:
+            return inbox.wait(tag, self._limit, check)
+        finally:
+            if shown:
+                self._board.clear(tag)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -213,6 +239,24 @@ class Neighbourhood:
             gone_on = gone_on or step > last
         if gone_on:
             raise WentOn(f"rank {peer} has left this step and gone on to a later one")
+
+    def _refuse_if_mutual(self, peer: int, tag: int) -> None:
+        """Raise if `peer` waits for a message of this step that this rank has not come to, and has not come to `tag` itself.
+
+        Everybody takes part in every collective of a step, so neither can ever go on. That `peer` has not come to `tag` is
+        known because it says what it launches before it shows what it waits for.
+        """
+        neighbour, group = self._neighbours[peer], self._group()
+        other, label = neighbour.window.board.read()
+        if group is None or not other or Channel.step_in(other) != Channel.step_in(tag) or neighbour.inbox.holds(tag):
+            return
+        mine, theirs = channel_of(group, tag), channel_of(group, other)
+        if mine is None or theirs is None or mine.steps is not theirs.steps or theirs.has_come_to(other):
+            return
+        raise WentOn(
+            f"rank {peer} waits for the {label}, and neither rank comes to what the other waits for: in this step they run "
+            "different units, or run them in another order or another number of times"
+        )
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ class _Handover:
         try:
             for peer in near.peers:
                 if peer not in heard:
-                    heard[peer] = near.hear(peer, self._tag)
+                    heard[peer] = near.hear(peer, self._tag, self._label)
             self._steps.met = Channel.step_in(self._tag)
             with torch.no_grad():
                 self._rest = receive(heard)
@@ -235,11 +235,11 @@ class SharedWire(GroupWire):
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
-    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
-        columns = list(zip(*self.exchange(values, label=label), strict=True))
+    def extremes(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> tuple[list[int], list[int]]:
+        columns = list(zip(*self.exchange(values, label=label, channel=channel), strict=True))
         return [min(column) for column in columns], [max(column) for column in columns]
 
-    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+    def exchange(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> list[list[int]]:
         count = len(values)
         rows = [list(values)] * self.ways
 
@@ -252,7 +252,7 @@ class SharedWire(GroupWire):
                 if said != count:
                     raise RuntimeError(f"rank {peer} takes part in another check, of {said} values and not of {count}")
 
-        self._hand_over(8 * (1 + count), fill, receive, label, self._checks).wait()
+        self._hand_over(8 * (1 + count), fill, receive, label, channel or self._checks).wait()
         return rows
 
     # --- all of them ------------------------------------------------------------------------------------------------

@@ -146,6 +146,14 @@ class Channel:
         count = self._count + self.decisions * self._APART + step * self._STRIDE
         return self._base | (count >> 10 & (1 << 21) - 1) << 31 | (count & (1 << 10) - 1) << 10 | step << self.BITS
 
+    def has_come_to(self, tag: int) -> bool:
+        """Whether this rank has sent the message with this tag of the channel, or one that comes after it."""
+        step = self.step_in(tag)
+        if step != self._step:
+            return step < self._step
+        count = tag >> 10 & (1 << 10) - 1 | (tag >> 31 & (1 << 21) - 1) << 10
+        return count <= self._count + self.decisions * self._APART + step * self._STRIDE & self.LOWEST
+
     def farewell(self) -> int:
         """A tag that no message has: of the step after this one, before which this rank says nothing any more."""
         return self._base | (self.steps.number + 1) << self.BITS
@@ -208,13 +216,16 @@ class Wire(Protocol):
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         """Rank 0's values everywhere, in place."""
 
-    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
+    def extremes(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> tuple[list[int], list[int]]:
         """The lowest and the highest of everybody's `values` (as many on each rank), one by one.
 
         Blocks: for checks, never per step. Costs the same whatever the number of ranks.
+
+        Args:
+            channel: of a check that belongs to a step. All others have tags in common.
         """
 
-    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+    def exchange(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> list[list[int]]:
         """Everybody's `values` (as many on each rank), by rank. Blocks, and grows with the ranks: for what went wrong."""
 
 
@@ -299,8 +310,8 @@ class LocalWire:
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         return None
 
-    def extremes(self, values: Sequence[int], *, label: str) -> tuple[list[int], list[int]]:
+    def extremes(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> tuple[list[int], list[int]]:
         return list(values), list(values)
 
-    def exchange(self, values: Sequence[int], *, label: str) -> list[list[int]]:
+    def exchange(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> list[list[int]]:
         return [list(values)]

@@ -1,0 +1,432 @@
+"""Random programs in which one rank does what it may not, all from one seed; knows the verbs, and nothing of how they work.
+
+A program is a row of slots, and every rank goes through all of them: in each it runs one forward of the same model, and what
+else the slot says. In one slot something goes wrong, on one rank mostly. Ranks catch what they get and go on with the next
+slot. What a slot brings is right (it ended without an error, with the numbers of one process) or an error that names a unit;
+two slots later all ranks must have met again, and a model that is made afterwards must find nothing left over.
+
+Note [What is left out]
+`LEAVES_OUT` names what programs do not do because it is known not to work.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.device.collectives import wires_wrapped_by
+from composable.errors import ComposableError
+from tests.helpers.programs import WIDTH, Delayed, Node, Piece, annotate, differences, plan_of, tree_of
+
+REPLICATED: Final = "replicated units"  # have no steps: a rank that skips a backward pairs its next one with the others' last
+ROOTS: Final = (
+    "several roots"  # each counts its own steps: a rank that raises between two of them has opened fewer of the second
+)
+
+LEAVES_OUT: Final[set[str]] = {REPLICATED, ROOTS}  # see Note [What is left out]
+
+# What one rank does in place of training.
+RAISES_FORWARD: Final = "raises in forward"
+RAISES_AFTER: Final = "raises behind a module's forward"
+RAISES_BACKWARD: Final = "raises in backward"
+RAISES_AGAIN: Final = "raises when it recomputes"
+DROPS: Final = "drops its loss"
+REPEATS: Final = "runs backward twice"
+EVALUATES: Final = "evaluates"
+KEEPS: Final = "runs backward one slot later"
+SKIPS: Final = "skips a module"
+REORDERS: Final = "calls modules in another order"
+CALLS_MORE: Final = "calls a module once more"
+# What all ranks do.
+FREES: Final = "runs backward through a graph that is freed"
+WRITES: Final = "writes to parameters before backward"
+# What one rank annotates in another way.
+RESHARDS: Final = "reshards otherwise"
+GROWS: Final = "has a layer more"
+OMITS: Final = "leaves a module un-annotated"
+
+_FAULTS: Final = (
+    *(RAISES_FORWARD, RAISES_AFTER, RAISES_BACKWARD, RAISES_AGAIN, DROPS, REPEATS, EVALUATES, KEEPS),
+    *(SKIPS, REORDERS, CALLS_MORE, FREES, WRITES),
+)
+_OF_ANNOTATION: Final = (RESHARDS, GROWS, OMITS)
+
+_RIGHT: Final = "right"
+
+
+class Planned(MemoryError):
+    """What programs raise on purpose."""
+
+
+@dataclass(frozen=True)
+class IllegalPlan:
+    """All that a seed decides.
+
+    Attributes:
+        slots: what all ranks do: "train", "keep" (the loss, for the backward of the next slot) or "evaluate".
+        fault: what happens in slot `at`, on rank `culprit`, in or to the module `where`.
+    """
+
+    seed: int
+    tree: Node
+    slots: tuple[str, ...]
+    fault: str
+    culprit: int
+    at: int
+    where: str
+    leave_out: float
+    delays: bool
+
+    def __str__(self) -> str:
+        slots = " ".join(self.slots)
+        return f"seed {self.seed}: {self.tree}; {slots}; in slot {self.at}, rank {self.culprit} {self.fault} ({self.where})"
+
+
+def illegal_plan_of(seed: int, ranks: int) -> IllegalPlan:
+    draw = random.Random(f"illegal {seed}")
+    flavours = ("shard",) if REPLICATED in LEAVES_OUT else ("shard", "shard", "mixed", "replicate")
+    tree = tree_of(draw, ranks, flavours)
+    if not tree.verbs and ROOTS in LEAVES_OUT:
+        tree.verbs = ("shard",)
+    annotated = draw.random() < 0.85
+    fault = draw.choice(_FAULTS if annotated else _OF_ANNOTATION)
+    before = [draw.choice(["train", "train", "keep", "evaluate"]) for _ in range(draw.randint(0, 3))]
+    after = [draw.choice(["train", "train", "train", "evaluate"]) for _ in range(draw.randint(3, 4))]
+    slots = (*before, "train", *after, "train")
+    where = draw.choice(_places(tree, fault))
+    return IllegalPlan(
+        seed,
+        tree,
+        slots,
+        fault,
+        draw.randrange(ranks),
+        len(before),
+        where,
+        draw.choice([0.0, 0.2, 0.5]),
+        draw.random() < 0.5,
+    )
+
+
+def _places(tree: Node, fault: str) -> list[str]:
+    """The modules to which a fault can happen."""
+    nodes = list(tree.everything())
+    units = [node for node in nodes if node.verbs and not node.listed]
+    found = {
+        SKIPS: [node for node in nodes if node is not tree],
+        CALLS_MORE: [node for node in nodes if node is not tree],
+        REORDERS: [node for node in nodes if len(node.inside) > 1],
+        RAISES_AGAIN: [inner for node in nodes if "checkpoint" in node.verbs for inner in node.everything()],
+        RESHARDS: [node for node in units if "shard" in node.verbs and node.layers],
+        GROWS: [node for node in nodes if node.verbs],
+        OMITS: [node for node in units if node is not units[0]],  # another annotation comes later on all ranks
+    }.get(fault, nodes)
+    return [node.name for node in found] or [""]
+
+
+# --- what happens -----------------------------------------------------------------------------------------------------
+
+
+class Unruly(Piece):
+    """A piece that now and then calls the modules inside otherwise. `disorder` is how, and at which module."""
+
+    disorder: tuple[str, str] = ("", "")
+
+    def calls(self) -> list[int]:
+        order = super().calls()
+        how, where = self.disorder
+        names = [node.name for node in self.node.inside]
+        if how == REORDERS and where == self.node.name:
+            return order[::-1]
+        if how == SKIPS and where in names:
+            return [inner for inner in order if inner != names.index(where)]
+        if how == CALLS_MORE and where in names:
+            return [*order, names.index(where)]
+        return order
+
+
+def _raise(*_: object) -> None:
+    raise Planned("as planned")
+
+
+def _spoil(module: nn.Module, args: object, output: Any) -> None:
+    """Raise when backward comes to what `module` returns."""
+    first = output[0] if isinstance(output, tuple) else output
+    if first.requires_grad:
+        first.register_hook(_raise)
+
+
+@dataclass
+class _Slot:
+    """What a slot brought on this rank."""
+
+    legal: bool
+    outcome: str = _RIGHT  # or the error
+    planned: bool = False  # it is the error of the plan
+    loss: float | None = None
+    expected_loss: float | None = None
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    averages: dict[str, Tensor | None] = field(default_factory=dict)
+    refused: bool = False  # by autograd, in one process
+    seconds: float = 0.0
+
+
+class _Runner:
+    """One model and what this rank does with it."""
+
+    def __init__(self, plan: IllegalPlan, annotated: bool) -> None:
+        torch.manual_seed(plan.seed)
+        self.plan = plan
+        self.annotated = annotated
+        self.model = Unruly(plan.tree, plan.leave_out).to(torch.float64)
+        self.pieces: dict[str, Unruly] = {m.node.name: m for m in self.model.modules() if isinstance(m, Unruly)}
+        self.kept: list[Tensor] = []
+        self.loss: float | None = None
+        if annotated:
+            annotate_anew(self.model, plan)
+        self._first = [self._local(parameter).detach().clone() for parameter in self.model.parameters()]
+
+    def _local(self, parameter: Tensor) -> Tensor:
+        return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+    def begin(self, slot: int) -> None:
+        """Other gradients, and other parameters, than the slots before."""
+        self.kept = []
+        self.model.zero_grad()
+        self._write(1.0 + 0.01 * slot)
+
+    @torch.no_grad()
+    def _write(self, factor: float) -> None:
+        for parameter, first in zip(self.model.parameters(), self._first, strict=True):
+            self._local(parameter).copy_(first * factor)
+
+    def _output(self, slot: int) -> Tensor:
+        generator = torch.Generator().manual_seed(1000 * self.plan.seed + 10 * slot + dist.get_rank())
+        x = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64).requires_grad_(torch.is_grad_enabled())
+        found = self.model(x, (slot,))
+        return found[0] * found[1] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+    def _loss(self, slot: int) -> Tensor:
+        loss = self._output(slot).square().mean()
+        self.loss = loss.item()
+        return loss
+
+    def perform(self, slot: int, action: str) -> None:
+        """What the slot says, or what goes wrong in it; `action` is one or the other."""
+        self.loss = None
+        piece = self.pieces.get(self.plan.where)
+        match action:
+            case "evaluate" | "evaluates":
+                with torch.no_grad():
+                    self._loss(slot)
+            case "keep" | "runs backward one slot later":
+                self.kept.append(self._loss(slot))
+            case "drops its loss":
+                self._loss(slot)
+            case "runs backward twice":
+                loss = self._loss(slot)
+                loss.backward(retain_graph=True)
+                loss.backward()
+            case "skips a module" | "calls modules in another order" | "calls a module once more":
+                Unruly.disorder = action, self.plan.where
+                try:
+                    self._loss(slot).backward()
+                finally:
+                    Unruly.disorder = "", ""
+            case "runs backward through a graph that is freed":
+                output = self._output(slot)
+                (output * 2).sum().backward()
+                (output * 3).sum().backward()
+            case "writes to parameters before backward":
+                loss = self._loss(slot)
+                self._write(2.0)
+                loss.backward()
+            case _:
+                self._train(slot, action if self.annotated and piece is not None else "train")
+
+    def _train(self, slot: int, action: str) -> None:
+        piece = self.pieces.get(self.plan.where, self.model)
+        if action == RAISES_FORWARD:
+            with piece.register_forward_pre_hook(_raise):
+                self._loss(slot)
+        elif action == RAISES_AFTER:
+            with piece.register_forward_hook(_raise):
+                self._loss(slot)
+        elif action == RAISES_BACKWARD:
+            with piece.register_forward_hook(_spoil):
+                self._backward(self._loss(slot))
+        elif action == RAISES_AGAIN:
+            loss = self._loss(slot)
+            with piece.register_forward_pre_hook(_raise):
+                self._backward(loss)
+        else:
+            self._backward(self._loss(slot))
+
+    def _backward(self, loss: Tensor) -> None:
+        kept, self.kept = self.kept, []
+        sum(kept, start=loss).backward()  # type: ignore[union-attr]
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """As this rank holds them."""
+        found = {name: parameter.grad for name, parameter in self.model.named_parameters()}
+        return {name: None if grad is None else grad.detach().clone() for name, grad in found.items()}
+
+
+def annotate_anew(model: Unruly, plan: IllegalPlan) -> None:
+    draw = random.Random(f"{plan.seed} {dist.get_rank()}")
+    holder = Piece(Node("", 0), 0.0)
+    holder.inside = nn.ModuleList([model])
+    with wires_wrapped_by(lambda wire: Delayed(wire, draw) if plan.delays and wire.ways > 1 else wire):  # type: ignore[return-value]
+        annotate(holder)
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def _run(plan: IllegalPlan, found: list[_Slot]) -> None:
+    """Append what each slot brings, as they come."""
+    plain, ours = _Runner(plan, False), _Runner(plan, True)
+    mine = plan.culprit == dist.get_rank() or plan.fault in (FREES, WRITES)
+    for number, legal in enumerate(plan.slots):
+        wrong = number == plan.at and mine
+        action = plan.fault if wrong else legal
+        slot = _Slot(legal=not wrong)
+        begins = number == 0 or plan.slots[number - 1] != "keep"
+        if begins and not (number == plan.at + 1 and plan.fault == KEEPS):
+            for runner in (plain, ours):
+                runner.begin(number)
+        start = time.monotonic()
+        try:
+            ours.perform(number, action)
+        except (Planned, ComposableError, RuntimeError) as error:
+            slot.outcome = f"{type(error).__name__}: {error}"
+            slot.planned = isinstance(error, Planned)
+        slot.seconds = time.monotonic() - start
+        slot.loss = ours.loss
+        try:
+            plain.perform(number, "train" if action == REPEATS else action)
+        except RuntimeError:
+            slot.refused = True
+        slot.expected_loss = plain.loss
+        if slot.outcome != _RIGHT:
+            ours.kept, plain.kept = [], []
+        slot.gradients = ours.gradients()
+        slot.averages = plain.gradients()
+        found.append(slot)
+    _average(found, plain.model)
+
+
+def _average(slots: list[_Slot], model: nn.Module) -> None:
+    """Replace this rank's gradients by the means over all ranks; None where no rank has one. Collective."""
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    held = [(slot.averages, name) for slot in slots for name in shapes]
+    rows = [torch.zeros(shapes[name]) if (row := gradients[name]) is None else row for gradients, name in held]
+    present = torch.tensor([gradients[name] is not None for gradients, name in held], dtype=torch.float64)
+    sums = torch.cat([*(row.reshape(-1).double() for row in rows), present])
+    dist.all_reduce(sums)
+    *means, present = sums.split([*(row.numel() for row in rows), len(rows)])
+    for (gradients, name), mean, ranks in zip(held, means, present.tolist(), strict=True):
+        gradients[name] = mean.view(shapes[name]) / dist.get_world_size() if ranks else None
+
+
+_NAMES_A_UNIT: Final = re.compile(r"(unit|runs) '")
+_TIMED_OUT: Final = re.compile(r"within \d|[Tt]imed out|[Tt]imeout|Timed")
+_OF_AUTOGRAD: Final = re.compile(
+    r"^RuntimeError: (Trying to backward through the graph a second time|one of the variables needed)"
+)
+
+
+def _judge(plan: IllegalPlan, slots: list[_Slot]) -> Iterator[str]:
+    for number, slot in enumerate(slots):
+        here = f"slot {number}, after {slot.seconds:.1f} s"
+        if slot.loss is not None and abs(slot.loss - (slot.expected_loss or 0.0)) > 1e-8:
+            yield f"{here}: loss {slot.loss}, not {slot.expected_loss}"
+        if slot.outcome == _RIGHT:
+            if slot.refused:
+                yield f"{here}: autograd refuses it in one process, and no error came"
+            if plan.slots[number] == "train" and (slot.legal or plan.fault not in (DROPS, EVALUATES, KEEPS)):
+                yield from (f"{here}: {line}" for line in _compare(slot))
+        elif not plan.at <= number <= plan.at + 1:
+            yield f"{here}: {slot.outcome}"
+        elif _TIMED_OUT.search(slot.outcome):
+            yield f"{here}: waited for the timeout: {slot.outcome}"
+        elif not (slot.planned or _NAMES_A_UNIT.search(slot.outcome) or (slot.refused and _OF_AUTOGRAD.search(slot.outcome))):
+            yield f"{here}: an error that names no unit: {slot.outcome}"
+
+
+def _compare(slot: _Slot) -> Iterator[str]:
+    for name, mean in slot.averages.items():
+        gradient = slot.gradients[name]
+        if isinstance(gradient, DTensor) and mean is not None:
+            (placement,) = gradient.placements
+            if placement.is_shard():
+                chunks = mean.chunk(dist.get_world_size(), placement.dim)  # type: ignore[attr-defined]
+                mean = chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else mean[:0]
+            gradient = gradient.to_local()
+        if mean is None or gradient is None:
+            if mean is not gradient:
+                yield f"{name} is {'None' if gradient is None else 'there'}, and should not be"
+        elif not torch.allclose(gradient, mean, rtol=1e-8, atol=1e-10):
+            yield f"{name} is off by {(gradient - mean).abs().max().item():.3g}"
+
+
+def _disagree(plan: IllegalPlan) -> Iterator[str]:
+    """Annotate otherwise on one rank: all ranks are told at once."""
+    mine = plan.culprit == dist.get_rank()
+    torch.manual_seed(plan.seed)
+    for node in plan.tree.everything():
+        if mine and node.name == plan.where:
+            node.layers += plan.fault == GROWS
+            if plan.fault == RESHARDS:
+                node.reshard = not node.reshard
+            elif plan.fault == OMITS:
+                node.verbs = ()
+    model = Unruly(plan.tree, plan.leave_out).to(torch.float64)
+    try:
+        annotate_anew(model, plan)
+    except ComposableError as error:
+        if "RanksDisagreeError" not in type(error).__name__:
+            yield f"{type(error).__name__}: {error}"
+    else:
+        yield "annotated, though ranks disagree"
+
+
+def run_illegal_seeds(seeds: list[int]) -> list[tuple[int, list[str]]]:
+    """In what each seed went wrong otherwise than it should. Runs on every rank."""
+    logging.getLogger("composable").setLevel(logging.ERROR)  # of resets, which are what this is about
+    results = []
+    for seed in seeds:
+        plan = illegal_plan_of(seed, dist.get_world_size())
+        legal = plan_of(seed, dist.get_world_size())
+        slots: list[_Slot] = []
+        try:
+            if plan.fault in _OF_ANNOTATION:
+                found = list(_disagree(plan)) if plan.where else []
+            else:
+                _run(plan, slots)
+                found = list(_judge(plan, slots))
+            if not _anywhere(bool(found)):
+                found = [f"afterwards, {line}" for line in differences(legal, ordered=False)[0]]
+        except Exception as error:
+            lines = [f"slot {number}, after {slot.seconds:.1f} s: {slot.outcome}" for number, slot in enumerate(slots)]
+            raise AssertionError("\n".join([str(plan), *lines])) from error
+        results.append((seed, found))
+        if _anywhere(bool(found)):
+            break  # later ones would only hide it
+    return results
+
+
+def _anywhere(here: bool) -> bool:
+    """Whether it is so on any rank; collective."""
+    count = torch.tensor([float(here)])
+    dist.all_reduce(count)
+    return bool(count)
