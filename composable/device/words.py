@@ -161,6 +161,12 @@ class Inbox:
             self._read()
             return tag in self._heard
 
+    def pending(self) -> Sequence[int]:
+        """The tags of all words that have been said and not been asked for."""
+        with self._lock:
+            self._read()
+            return tuple(self._heard)
+
     def drain(self) -> None:
         """Hear what has been said so far, for whoever asks later."""
         with self._lock:

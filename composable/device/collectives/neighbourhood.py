@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 import weakref
@@ -37,6 +38,7 @@ _FAREWELLS: Final = 16  # kept for those who have yet to read them
 class Neighbour:
     """Another rank of the group on this host."""
 
+    process: int
     window: Window
     inbox: Inbox
     outlet: Outlet
@@ -112,6 +114,8 @@ class Neighbourhood:
         self._neighbours = neighbours
         self._arena = arena
         self._board = arena.board
+        self._closed = False
+        _ALL[next(_NUMBERS)] = self
         self._left: weakref.WeakKeyDictionary[Steps, int] = weakref.WeakKeyDictionary()
         self._farewells: deque[Block] = deque(maxlen=_FAREWELLS)
         self._group = weakref.ref(wire.group)
@@ -120,6 +124,7 @@ class Neighbourhood:
 
     def close(self) -> None:
         """Neither say nor hear anything any more. Memory stays as long as somebody may read it."""
+        self._closed = True
         for neighbour in self._neighbours.values():
             neighbour.outlet.close()
             neighbour.inbox.close()
@@ -176,7 +181,7 @@ class Neighbourhood:
                 if not shown:
                     shown = True
                     self._board.write(tag, label)
-                self._refuse_if_mutual(peer, tag)
+                self._refuse_if_hopeless(peer, tag)
 
         try:
             return inbox.wait(tag, self._limit, check)
@@ -216,20 +221,23 @@ class Neighbourhood:
         Args:
             pending: tags of what it has said and nobody has asked for.
         """
+        steps = self._steps_of(tag)
+        if steps is not None:
+            # In a later step it launches nothing of an earlier one any more, but it may have yet to read what it launched then.
+            last = steps.number if tag & _DONE else Channel.step_in(tag)
+            self._look_for_later(peer, steps, last, pending)
+
+    def _steps_of(self, tag: int) -> Steps | None:
         group = self._group()
         channel = channel_of(group, tag) if group is not None else None
-        if group is None or channel is None:
-            return
-        steps = channel.steps
-        # In a later step it launches nothing of an earlier one any more, but it may have yet to read what it launched then.
-        last = steps.number if tag & _DONE else Channel.step_in(tag)
+        return channel.steps if channel is not None else None
+
+    def _look_for_later(self, peer: int, steps: Steps, last: int, pending: Sequence[int]) -> None:
+        """Raise if `peer` has said something in a later one of `steps` than `last`."""
         gone_on = False
         for other in pending:
             step = Channel.step_in(other)
-            if step <= steps.oldest or other & _DONE:
-                continue
-            found = channel_of(group, other)
-            if found is None or found.steps is not steps:
+            if step <= steps.oldest or other & _DONE or self._steps_of(other) is not steps:
                 continue
             if other & _FAREWELL:
                 word = self.glance(peer, other)
@@ -240,23 +248,38 @@ class Neighbourhood:
         if gone_on:
             raise WentOn(f"rank {peer} has left this step and gone on to a later one")
 
-    def _refuse_if_mutual(self, peer: int, tag: int) -> None:
-        """Raise if `peer` waits for a message of this step that this rank has not come to, and has not come to `tag` itself.
+    def _refuse_if_hopeless(self, peer: int, tag: int) -> None:
+        """After some time: look at what `peer` says and waits for in other groups, too, if steps are shared with them."""
+        steps, mine = self._steps_of(tag), self._neighbours[peer]
+        if steps is None:
+            return
+        for other in list(_ALL.values()):
+            for rank, neighbour in other._neighbours.items():
+                if neighbour.process != mine.process or other._closed:
+                    continue
+                waits_for, label = neighbour.window.board.read()
+                pending = neighbour.inbox.pending()
+                if mine.inbox.holds(tag):  # looked at last: it was said before what has just been found
+                    return
+                other._look_for_later(rank, steps, Channel.step_in(tag), pending)
+                if waits_for:
+                    other._refuse_if_mutual(rank, steps, waits_for, label)
 
-        Everybody takes part in every collective of a step, so neither can ever go on. That `peer` has not come to `tag` is
-        known because it says what it launches before it shows what it waits for.
+    def _refuse_if_mutual(self, peer: int, steps: Steps, waits_for: int, label: str) -> None:
+        """Raise if `peer`, which has not come to what this rank waits for, waits for what this rank has not come to.
+
+        Everybody takes part in every collective of a step, so neither can ever go on. That `peer` has not come to what this
+        rank waits for is known because it says what it launches before it shows what it waits for.
         """
-        neighbour, group = self._neighbours[peer], self._group()
-        other, label = neighbour.window.board.read()
-        if group is None or not other or Channel.step_in(other) != Channel.step_in(tag) or neighbour.inbox.holds(tag):
+        group = self._group()
+        channel = channel_of(group, waits_for) if group is not None else None
+        if channel is None or channel.steps is not steps:
             return
-        mine, theirs = channel_of(group, tag), channel_of(group, other)
-        if mine is None or theirs is None or mine.steps is not theirs.steps or theirs.has_come_to(other):
-            return
-        raise WentOn(
-            f"rank {peer} waits for the {label}, and neither rank comes to what the other waits for: in this step they run "
-            "different units, or run them in another order or another number of times"
-        )
+        if Channel.step_in(waits_for) == steps.number and not channel.has_come_to(waits_for):
+            raise WentOn(
+                f"rank {peer} waits for the {label}, and neither rank comes to what the other waits for: in this step they run "
+                "different units, or run them in another order or another number of times"
+            )
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -274,6 +297,9 @@ class Neighbourhood:
         """The block that `peer` told of."""
         return self._neighbours[peer].window.look(*word)
 
+
+_ALL: Final[weakref.WeakValueDictionary[int, Neighbourhood]] = weakref.WeakValueDictionary()  # of this process
+_NUMBERS: Final = itertools.count()
 
 # --- who sees whose memory --------------------------------------------------------------------------------------------
 
@@ -315,4 +341,4 @@ def _made(make: Callable[[], T]) -> T | None:
 
 
 def _meet(identity: Identity, door: int, inbox: Inbox) -> Neighbour:
-    return Neighbour(Window(identity), inbox, Outlet(identity.process, door, inbox.writer))
+    return Neighbour(identity.process, Window(identity), inbox, Outlet(identity.process, door, inbox.writer))
