@@ -9,21 +9,24 @@ import inspect
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, wraps
 from operator import attrgetter
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
+from torch._functorch import pyfunctorch
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composable.compilation import untraced
 
+P = ParamSpec("P")
+R = TypeVar("R")
 Launch = Callable[[torch.Tensor, torch.Tensor, Any], Any]
 
 
@@ -86,6 +89,26 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     while _is_wrapped(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
+
+
+_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+_without_transforms: Callable[[], AbstractContextManager[Any]] = getattr(
+    pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext
+)
+
+
+def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, not seen by the transforms of `torch.func` that it is called in. They refuse writes to memory from outside
+    of what they transform, and what is gathered is such memory. There is no public way; a torch without this one refuses."""
+
+    @wraps(function)
+    def apart(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _transform() is None:
+            return function(*args, **kwargs)
+        with _without_transforms():
+            return function(*args, **kwargs)
+
+    return apart
 
 
 def active_ddp() -> Any:

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 from weakref import WeakValueDictionary
 
 from composable.device.collectives import Steps
-from composable.device.private import at_end_of_backward, backward_id
+from composable.device.private import at_end_of_backward, backward_id, outside_transforms
 
 
 class Participant(Protocol):
@@ -53,6 +53,7 @@ class BackwardEnd:
                 steps.open()
             self.counted.append(steps)
 
+    @outside_transforms
     def run(self) -> None:
         """Backward has ended. See Note [Launch first, then wait]."""
         participants = sorted(self._participants, key=attrgetter("turn"))

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from composable.compilation import untraced
 from composable.device.collectives import Steps, Wire
 from composable.device.parameters import Owner
-from composable.device.private import in_backward, innermost
+from composable.device.private import in_backward, innermost, outside_transforms
 from composable.errors import PhaseError, first_line, still_on_meta
 from composable.model.hooks import before_gradient, map_tensors, tensors_in
 from composable.model.naming import known_fqn
@@ -330,6 +330,7 @@ class ReplicatedUnit:
         if self._depth == 0:
             self._readers.leave_call()
 
+    @outside_transforms
     def _share_buffers(self) -> None:
         """Everybody computes with rank 0's buffers. Out of place: an earlier forward may have saved the old ones."""
         if not self._buffers or self.wire.ways == 1:

@@ -16,6 +16,7 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
+from composable.device.collectives import Wire, wires_wrapped_by
 from composable.errors import ComposableError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
@@ -23,6 +24,7 @@ from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import assert_same_gradients, full
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.schemes import SCHEMES
+from tests.helpers.wires import all_ordered, all_sockets
 from tests.helpers.world import Pool, need_devices
 
 _SCHEMES: Final = ("fully_shard by policy", "fully_shard as one unit", "fully_shard without resharding")
@@ -173,9 +175,10 @@ class Discriminator(nn.Module):
         self.second = Reshaping()
         self.third = Layer()
         self.head = nn.Linear(6, 1)
+        self.register_buffer("scale", torch.full((1,), 0.9))  # shared in every forward
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.second(self.first(x)).flatten(-2)
+        x = self.second(self.first(x * self.scale)).flatten(-2)
         return self.head(self.third(x))
 
 
@@ -203,6 +206,21 @@ def test_transforms_over_inputs_see_a_replicated_model_as_a_plain_one(
 ) -> None:
     need_devices(device, 2)
     pool.run(2, _run, program, scheme, device=device)
+
+
+def _all_transforms(scheme: str, wrapper: Callable[[Wire], Wire]) -> None:
+    def annotate(model: nn.Module, case: Case) -> None:
+        with wires_wrapped_by(wrapper):
+            SCHEMES[scheme].annotate(model, case)
+
+    for program in TRANSFORMS:
+        assert_same_gradients(_DISCRIMINATOR, annotate, PROGRAMS[program])
+
+
+@pytest.mark.parametrize("wrapper", [all_sockets, all_ordered], ids=["from point to point", "by the backend's collectives"])
+@pytest.mark.parametrize("scheme", ["fully_shard by policy", "fully_shard over two neighbours", "replicate"])
+def test_transforms_do_not_depend_on_the_way_that_bytes_take(pool: Pool, scheme: str, wrapper: Callable[[Wire], Wire]) -> None:
+    pool.run(4 if "neighbours" in scheme else 2, _all_transforms, scheme, wrapper)
 
 
 def _over_parameters(annotate: Callable[[nn.Module], object]) -> str:
