@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import nn
@@ -110,10 +112,10 @@ def fully_shard(
     After Zhao et al., "PyTorch FSDP" (VLDB 2023), and Rajbhandari et al., "ZeRO" (SC 2020).
     """
     modules = module if isinstance(module, list) else [module]
-    assigned = _take_assignment(modules[0])
-    if assigned is not None:
+    assigned = _assigned.get()
+    if assigned is not None and assigned.module is modules[0]:
         after = _after_forward(reshard_after_forward)
-        _attach_unit(modules, *assigned, _ground(modules, mesh, after), after)
+        _attach_unit(modules, assigned.parameters, assigned.placements, _ground(modules, mesh, after), after)
         return module
     wire = meeting_place("fully_shard", mesh, device_of(modules[0]))
     common = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
@@ -141,8 +143,11 @@ def fully_shard(
     ground = _ground(modules, mesh, after)
     for child, share, placed in zip(reversed(picked), reversed(shares[1:]), reversed(placements[1:]), strict=True):
         overrides = {**common, **picked[child]}
-        _ASSIGNED.append((child, share, placed))
-        fully_shard(child, **overrides)
+        token = _assigned.set(_Assignment(child, share, placed))
+        try:
+            fully_shard(child, **overrides)
+        finally:
+            _assigned.reset(token)
     _attach_unit(modules, shares[0], placements[0], ground, after)
     for each in (modules, *([child] for child in picked)):
         _leave_alone(each, left_out)
@@ -155,15 +160,18 @@ def fully_shard(
 
 Placements = tuple[int | None, ...]  # the dimension that each parameter of a unit is cut along; None: it is not cut
 
-# What a policy has decided for the call it is about to make.
-_ASSIGNED: list[tuple[nn.Module, list[ManagedParameter], Placements]] = []
+
+@dataclass(frozen=True, slots=True)
+class _Assignment:
+    """What a call with a policy has decided for one of the units that it annotates."""
+
+    module: nn.Module
+    parameters: Sequence[ManagedParameter]
+    placements: Placements
 
 
-def _take_assignment(module: nn.Module) -> tuple[list[ManagedParameter], Placements] | None:
-    if _ASSIGNED and _ASSIGNED[-1][0] is module:
-        return _ASSIGNED.pop()[1:]
-    _ASSIGNED.clear()
-    return None
+# A context variable, so that verbs running in other threads do not see each other.
+_assigned: ContextVar[_Assignment | None] = ContextVar("what_a_policy_decided", default=None)
 
 
 def _treatment(module: nn.Module, unit: nn.Module, options: Mapping[str, Any], placements: Placements) -> list[str]:
