@@ -1,0 +1,55 @@
+"""A model of parts that ranks use as they like, and means of gradients to compare with; knows no test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import replicate
+from tests.helpers.world import current_device
+
+WIDTH: Final = 4
+
+
+class Parts(nn.Module):
+    """Linear layers that run in the order in which they are asked for."""
+
+    def __init__(self, count: int = 3) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
+
+    def forward(self, x: Tensor, order: Sequence[int]) -> Tensor:
+        for index in order:
+            x = self.layers[index](x).tanh()
+        return x
+
+
+def twins(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain model and the same one replicated."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(make().to(current_device(), torch.float64))
+    plain, ours = models
+    replicate(ours, **options)
+    return plain, ours
+
+
+def batch_of(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64).to(current_device())
+
+
+def assert_means(expected: dict[str, Tensor | None], model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        mean = expected[name]
+        if mean is None:
+            assert parameter.grad is None, name
+        else:
+            torch.testing.assert_close(
+                parameter.grad, mean, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
+            )
