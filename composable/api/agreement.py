@@ -9,7 +9,8 @@ differ do the ranks compare parameter by parameter, to name the first difference
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Final
 
@@ -57,12 +58,47 @@ def _shape_digest(parameters: Sequence[ManagedParameter]) -> list[int]:
     ]
 
 
-def tell_failure(verb: str, wire: Wire, error: Exception) -> None:
-    """Take part in `synchronise` as a rank that cannot: the others raise, and name this rank and its error."""
-    if wire.ways > 1:
-        label = _label(verb)
-        wire.extremes([1, 0, 0, 0, 0, 0], label=label)
-        _everybody_says(f"{type(error).__name__}: {first_line(error)}", wire, label, _ROOM_FOR_ERRORS)
+@contextmanager
+def failures_told(verb: str, wire: Wire) -> Iterator[None]:
+    """Before `synchronise`: what fails on this rank alone fails on all, since it takes part there as one that cannot."""
+    try:
+        yield
+    except Exception as error:
+        if wire.ways > 1:
+            wire.extremes([1, 0, 0, 0, 0, 0], label=_label(verb))
+            _who_failed(_in_a_line(error), [wire], _label(verb))
+        raise
+
+
+@contextmanager
+def all_or_none(verb: str, *wires: Wire) -> Iterator[None]:
+    """After `synchronise`: what fails on one rank fails on all, so that the annotation is taken back everywhere.
+
+    Args:
+        wires: over which the body opens channels; all ranks are in the first.
+    """
+    label = f"vote on {verb}() across ranks"
+    try:
+        yield
+    except Exception as error:
+        if wires[0].ways > 1:
+            wires[0].extremes([1], label=label)
+            _who_failed(_in_a_line(error), wires, label)
+        raise
+    if wires[0].extremes([0], label=label)[1] != [0]:
+        _refuse(verb, _who_failed("", wires, label))
+
+
+def _who_failed(failure: str, wires: Sequence[Wire], label: str) -> list[str]:
+    """What every rank failed with, or nothing. Those who did have opened less channels than the others."""
+    texts = _everybody_says(failure, wires[0], label, _ROOM_FOR_ERRORS)
+    for wire in wires:
+        wire.open_channels_up_to(wire.extremes([wire.channels], label=label)[1][0])
+    return texts
+
+
+def _in_a_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def synchronise(
@@ -115,7 +151,10 @@ def _digest(values: Sequence[object]) -> int:
 
 
 def _refuse_failure(verb: str, wire: Wire, label: str) -> None:
-    texts = _everybody_says("", wire, label, _ROOM_FOR_ERRORS)
+    _refuse(verb, _who_failed("", [wire], label))
+
+
+def _refuse(verb: str, texts: Sequence[str]) -> None:
     rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
     raise RanksDisagreeError(f"{verb}: rank {rank} failed, so no rank annotates the module: {text}")
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from composable.api.agreement import synchronise, tell_failure
+from composable.api.agreement import all_or_none, failures_told, synchronise
 from composable.api.devices import move_buffers
 from composable.api.meshes import Mesh, device_of, ground_of, group_of, meeting_place, ranks_of
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
@@ -119,7 +119,7 @@ def fully_shard(
         return module
     wire = meeting_place("fully_shard", mesh, device_of(modules[0]))
     common = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
-    try:  # whatever fails on this rank alone, the others are told
+    with failures_told("fully_shard", wire):
         if sync_module_states not in SYNC_MODES:
             raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
         after = _after_forward(reshard_after_forward)
@@ -136,25 +136,23 @@ def fully_shard(
         placements.reverse()
         units = zip([modules[0], *picked], options, placements, strict=True)
         treatment = [text for unit, o, placed in units for text in _treatment(modules[0], unit, o, placed)]
-    except Exception as error:
-        tell_failure("fully_shard", wire, error)
-        raise
     synchronise("fully_shard", [p for share in shares for p in share], wire, sync_module_states, treatment)
     ground = _ground(modules, mesh, after)
-    for child, share, placed in zip(reversed(picked), reversed(shares[1:]), reversed(placements[1:]), strict=True):
-        overrides = {**common, **picked[child]}
-        token = _assigned.set(_Assignment(child, share, placed))
-        try:
-            fully_shard(child, **overrides)
-        finally:
-            _assigned.reset(token)
-    _attach_unit(modules, shares[0], placements[0], ground, after)
-    for each in (modules, *([child] for child in picked)):
-        _leave_alone(each, left_out)
-    _name_units(modules)
-    replicated = [state for each in modules for state in get_replicated_states(each)]
-    ties = [(unit, Owner(place.module, place.name), place.fqn) for unit, managed in tied for place in managed.places]
-    on_undo(rest_as_dtensors(replicated, ground.mesh, ties))
+    with all_or_none("fully_shard", wire, *([ground.near] if ground.near is not None else [])):
+        for child, share, placed in zip(reversed(picked), reversed(shares[1:]), reversed(placements[1:]), strict=True):
+            overrides = {**common, **picked[child]}
+            token = _assigned.set(_Assignment(child, share, placed))
+            try:
+                fully_shard(child, **overrides)
+            finally:
+                _assigned.reset(token)
+        _attach_unit(modules, shares[0], placements[0], ground, after)
+        for each in (modules, *([child] for child in picked)):
+            _leave_alone(each, left_out)
+        _name_units(modules)
+        replicated = [state for each in modules for state in get_replicated_states(each)]
+        ties = [(unit, Owner(place.module, place.name), place.fqn) for unit, managed in tied for place in managed.places]
+        on_undo(rest_as_dtensors(replicated, ground.mesh, ties))
     return module
 
 

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from torch import nn
 
-from composable.api.agreement import synchronise
+from composable.api.agreement import all_or_none, failures_told, synchronise
 from composable.api.devices import buffers_of, refuse_elsewhere
-from composable.api.meshes import Mesh, device_of, group_of, wire_device
+from composable.api.meshes import Mesh, device_of, group_of, meeting_place, wire_device
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_other_mesh, refuse_taken
 from composable.config import SYNC_MODES
@@ -94,41 +94,47 @@ def replicate(
 
     After Li et al., "PyTorch Distributed" (VLDB 2020).
     """
-    if sync_module_states not in SYNC_MODES:
-        raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
-    if type(broadcast_buffers) is not bool:
-        raise AnnotationError(f"broadcast_buffers must be True or False, got {broadcast_buffers!r}")
-    if type(bucket_cap_mb) not in (int, float) or bucket_cap_mb <= 0:
-        raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb!r}")
     modules = module if isinstance(module, list) else [module]
-    for each in modules:
-        require_callable(each)
-    for child, overrides in _picked(modules, policy).items():
-        common: dict[str, Any] = {
-            "mesh": mesh,
-            "bucket_cap_mb": bucket_cap_mb,
-            "ignored_params": _inside(child, ignored_params),
-        }
-        common |= {"sync_module_states": sync_module_states, "broadcast_buffers": broadcast_buffers}
-        replicate(child, **{**common, **overrides})
     device = device_of(modules[0])
-    resolved, group = group_of("replicate", mesh, device)
-    ignored = ids_of_ignored(modules, ignored_params)
-    (parameters,) = parameters_by_unit(modules, [], ignored)
-    refuse_taken("replicate", modules, parameters)
-    refuse_other_mesh(parameters, resolved)
-    buffers = buffers_of(modules) if broadcast_buffers else []
-    if group is None or resolved is None:
-        ground = Ground(None, LocalWire())
-    else:
-        at = wire_device(resolved, device)
-        refuse_elsewhere("replicate", parameters, buffers_of(modules), at)
-        synchronise("replicate", parameters, wire_of(group, at), sync_module_states)
+    wire = meeting_place("replicate", mesh, device)
+    with failures_told("replicate", wire):
+        if sync_module_states not in SYNC_MODES:
+            raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
+        if type(broadcast_buffers) is not bool:
+            raise AnnotationError(f"broadcast_buffers must be True or False, got {broadcast_buffers!r}")
+        if type(bucket_cap_mb) not in (int, float) or bucket_cap_mb <= 0:
+            raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb!r}")
+        for each in modules:
+            require_callable(each)
+        picked = {
+            child: ({"ignored_params": _inside(child, ignored_params)}, own) for child, own in _picked(modules, policy).items()
+        }
+    common: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb}
+    common |= {"sync_module_states": sync_module_states, "broadcast_buffers": broadcast_buffers}
+    for child, (ignores, overrides) in picked.items():
+        replicate(child, **{**common, **ignores, **overrides})
+    with failures_told("replicate", wire):
+        resolved, group = group_of("replicate", mesh, device)
+        ignored = ids_of_ignored(modules, ignored_params)
+        (parameters,) = parameters_by_unit(modules, [], ignored)
+        refuse_taken("replicate", modules, parameters)
+        refuse_other_mesh(parameters, resolved)
+        buffers = buffers_of(modules) if broadcast_buffers else []
+        if resolved is not None:
+            refuse_elsewhere("replicate", parameters, buffers_of(modules), wire_device(resolved, device))
+    treatment = f"bucket_cap_mb={bucket_cap_mb}, {len(buffers)} buffers that follow rank 0"
+    synchronise("replicate", parameters, wire, sync_module_states, [treatment] * len(parameters))
+    ground = Ground(None, LocalWire())
+    if group is not None and resolved is not None:
         # Apart: buckets of several annotations may become ready in different orders on different ranks.
+        at = wire_device(resolved, device)
         ground = Ground(resolved, wire_of(group, at, apart=True), device=at)
-        ground.wire.count_by(backwards_of(group))
+        backwards = backwards_of(group)  # of which a rank may have run one more, in a model that failed
+        backwards.catch_up(wire.extremes([backwards.number], label="exchange of how many backwards there were")[1][0])
+        ground.wire.count_by(backwards)
     places = [place for _, place, _ in buffers]
-    _attach(modules, parameters, places, ground, max(1, int(bucket_cap_mb * (1 << 20))))
+    with all_or_none("replicate", wire):
+        _attach(modules, parameters, places, ground, max(1, int(bucket_cap_mb * (1 << 20))))
     return module
 
 

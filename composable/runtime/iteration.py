@@ -122,7 +122,8 @@ class Root:
     def take_along(self, replicated: Sequence[ReplicatedUnit]) -> None:
         """Replicated units inside show their parameters, and take part, wherever the root's units may want them."""
         self.replicated = Shown(replicated)
-        self.steps.number = max([self.steps.number, *(unit.wire.sums.steps.number for unit in replicated)])
+        for unit in replicated:
+            self.steps.catch_up(unit.wire.sums.steps.number)
         for unit in replicated:
             unit.count_by(self.steps)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from composable import fully_shard
+from composable import fully_shard, replicate
 from composable.errors import ComposableError
+from composable.runtime.handle import Recipe
+from composable.runtime.reducer import Reducer
 from tests.helpers.world import Pool
 
 
@@ -107,3 +111,103 @@ def _fail_in_mode(mode: str) -> str:
     model = nn.Sequential(nn.Linear(4, 4))
     options = {"shard_placement_fn": _raises} if dist.get_rank() == 1 else {}
     return _said(lambda: fully_shard(model, sync_module_states=mode, **options))
+
+
+# --- replicate --------------------------------------------------------------------------------------------------------
+
+_REPLICATED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
+    "a policy raises": (
+        {"policy": _raises},
+        "RanksDisagreeError: replicate: rank 1 failed, so no rank annotates the module: _Odd: as planned",
+        "_Odd: as planned",
+    ),
+    "an argument is wrong": (
+        {"bucket_cap_mb": 0},
+        "RanksDisagreeError: replicate: rank 1 failed, so no rank annotates the module: "
+        "AnnotationError: bucket_cap_mb must be a positive number of MiB, got 0",
+        "AnnotationError: bucket_cap_mb must be a positive number of MiB, got 0",
+    ),
+    "has smaller buckets": (
+        {"bucket_cap_mb": 1.0},
+        "RanksDisagreeError: replicate: the arguments come to different things for parameter 'weight': "
+        "bucket_cap_mb=25.0, 0 buffers that follow rank 0 on rank 0; "
+        "bucket_cap_mb=1.0, 0 buffers that follow rank 0 on rank 1. Pass the same arguments on every rank.",
+        "",
+    ),
+    "trusts": (
+        {"sync_module_states": "off"},
+        "RanksDisagreeError: replicate: sync_module_states is 'broadcast' on rank 0 and 'off' on rank 1. "
+        "Pass the same on every rank.",
+        "",
+    ),
+}
+
+
+def _replicate() -> dict[str, tuple[str, bool]]:
+    """By case: what this rank ended with, and whether gradients are averaged as soon as the call is right."""
+    found = {}
+    for name, (options, _, _) in _REPLICATED.items():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        common: dict[str, Any] = {"policy": {nn.Linear}}
+        mine = {**common, **options} if dist.get_rank() == 1 else common
+        said = _said(lambda model=model, mine=mine: replicate(model, **mine))  # type: ignore[misc]
+        found[name] = said, _works(model, replicate)
+    return found
+
+
+def _works(model: nn.Module, verb: Callable[..., Any]) -> bool:
+    """Whether the right call goes well, and a step after it."""
+    verb(model, policy={nn.Linear})
+    model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
+    gradient = model.get_parameter("1.bias").grad
+    return gradient is not None
+
+
+def test_all_ranks_raise_when_replicate_fails_on_one(pool: Pool) -> None:
+    ours, theirs = pool.run(2, _replicate)
+    for name, (_, here, there) in _REPLICATED.items():
+        assert ours[name] == (here, True), name
+        assert theirs[name] == (there or here, True), name
+
+
+# --- after the check --------------------------------------------------------------------------------------------------
+
+
+_LATE: Final[dict[str, tuple[Callable[..., Any], Any, str]]] = {
+    "fully_shard": (fully_shard, Recipe, "build"),
+    "replicate": (replicate, Reducer, "_make_buckets"),
+}
+
+
+def _run_out_of_memory(verb: str) -> tuple[str, list[str], bool]:
+    """What this rank ended with, the kinds of parameters afterwards, and whether the right call works then."""
+    annotate, owner, name = _LATE[verb]
+    real = getattr(owner, name)
+    calls = []
+
+    def once(self: Any, *args: Any) -> Any:
+        calls.append(name)
+        if len(calls) == 2:
+            raise MemoryError("as planned")
+        return real(self, *args)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with ExitStack() as stack:
+        if dist.get_rank() == 1:
+            stack.enter_context(mock.patch.object(owner, name, once))
+        try:
+            annotate(model, policy={nn.Linear}, sync_module_states="broadcast")
+            said = "nothing"
+        except (ComposableError, MemoryError) as error:
+            said = f"{type(error).__name__}: {error}"
+    kinds = [type(parameter).__name__ for parameter in model.parameters()]
+    return said, kinds, _works(model, annotate)
+
+
+@pytest.mark.parametrize("verb", _LATE)
+def test_an_annotation_that_fails_half_way_on_one_rank_is_taken_back_on_all(pool: Pool, verb: str) -> None:
+    ours, theirs = pool.run(2, _run_out_of_memory, verb)
+    failed = f"RanksDisagreeError: {verb}: rank 1 failed, so no rank annotates the module: MemoryError: as planned"
+    assert ours == (failed, ["Parameter"] * 6, True)
+    assert theirs == ("MemoryError: as planned", ["Parameter"] * 6, True)

@@ -67,6 +67,13 @@ class GroupWire:
         channels.by_number[channel.number] = channel
         return channel
 
+    @property
+    def channels(self) -> int:
+        return _CHANNELS.setdefault(self.group, _Channels()).opened
+
+    def open_channels_up_to(self, count: int) -> None:
+        _CHANNELS.setdefault(self.group, _Channels()).opened = count
+
     def leave(self, channel: Channel, why: str) -> None:
         """Backends carry no words of their own: who waits for this rank waits until its group's timeout."""
 

@@ -105,6 +105,10 @@ class Steps:
         if not going_on:
             self.oldest = self.number
 
+    def catch_up(self, number: int) -> None:
+        """Another rank, or what was counted apart so far, has come to step `number`; all before are over."""
+        self.number = self.oldest = max(self.number, number)
+
 
 class Channel:
     """Tags that keep one unit's messages of one kind apart from all others in the same group.
@@ -198,6 +202,13 @@ class Wire(Protocol):
     def open_channel(self) -> Channel:
         """Tags for one unit's messages of one kind; every rank opens its channels in the same order."""
 
+    @property
+    def channels(self) -> int:
+        """How many this rank has opened in the group."""
+
+    def open_channels_up_to(self, count: int) -> None:
+        """As if this rank had opened so many: a rank that failed has opened less than the others."""
+
     def leave(self, channel: Channel, why: str) -> None:
         """Tell the others, if words travel by themselves, that this rank says nothing more in the channel's step."""
 
@@ -277,8 +288,13 @@ class LocalWire:
     direct_bytes = 0
     reads_terms = False
 
+    channels = 0
+
     def __init__(self) -> None:
         self.sums = self.open_channel()
+
+    def open_channels_up_to(self, count: int) -> None:
+        return None
 
     def count_by(self, steps: Steps) -> None:
         self.sums.steps = steps
