@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, keep_unsharded, reshard, unshard
-from composable.device.collectives import wires_wrapped_by
+from composable.device.collectives import wires_wrapped_by, world_group
 from composable.errors import CommunicationError
 from tests.helpers.wires import Log, Recording
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, set_timeout
 
 
 def _by_an_optimizer(model: nn.Module) -> None:
@@ -293,6 +293,7 @@ def _write_on_one_rank() -> str:
     model, x = _model()
     with keep_unsharded(model), torch.no_grad():
         model(x)
+        set_timeout(world_group(), 4.0)  # from here on every gather waits for what will never come
         if dist.get_rank() == 0:
             model[0].weight.to_local().mul_(2.0)  # type: ignore[index, operator, union-attr]
         try:
@@ -308,7 +309,7 @@ def _write_on_one_rank() -> str:
 
 
 def test_ranks_that_decide_differently_about_gathering_anew_time_out_by_name(pool: Pool) -> None:
-    first, second = pool.run(2, _write_on_one_rank, group_timeout=4.0, spoils=True)
+    first, second = pool.run(2, _write_on_one_rank, spoils=True)
     for rank, said in enumerate((first, second)):
         assert said.startswith(f"rank {rank}: the all-gather of unit '0' failed: "), said
 
