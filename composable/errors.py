@@ -71,6 +71,8 @@ class RanksDisagreeError(ComposableError, RuntimeError):
 class CommunicationError(ComposableError, RuntimeError):
     """The machine's or another rank's: a collective failed or timed out."""
 
+    later_step: int | None = None  # that another rank has gone on to, if that is why
+
 
 class PhaseError(ComposableError, RuntimeError):
     """The caller's: something was asked of a unit at a time when it cannot be done."""

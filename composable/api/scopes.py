@@ -98,13 +98,14 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
         ...     for _ in range(100): tokens = extend(tokens, model(tokens))
     """
     handles = _handles_in("keep_unsharded", module)
-    for handle in handles:
-        handle.pins += 1
+    scope = object()
     try:
+        for handle in handles:
+            handle.pins[scope] = None
         yield
     finally:
         for handle in handles:
-            handle.pins -= 1
+            handle.pins.pop(scope, None)
             if not handle.pins and not handle.depth:
                 handle.reshard()
 

@@ -168,21 +168,21 @@ class GradientShards:
     def _make(self) -> None:
         flat = self._flat
         self._released = False
+        self._buffer = None  # until everything is made: an interrupt may come in between
         with torch.inference_mode(False), torch.no_grad():
-            self._buffer = torch.empty(self._numel, dtype=flat.dtype, device=flat.device)
-            self._storage = storage_key(self._buffer)
-            note_shards(self._buffer, flat.layout, flat.rank)
+            buffer = torch.empty(self._numel, dtype=flat.dtype, device=flat.device)
+            self._storage = storage_key(buffer)
+            note_shards(buffer, flat.layout, flat.rank)
             self._dtensors = [
-                like_parameter(shape_like_rows(self._buffer, slot, flat.rank), parameter)
+                like_parameter(shape_like_rows(buffer, slot, flat.rank), parameter)
                 for slot, parameter in zip(flat.layout.slots, self._sharded, strict=True)
             ]
-            shards = [
-                self._buffer[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots
-            ]
+            shards = [buffer[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots]
             self.direct = [shards[index] for index in self._plan.direct]
-            self._make_row(self._buffer, shards)
+            self._make_row(buffer, shards)
             del shards
         self._unused = self._users()
+        self._buffer = buffer
 
     def _make_row(self, buffer: Tensor, shards: Sequence[Tensor]) -> None:
         plan = self._plan
@@ -217,8 +217,8 @@ class GradientShards:
     def release(self) -> None:
         """Give the memory back if nobody holds a gradient in it: during forward, activations need it more."""
         if not self._released and not self._kept_by_somebody():
+            self._released = True  # first: after an interrupt there may be more memory, never less
             self._shelf.drain(self.buffer.untyped_storage())
-            self._released = True
 
     @property
     def buffer(self) -> Tensor:

@@ -130,9 +130,9 @@ class ElasticBuffer:
     def allocate(self) -> None:
         if not self._held:
             self._shelf.fill(self._storage)
-            self._held = True
+            self._held = True  # last, and first below: after an interrupt in between there may be more memory, never less
 
     def free(self) -> None:
         if self._held:
-            self._shelf.drain(self._storage)
             self._held = False
+            self._shelf.drain(self._storage)

@@ -51,8 +51,13 @@ class _Ending:
 
     @untraced
     def __call__(self) -> None:
-        self._callback()
-        self._otherwise = None
+        try:
+            self._callback()
+        except BaseException:
+            self.__del__()  # at once: the traceback will keep this frame, and with it this object
+            raise
+        finally:
+            self._otherwise = None
 
     @untraced
     def __del__(self) -> None:

@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from operator import attrgetter, contains
-from types import FrameType
 from typing import Any, Final, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.compilation import forget_compiled, untraced, untraced_alone
+from composable.compilation import forget_compiled, running_compiler, untraced, untraced_alone
+from composable.model.interrupts import Inputs, calls_of
 
 _WAITING: Final = "composable: called before gradients"  # in a node's metadata
 _pre_hooks: Final = attrgetter("_forward_pre_hooks")
@@ -48,7 +48,7 @@ class Bracket(Protocol):
 
 
 class _Call:
-    """One call of a module: which brackets were entered, and which exception was being handled already."""
+    """One call of a module: which brackets were entered and not left, and which exception was being handled already."""
 
     __slots__ = ("entered", "handled")
 
@@ -118,10 +118,8 @@ class Dispatcher:
 
     @untraced_alone
     def before(self, module: nn.Module, args: Any, kwargs: Any, without: str = "") -> tuple[Any, Any]:
-        if self._calls and not is_running(module):
-            self._calls.clear()  # an interrupt ended the call before; torch tells hooks of ordinary exceptions only
-            for bracket in reversed(self._ordered):
-                bracket.forget()
+        if self._calls and calls_of(module) <= 1:
+            self._forget_interrupted()
         call = _Call()
         self._calls.append(call)
         skipped = self.brackets.get(without)
@@ -131,40 +129,43 @@ class Dispatcher:
             # Noted first: a bracket whose entry fails half-way is asked to clean up too.
             call.entered.append(bracket)
             args, kwargs = bracket.enter(module, args, kwargs)
-        return args, kwargs
+        if without or running_compiler() is not None:
+            return args, kwargs
+        inputs = Inputs((args, kwargs))
+        inputs.when_gone = partial(self._let_go, module, call)
+        return inputs
+
+    def _let_go(self, module: nn.Module, call: _Call) -> None:
+        """What `before` returned is gone, and with it, most likely, the call."""
+        if call in self._calls and not calls_of(module):
+            self._forget_interrupted()
+
+    def _forget_interrupted(self) -> None:
+        """Calls ended without a word: torch tells hooks of ordinary exceptions only."""
+        for bracket in reversed(self._ordered):
+            bracket.forget()
+        self._calls.clear()
 
     @untraced
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         if not self._calls:
             return output  # a hook that somebody put before ours raised
-        call = self._calls.pop()
+        call = self._calls[-1]  # and there it stays until all is done: whoever finds it there knows that it is not
         if output is None and sys.exception() is not call.handled:
             for bracket in reversed(call.entered):
                 bracket.abandon(module)
+            self._calls.pop()
             return None
-        while call.entered:
-            bracket = call.entered.pop()
+        for bracket in reversed(call.entered):
             try:
                 output = bracket.leave(module, output)
-            except BaseException:
-                for outer in reversed(call.entered):
+            except Exception:
+                for outer in reversed(call.entered[: call.entered.index(bracket)]):
                     outer.abandon(module)
+                self._calls.pop()
                 raise
+        self._calls.pop()
         return output
-
-
-@untraced
-def is_running(module: nn.Module) -> bool:
-    """Whether a call of `module` is under way further up the stack than the one whose hooks run now."""
-    calls = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame:
-        if frame.f_code.co_name == "_call_impl":
-            calls += frame.f_locals.get("self") is module
-        elif frame.f_code.co_name == "call_bracketed":
-            calls += frame.f_locals.get("module") is module
-        frame = frame.f_back
-    return calls > 1
 
 
 @untraced

@@ -168,6 +168,7 @@ def _verbs(annotations: Mapping[str, Annotation]) -> list[str]:
 
 
 def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
+    unit.settle()
     handle = unit.handle
     parameters = [slot.sharded for slot in handle.slots]
     after = {Free: "reshard", Keep: "keep"}.get(type(handle.after_forward), "")

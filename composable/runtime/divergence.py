@@ -6,6 +6,9 @@ left a step half-way and one that went through all of it open the next one with 
 waits in the step before would wait for good: a rank that leaves one tells why, and whatever it says in a later step tells as
 much. Both raise where somebody waits, and that rank leaves the step, too.
 Ranks that run different units in one step come to wait for each other, and are told by the neighbourhood that sees both wait.
+An interrupt that reaches all ranks finds them in different forwards of the same step of the program, if gradients are
+accumulated, or before and after they have opened one. So their numbers differ afterwards. A rank that was interrupted, and
+finds the others in a later step before anything of its own has come about, goes on to theirs.
 Where words do not travel by themselves (sockets, NCCL) the group's timeout ends the waiting, by name.
 docs/decisions/0016-steps.md has the whole story.
 """
@@ -14,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composable.errors import RanksDisagreeError
+from composable.device.collectives import Steps
+from composable.errors import CommunicationError, RanksDisagreeError
 from composable.runtime.ground import Ground
 from composable.runtime.handle import Handle
 
@@ -42,3 +46,20 @@ def say_farewell(handles: Sequence[Handle], why: str) -> None:
     """Those who wait for this rank in the step that it leaves are told, where words travel by themselves."""
     for handle in handles:
         handle.say_farewell(why)
+
+
+def look_ahead(handles: Sequence[Handle], steps: Steps) -> None:
+    """After an interrupt: open the step that others are in, as far as they have said so; see Note [Steps]."""
+    if steps.number == steps.oldest:
+        steps.number = steps.oldest = max(handle.ground.wire.latest_step(steps) for handle in handles)
+
+
+def catch_up(handles: Sequence[Handle], steps: Steps, error: CommunicationError) -> bool:
+    """After an interrupt: go on to the step that others are in, see Note [Steps]. False if this is no time for it."""
+    fresh = steps.met < steps.number == steps.oldest
+    if not fresh or error.later_step is None or error.later_step <= steps.number:
+        return False
+    for handle in handles:
+        handle.withdraw()
+    steps.number = steps.oldest = error.later_step
+    return True

@@ -59,7 +59,7 @@ class Handle:
         self.after_forward = recipe.after_forward
         self._strides = recipe.strides
         self.phase = Phase.SHARDED
-        self.pins = 0  # scopes and explicit calls that keep the parameters unsharded
+        self.pins: dict[object, None] = {}  # scopes and graphs that keep the parameters unsharded
         self.uses = 0  # forwards whose backward has not been entered yet
         self.depth = 0  # calls of its modules that are running, and its backward
         self._calls = 0  # the former alone
@@ -292,13 +292,30 @@ class Handle:
         if self._calls == 0:
             self._guards.stand()
 
+    def withdraw(self) -> None:
+        """Give a gather up that has not landed."""
+        if self.phase is Phase.GATHERING:
+            self._give_up_arrivals()
+
+    def show_for(self, calls: int) -> None:
+        """Whatever was shown or hidden before: show for so many calls of its modules, and no backward."""
+        if not calls:
+            self.parameters.stage.hide()
+            self._guards.stand()
+        self.depth = self._calls = calls
+
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """After an error: nothing in flight, nothing unsharded, no unreduced gradient, modules hold sharded parameters."""
-        self.depth = self._calls = 1
-        self.end_call()
+        self.show_for(0)
         self.uses = 0
+        try:
+            self._give_up_arrivals()
+        finally:
+            self.gradients.drop()
+
+    def _give_up_arrivals(self) -> None:
         arrivals, self._arrivals = self._arrivals, []
         try:
             for arrival in arrivals:
@@ -308,7 +325,6 @@ class Handle:
             for part in self.parameters.parts:
                 part.find_writes()  # and forget them: the step is lost anyway
                 part.free()
-            self.gradients.drop()
 
     def dissolve(self, originals: Sequence[nn.Parameter | None]) -> None:
         """Give the module whole plain parameters back: `originals` where they still exist, new ones elsewhere."""

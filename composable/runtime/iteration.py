@@ -1,21 +1,11 @@
 """One forward and backward of one root: who is unsharded when, prefetching, finishing, unwinding. Moves no bytes itself.
 
-Note [When a unit is left in backward]
-A unit's backward is entered at its outputs. It is over when backward enters a unit that does not enclose it, or ends:
-autograd runs the newest nodes first, so the nodes of one call run without interruption but for those of calls inside it.
-Only then are the unit's parameters freed, because a frozen or detached parameter may be needed after the last gradient has
-arrived, and only then is a gradient that has not arrived known not to come.
-
 Note [Launch points]
 Collectives are launched where backward enters a unit, where that makes it leave another, and where it ends. Every rank sees
 the same sequence of those, whatever parameters it used. Gradients arrive in between, or not at all, so nothing is launched
 because of one. Whoever waits, waits for something launched further up in the same sequence, so the rank that is furthest
 behind always finds what it waits for.
 docs/decisions/0013-launch-points.md tells what goes wrong otherwise.
-
-Note [Backward through a backward]
-A backward that builds a graph (`create_graph=True`) leaves nodes behind that need parameters and belong to no call, so
-nothing tells when backward comes to them. The units that such a backward entered stay unsharded until one without has ended.
 """
 
 from __future__ import annotations
@@ -24,18 +14,20 @@ import logging
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from composable.device.collectives import Steps
+from composable.device.private import in_backward
 from composable.errors import CommunicationError, first_line
 from composable.model.hooks import HookWatch
+from composable.model.interrupts import calls_of
 from composable.plan.phases import GradPhase, Phase
-from composable.plan.schedule import BackwardOrder, ForwardOrder
+from composable.plan.schedule import ForwardOrder
 from composable.runtime.backward_end import end_of_backward
-from composable.runtime.divergence import check_order, say_farewell
+from composable.runtime.divergence import catch_up, check_order, look_ahead, say_farewell
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import note_of_mixing
@@ -43,52 +35,12 @@ from composable.runtime.mixed import Shown
 from composable.runtime.outputs import watch
 from composable.runtime.recompute import close_interrupted
 from composable.runtime.replica import ReplicatedUnit
+from composable.runtime.step import Iteration, Unit, refuse_doubtful, refuse_lost_backward, reset
 
 logger = logging.getLogger("composable")
 
 PREFETCH_DEPTH: Final = 1  # units gathered ahead of need; docs/decisions/0005 says what was measured
 REDUCTIONS_IN_FLIGHT: Final = 1  # while the next one is launched
-
-
-class Iteration:
-    """What lives for one or more forwards and their backward; dropped at its end, never reset."""
-
-    def __init__(self) -> None:
-        self.finished = BackwardOrder()
-        self.in_backward = False
-        # Units by their number, in the order in which it happened to them.
-        self.active: list[int] = []  # entered in backward and not left
-        self.entered: dict[int, None] = {}
-        self.to_reduce: dict[int, None] = {}  # entered since they were last reduced
-        self.untracked: dict[int, None] = {}  # whose gradients may come by another way than through their outputs
-        self.reducing: list[int] = []
-        self.builds_graph = False  # this backward, see Note [Backward through a backward]
-        self.pinned: dict[int, None] = {}  # units that it, or one before, keeps unsharded
-
-    def next(self) -> Iteration:
-        """What is left of it when a backward has ended that is not the last."""
-        following = Iteration()
-        following.finished = self.finished
-        following.pinned = self.pinned
-        following.untracked = self.untracked
-        following.untracked = self.untracked
-        return following
-
-
-class Unit(Protocol):
-    """What a root asks of its units."""
-
-    root: Root | None
-
-    @property
-    def modules(self) -> Sequence[nn.Module]: ...
-
-    @property
-    def handle(self) -> Handle: ...
-
-    def check_hooks(self) -> None: ...
-
-    def forget_calls(self) -> None: ...
 
 
 class Root:
@@ -109,7 +61,10 @@ class Root:
         for handle in handles:
             handle.count_by(self.steps)
         self._running: list[int] = []  # units that are called now, outermost first
-        self.entry: nn.Module = module
+        self.call: nn.Module | None = None  # the outermost one whose forward is under way
+        self.handled: BaseException | None = None  # when that began
+        self.behind = False  # maybe: an interrupt came, and others have begun more forwards since
+        self._doubtful: tuple[Handle, ...] = ()  # showed unsharded parameters while users could act
         self.failure = ""
         self.reason = ""
         self._watch = HookWatch(module for unit in units for module in unit.modules)
@@ -150,21 +105,37 @@ class Root:
     def open_forward(self, handle: Handle, module: nn.Module) -> None:
         """Called before every forward of a unit; the outermost one opens an iteration, or goes on with the open one."""
         running = self._running
-        if not running and self.iteration is not None and self.iteration.in_backward:
-            self._unwind("its backward did not finish")
+        if self.iteration is not None and self.iteration.backward is not None:
+            if running:
+                refuse_lost_backward(self.iteration, self.handles[0].name)
+            else:
+                self._unwind("its backward did not finish")
         index = self._index[handle]
         if not running:
-            self.steps.open(going_on=self.iteration is not None)
-            for each in self.handles:  # this may raise
-                each.prepare()
-            self.replicated.enter_call()
-            self.entry = module
-            if self.iteration is None:
-                self.iteration = Iteration()
+            self.handled = sys.exception()
+            self.call = module  # before anything changes: whoever finds it, and no call, cleans up
+            try:
+                self._begin_forward()
+            except Exception:
+                self.replicated.leave_call()
+                self.call = None
+                raise
         for outer in running:
             if outer != index:
                 self._enclosing[index][outer] = None
         running.append(index)
+
+    def _begin_forward(self) -> None:
+        self.steps.open(going_on=self.iteration is not None)
+        if self.behind:
+            look_ahead(self.handles, self.steps)
+        doubtful, self._doubtful = self._doubtful, ()
+        refuse_doubtful(doubtful, self.handles)
+        for handle in self.handles:  # this may raise
+            handle.prepare()
+        self.replicated.enter_call()
+        if self.iteration is None:
+            self.iteration = Iteration()
 
     def enter(self, handle: Handle) -> None:
         """`handle`'s module is about to compute."""
@@ -173,7 +144,14 @@ class Root:
             check_order(self.handles, index, handle.ground)
         self.order.record(index)
         self._gather(index, *self.order.next_units(PREFETCH_DEPTH))
-        handle.land()
+        while True:
+            try:
+                handle.land()
+                return
+            except CommunicationError as error:
+                if not (self.behind and catch_up(self.handles, self.steps, error)):
+                    raise
+                self._gather(index)
 
     def _gather(self, *indices: int) -> None:
         """Launch what is not there yet: a unit's all-gather, and those of the units that come next."""
@@ -208,6 +186,8 @@ class Root:
         self._running.pop()
         if self._running:
             return
+        if self.iteration is not None and self.iteration.backward is not None:
+            refuse_lost_backward(self.iteration, self.handles[0].name)
         self.replicated.leave_call()
         if not self._verified:
             ground = next(handle.ground for handle in self.handles if handle.ground.wire.ways > 1)
@@ -222,6 +202,8 @@ class Root:
         iteration = self.iteration
         if not torch.is_grad_enabled() and iteration is not None and not (iteration.finished.next_units(1) or iteration.pinned):
             self.iteration = None
+        self.behind = False
+        self.call = None
 
     def abandon(self, handle: Handle) -> None:
         """A forward of `handle`'s module raised; called from the innermost annotated module outwards."""
@@ -236,8 +218,19 @@ class Root:
             self._unwind(self.failure, self.reason)
             self.failure = ""
 
+    def is_left(self, entering: nn.Module | None = None) -> bool:
+        """Whether a forward was begun, and is neither ended nor under way; `entering` is about to be called."""
+        return self.call is not None and calls_of(self.call) <= (self.call is entering)
+
+    def settle(self) -> None:
+        if self.is_left():
+            self.recover_from_interrupt()
+        elif self.iteration is not None and self.iteration.backward is not None and not in_backward():
+            self.leave_failed_backward()
+
     def recover_from_interrupt(self) -> None:
-        """A forward ended without a word, as a KeyboardInterrupt makes it: clean up before the next one."""
+        """A forward ended without a word. All of this may be interrupted, and done again."""
+        self.behind = True
         for unit in self.units:
             unit.forget_calls()
         close_interrupted()
@@ -247,19 +240,30 @@ class Root:
 
     def _open_backward(self) -> Iteration:
         iteration = self.iteration
-        if iteration is not None and iteration.in_backward:
+        if iteration is not None and iteration.backward is not None:
+            refuse_lost_backward(iteration, self.handles[0].name)
             return iteration
         iteration = self.iteration = iteration or Iteration()
-        iteration.in_backward = True
+        end = end_of_backward()
+        iteration.open_backward(end)  # before anything changes: whoever finds it open, and no backward, cleans up
+        end.join(self)
         for handle in self.handles:
             if handle.phase is not Phase.SHARDED:
                 handle.look_up_edition()
-        end_of_backward().join(self)
         self.replicated.enter_backward()
         return iteration
 
     def enter_backward(self, index: int, builds_graph: bool) -> None:
         """Backward is about to go through an output of unit `index`."""
+        try:
+            self._enter_backward(index, builds_graph)
+        except BaseException:
+            if self.iteration is not None:
+                self.iteration.lose_backward()  # it may not have been opened yet
+            self.leave_failed_backward()
+            raise
+
+    def _enter_backward(self, index: int, builds_graph: bool) -> None:
         iteration = self._open_backward()
         handle = self.handles[index]
         entering = index not in iteration.active
@@ -281,11 +285,11 @@ class Root:
         iteration.builds_graph = True
         if index not in iteration.pinned:
             iteration.pinned[index] = None
-            self.handles[index].pins += 1
+            self.handles[index].pins[self] = None
 
     def _unpin(self, iteration: Iteration) -> None:
         for index in iteration.pinned:
-            self.handles[index].pins -= 1
+            self.handles[index].pins.pop(self, None)
 
     def _leave_backward(self, iteration: Iteration, entered: int) -> None:
         """See Note [When a unit is left in backward]. A unit may share its outputs with the one around it: neither is left."""
@@ -327,7 +331,7 @@ class Root:
     def launch_rest(self) -> None:
         """Backward is at its end: launch the reductions of whatever has not been left."""
         iteration = self.iteration
-        if iteration is None or not iteration.in_backward:
+        if iteration is None or iteration.backward is None:
             return
         for index, handle in enumerate(self.handles):
             late = handle.gradients.phase is GradPhase.ARRIVING  # brought gradients, but was not entered, or had been left
@@ -336,7 +340,7 @@ class Root:
 
     def finish_backward(self) -> None:
         iteration = self.iteration
-        if iteration is None or not iteration.in_backward:
+        if iteration is None or iteration.backward is None:
             return
         self._finish_reductions(iteration, 0)
         for index in iteration.active:
@@ -372,24 +376,24 @@ class Root:
     def leave_failed_backward(self) -> None:
         """It raised. Who clears gradients or makes an optimizer before the next forward finds the sharded parameters."""
         iteration = self.iteration
-        if iteration is not None and iteration.in_backward:
-            for index in iteration.active:
-                self.handles[index].hide()
+        if iteration is not None and iteration.backward is not None:
+            iteration.lose_backward()
+            self.behind = self.behind or not isinstance(sys.exception(), Exception | None)
+            for index, handle in enumerate(self.handles):
+                handle.show_for(self._running.count(index))
             iteration.active = []
             say_farewell(self.handles, "its backward did not finish")
 
     def _unwind(self, why: str, reason: str = "") -> None:
         """Give up whatever is in flight, free whatever is unsharded, forget unreduced gradients."""
+        self._doubtful += tuple([handle for handle in self.handles if not handle.parameters.stage.intact()])
         say_farewell(self.handles, reason or why)
         logger.warning("%s; state was reset", why if why.startswith("previous") else f"previous step: {why}")
-        for handle in self.handles:
-            try:
-                handle.reset()
-            except CommunicationError as error:
-                logger.warning("while resetting unit '%s': %s", handle.name, error)
+        reset(self.handles)
         if self.iteration is not None:
             self._unpin(self.iteration)
         self.replicated.leave_call()
         self.order.abandon()
         self.iteration = None
         self._running.clear()
+        self.call = None

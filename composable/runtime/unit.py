@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from composable.device.memory import HOST_MEMORY
 from composable.device.parameters import Owner, ParameterSlots
 from composable.device.private import in_backward, next_node
 from composable.errors import HooksRemovedError, ShardedParameterError
-from composable.model.hooks import Guard, dispatcher_of, is_running, map_tensors
+from composable.model.hooks import Guard, dispatcher_of, map_tensors
 from composable.model.transaction import is_taking_back
 from composable.model.traversal import get_replicated_states, get_states, names_below
 from composable.runtime.handle import Handle, Recipe
@@ -74,6 +75,7 @@ class ShardedUnit:
             self.guards = [Guard(module, self._guard) for key, module in owners.items() if key not in mine]
             hook = StateDictHook(self)
             self._loading = [owner.register_load_state_dict_pre_hook(hook) for owner in owners.values()]
+            self._loading += [owner.register_state_dict_pre_hook(self._before_state_dict) for owner in owners.values()]
         handle.guarded_by(self.guards)
 
     @property
@@ -213,7 +215,7 @@ class ShardedUnit:
             former.disband()
         if root is None:
             root = self._become_root(module)
-        if root.depth and root.entry is module and not is_running(module):
+        if root.call is not None and (root.call is module or sys.exception() is not root.handled) and root.is_left(module):
             root.recover_from_interrupt()
         if root.depth == 0:
             root.check_hooks()
@@ -235,13 +237,26 @@ class ShardedUnit:
         around = dict.fromkeys([module, *(each for unit in units for each in unit.modules)])
         replicated = {id(state): state for each in around for state in get_replicated_states(each)}
         root.take_along(list(replicated.values()))
-        for unit in units:
+        for unit in reversed(units):  # this one last: until it has the root, a forward plans anew
             unit.root = root
         return root
 
     @untraced
     def forget(self) -> None:
-        """The root notices by itself, at its next forward."""
+        self.settle()
+        if self.root is not None:
+            self.root.behind = True
+        while self._calls:  # of a forward that goes on: somebody inside it caught the interrupt
+            self.abandon(self.modules[0])
+
+    def settle(self) -> None:
+        """Show what should be seen, if an interrupt has ended what was under way."""
+        if self.root is not None:
+            self.root.settle()
+
+    @untraced
+    def _before_state_dict(self, *_: Any) -> None:
+        self.settle()
 
     def forget_calls(self) -> None:
         """No call of this unit's modules is under way any more."""

@@ -77,6 +77,9 @@ class GroupWire:
     def leave(self, channel: Channel, why: str) -> None:
         """Backends carry no words of their own: who waits for this rank waits until its group's timeout."""
 
+    def latest_step(self, steps: Steps) -> int:
+        return steps.number
+
     def _is_mean(self, parts: Sequence[ReducePart]) -> bool:
         """Whether the backend can scale the sums, too."""
         if not self._averaging:

@@ -47,6 +47,10 @@ class Neighbour:
 class WentOn(EOFError):
     """A word cannot come any more: who should say it is in a later step, or waits for this rank itself."""
 
+    def __init__(self, why: str, later_step: int | None = None) -> None:
+        super().__init__(why)
+        self.later_step = later_step
+
 
 class Thanks:
     """The words of peers that they have finished with a message; those who have yet to say so are `left`."""
@@ -206,6 +210,14 @@ class Neighbourhood:
             for peer in self.peers:
                 self._neighbours[peer].outlet.say(tag, block.start, len(text))
 
+    def latest_step(self, steps: Steps) -> int:
+        """The last step in which anybody has said something so far."""
+        latest = steps.number
+        for neighbour in self._neighbours.values():
+            tags = [tag for tag in neighbour.inbox.pending() if self._steps_of(tag) is steps]
+            latest = max([latest, *map(Channel.step_in, tags)])
+        return latest
+
     def give_up(self, block: Block, tag: int, heard: Iterable[int], steps: Steps) -> None:
         """This rank reads nothing that the others show under `tag`, but they may read what it has shown."""
         block.readers = ThanksOfSome(self, tag, heard, steps)
@@ -234,7 +246,7 @@ class Neighbourhood:
 
     def _look_for_later(self, peer: int, steps: Steps, last: int, pending: Sequence[int]) -> None:
         """Raise if `peer` has said something in a later one of `steps` than `last`."""
-        gone_on = False
+        gone_on = -1
         for other in pending:
             step = Channel.step_in(other)
             if step <= steps.oldest or other & _DONE or self._steps_of(other) is not steps:
@@ -243,10 +255,10 @@ class Neighbourhood:
                 word = self.glance(peer, other)
                 if word is not None:
                     why = bytes(self.look(peer, word).tolist()).decode(errors="replace")
-                    raise WentOn(f"rank {peer} has left this step: {why}")
-            gone_on = gone_on or step > last
-        if gone_on:
-            raise WentOn(f"rank {peer} has left this step and gone on to a later one")
+                    raise WentOn(f"rank {peer} has left this step: {why}", step)
+            gone_on = max(gone_on, step)
+        if gone_on > last:
+            raise WentOn(f"rank {peer} has left this step and gone on to a later one", gone_on)
 
     def _refuse_if_hopeless(self, peer: int, tag: int) -> None:
         """After some time: look at what `peer` says and waits for in other groups, too, if steps are shared with them."""

@@ -52,6 +52,7 @@ class _Handover:
     def __init__(
         self, near: Neighbourhood, block: Block, tag: int, label: str, receive: Receive, steps: Steps, *, in_step: bool
     ) -> None:
+        self._receive: Receive | None = None
         self._rest: Pending | None = None
         self._words: dict[int, Word] = {}
         self._near = near
@@ -59,7 +60,7 @@ class _Handover:
         self._tag = tag
         self._label = label
         self._steps = steps
-        self._receive: Receive | None = receive
+        self._receive = receive
         near.show(block, tag, in_step=in_step)
 
     def progress(self) -> bool:
@@ -89,7 +90,6 @@ class _Handover:
             self._rest.wait()
 
     def _take(self, receive: Receive) -> None:
-        self._receive = None
         near, heard = self._near, self._words
         try:
             for peer in near.peers:
@@ -100,17 +100,18 @@ class _Handover:
                 self._rest = receive(heard)
             near.say_done(self._tag)
         except FAILURES as error:
-            self._leave()
+            self.give_up()
             raise failed(self._label, near.rank, error) from error
         except BaseException:
-            self._leave()
+            self.give_up()
             raise
+        self._receive = None  # first: a block that comes back is another message's
         self._block.settled = True
 
     def give_up(self) -> None:
         if self._receive is not None:
-            self._receive = None
             self._leave()
+            self._receive = None
         elif self._rest is not None:
             self._rest.give_up()
 
@@ -135,6 +136,9 @@ class SharedWire(GroupWire):
 
     def leave(self, channel: Channel, why: str) -> None:
         self._near.say_farewell(channel, why)
+
+    def latest_step(self, steps: Steps) -> int:
+        return self._near.latest_step(steps)
 
     # --- gathers ----------------------------------------------------------------------------------------------------
 

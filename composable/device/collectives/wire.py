@@ -212,6 +212,9 @@ class Wire(Protocol):
     def leave(self, channel: Channel, why: str) -> None:
         """Tell the others, if words travel by themselves, that this rank says nothing more in the channel's step."""
 
+    def latest_step(self, steps: Steps) -> int:
+        """The last step in which others have said something so far, where words travel by themselves."""
+
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         """What `all_gather` needs, made once."""
 
@@ -244,10 +247,12 @@ FAILURES: Final = (RuntimeError, OSError, EOFError)  # of backends, of memory an
 
 
 def failed(label: str, rank: int, error: Exception) -> CommunicationError:
-    return CommunicationError(
+    found = CommunicationError(
         f"rank {rank}: the {label} failed: {first_line(error) or type(error).__name__}\n"
         "Another rank raised, ended or took another path through the model; look for the first error among all ranks."
     )
+    found.later_step = getattr(error, "later_step", None)
+    return found
 
 
 class Works:
@@ -304,6 +309,9 @@ class LocalWire:
 
     def leave(self, channel: Channel, why: str) -> None:
         return None
+
+    def latest_step(self, steps: Steps) -> int:
+        return steps.number
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return tuple(parts)
