@@ -34,6 +34,10 @@ OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "checkpoint")
 class Bracket(Protocol):
     """What one annotation does around a module's forward."""
 
+    @property
+    def outermost(self) -> bool:
+        """Whether nobody around cleans up after an interrupt, so that it pays to notice at once. Asked after `enter`."""
+
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before forward; returns the inputs that forward gets."""
 
@@ -123,13 +127,15 @@ class Dispatcher:
         call = _Call()
         self._calls.append(call)
         skipped = self.brackets.get(without)
+        watched = False
         for bracket in self._ordered:
             if bracket is skipped:
                 continue
             # Noted first: a bracket whose entry fails half-way is asked to clean up too.
             call.entered.append(bracket)
             args, kwargs = bracket.enter(module, args, kwargs)
-        if without or running_compiler() is not None:
+            watched = watched or bracket.outermost
+        if not watched or without or running_compiler() is not None:
             return args, kwargs
         inputs = Inputs((args, kwargs))
         inputs.when_gone = partial(self._let_go, module, call)

@@ -43,6 +43,8 @@ class RecomputeBracket:
     The second run goes through the module's hooks again, all but this bracket: annotations outside it see it happen.
     """
 
+    outermost = True
+
     def __init__(self, options: RecomputeOptions) -> None:
         self.options = options
         self._generators: list[Any] = []

@@ -285,6 +285,8 @@ class ReplicatedUnit:
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 
+    outermost = True
+
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._depth += 1

@@ -152,6 +152,10 @@ class ShardedUnit:
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 
+    @property
+    def outermost(self) -> bool:
+        return self.root is not None and self.root.depth == 1
+
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         call = _Call()

@@ -113,7 +113,7 @@ SCHEMES: Final[dict[str, Callable[[Model, Any], None]]] = {
 }
 
 
-SHARDED: Final = ("by policy", "keeping", "regrouping", "nested", "checkpointed")
+SHARDED: Final = ("by policy", "keeping", "nested", "checkpointed")
 
 
 class Interrupter:

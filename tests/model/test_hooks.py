@@ -26,6 +26,8 @@ from composable.model.hooks import (
 class Noting:
     """A bracket that writes down what it is told, and fails where it is asked to."""
 
+    outermost = True
+
     def __init__(self, name: str, log: list[str], fails: str = "") -> None:
         self.name = name
         self.log = log

@@ -19,7 +19,7 @@ from tests.helpers.world import Pool
 
 @pytest.mark.parametrize("scheme", SHARDED)
 def test_training_goes_on_after_an_interrupt_as_if_the_step_had_been_left_out(pool: Pool, scheme: str) -> None:
-    ranks = 4 if scheme == "regrouping" else 2
+    ranks = 2
     seeds = range(1000, 1000 + 12 // ranks)
     for rank, found in enumerate(pool.run(ranks, run_seeds, seeds, 20.0, scheme)):
         for seen in found:
