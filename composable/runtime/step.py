@@ -68,7 +68,6 @@ class Iteration:
         following.finished = self.finished
         following.pinned = self.pinned
         following.untracked = self.untracked
-        following.untracked = self.untracked
         return following
 
 
