@@ -205,7 +205,8 @@ def _describe(parameters: Sequence[ManagedParameter], index: int) -> str:
         return "none there"
     parameter = parameters[index].parameter
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return f"'{parameters[index].fqn}' {tuple(parameter.shape)} {dtype}"
+    frozen = "" if parameter.requires_grad else ", frozen"
+    return f"'{parameters[index].fqn}' {tuple(parameter.shape)} {dtype}{frozen}"
 
 
 def _refuse_values(verb: str, parameters: Sequence[ManagedParameter], values: list[int], wire: Wire, label: str) -> None:

@@ -35,7 +35,7 @@ from composable.runtime.ground import Ground
 from composable.runtime.handle import Recipe
 from composable.runtime.mixed import rest_as_dtensors
 from composable.runtime.unit import ShardedUnit
-from composable.runtime.wrappers import refuse_wrapping
+from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
 _EQUIVALENTS: Final = {
     "auto_wrap_policy": "policy=",
@@ -51,6 +51,10 @@ _EQUIVALENTS: Final = {
     "backward_prefetch": "the recorded order is always prefetched; leave it out",
     "param_init_fn": "initialise the module before annotating it; initialisers draw numbers shard by shard afterwards",
     "sync_module_state": "sync_module_states=",
+    "find_unused_parameters": "unused parameters need no flag; leave it out",
+    "static_graph": "nothing depends on it; leave it out",
+    "bucket_cap_mb": "gradients are reduced unit by unit; leave it out",
+    "broadcast_buffers": "buffers belong to each rank; leave it out",
     "mp_policy": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
     "mixed_precision": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
     "offload_policy": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
@@ -130,6 +134,7 @@ def fully_shard(
         shares = parameters_by_unit(modules, list(picked), left_out)
         for parameters in shares:
             refuse_taken("fully_shard", modules, parameters)
+            refuse_wrapped(modules, "fully_shard", parameters)
         options = [common, *({**common, **overrides} for overrides in picked.values())]
         # Asked from the innermost unit outwards, as units are made, and once: the function is the user's.
         placements = [_placements(share, o["shard_placement_fn"]) for share, o in zip(shares[::-1], options[::-1], strict=True)]

@@ -30,7 +30,7 @@ from composable.policies import PolicyLike, select_modules
 from composable.runtime.ground import Ground
 from composable.runtime.mixed import rest_as_dtensors
 from composable.runtime.replica import ReplicatedUnit
-from composable.runtime.wrappers import refuse_wrapping
+from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
 _EQUIVALENTS: Final = {
     "device_ids": "the module's own device is used; leave it out",
@@ -118,6 +118,7 @@ def replicate(
         ignored = ids_of_ignored(modules, ignored_params)
         (parameters,) = parameters_by_unit(modules, [], ignored)
         refuse_taken("replicate", modules, parameters)
+        refuse_wrapped(modules, "replicate", parameters)
         refuse_other_mesh(parameters, resolved)
         buffers = buffers_of(modules) if broadcast_buffers else []
         if resolved is not None:

@@ -31,6 +31,6 @@ class Ground:
         if self.mesh is not None:
             raise AnnotationError(
                 "a sharded or replicated module stands on process groups and cannot be pickled; save its state_dict() "
-                "(torch.distributed.checkpoint writes it from all ranks), or call remove(module, fully_shard) first"
+                "(torch.distributed.checkpoint writes it from all ranks), or call remove() with its module and verb first"
             )
         return Ground, (None, self.wire)

@@ -178,6 +178,11 @@ class Handle:
 
     def tell_of_writes(self, before: Versions) -> None:
         """Backward is about to go through a forward whose parameters were written to since."""
+        if not self.parameters.parts:
+            raise PhaseError(
+                f"fully_shard was removed from unit '{self.name}' between a forward and its backward: the parameters that this "
+                "backward goes to are no longer the module's. Run the backward first, or the forward again"
+            )
         names = self.parameters.written_since(before)
         logger.warning(
             "unit '%s': %s changed between a forward and its backward, by an optimizer's step, by load_state_dict or in place. "

@@ -267,6 +267,8 @@ def _different_modules(how: str) -> str:
         modules["head"] = nn.Linear(3, 4)
     if how == "dtypes" and second:
         modules["head"] = modules["head"].double()
+    if how == "frozen" and second:
+        modules["head"].requires_grad_(False)
     model = nn.Sequential()
     for name, module in modules.items():
         model.add_module(name, module.to(current_device()))
@@ -303,4 +305,10 @@ RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they d
         """\
 RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float64. Every rank must build the same module in the same order.
 RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float64. Every rank must build the same module in the same order.""",
+    )
+    assert_text(
+        "\n".join(pool.run(2, _different_modules, "frozen")),
+        """\
+RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float32, frozen. Every rank must build the same module in the same order.
+RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float32, frozen. Every rank must build the same module in the same order.""",
     )

@@ -154,12 +154,13 @@ def _arguments() -> list[str]:
         {"device_id": 0},
         {"reshard_after_froward": True},
         {"mp_policy": None},
+        {"find_unused_parameters": True},
     ]
     return [refused(model, lambda given=given: fully_shard(model, **given)) for given in unknown]
 
 
 def test_unknown_keywords_are_refused_with_their_equivalent(pool: Pool) -> None:
-    wrap, original, strategy, device, misspelt, later = pool.run(1, _arguments)[0]
+    wrap, original, strategy, device, misspelt, later, unused = pool.run(1, _arguments)[0]
     assert_text(wrap, """UnknownArgumentError: fully_shard() has no argument 'auto_wrap_policy'; use policy= instead""")
     assert_text(
         original,
@@ -179,6 +180,10 @@ def test_unknown_keywords_are_refused_with_their_equivalent(pool: Pool) -> None:
     assert_text(
         later,
         """UnknownArgumentError: fully_shard() has no argument 'mp_policy'; mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have""",
+    )
+    assert_text(
+        unused,
+        """UnknownArgumentError: fully_shard() has no argument 'find_unused_parameters'; unused parameters need no flag; leave it out""",
     )
 
 

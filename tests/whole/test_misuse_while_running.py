@@ -12,11 +12,11 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from composable import checkpoint, fully_shard, register_forward_method, replicate
+from composable import checkpoint, fully_shard, register_forward_method, remove, replicate
 from tests.helpers.battery.odd import Layer
 from tests.helpers.battery.transformers import Block, Transformer
 from tests.helpers.compare import averaged_gradients, full_gradients
-from tests.helpers.refusals import refusal
+from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
@@ -300,3 +300,23 @@ def _transformer_blocks_alone() -> None:
 def test_a_unit_called_before_its_root_works_and_the_root_takes_over(pool: Pool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _transformer_blocks_alone, device=device)
+
+
+def _removed_before_backward(keep: bool) -> str:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(current_device())
+    fully_shard(model, policy={nn.Linear}, reshard_after_forward=not keep)
+    x = torch.ones(1, 2, device=current_device())
+    loss = model(x).sum()
+    remove(model, fully_shard)
+    said = refusal(lambda: loss.backward())
+    model(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    return said
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_backward_after_remove_says_that_its_parameters_are_gone(pool: Pool, keep: bool) -> None:
+    assert_text(
+        same_on_all(pool.run(2, _removed_before_backward, keep)),
+        """PhaseError: fully_shard was removed from unit '1' between a forward and its backward: the parameters that this backward goes to are no longer the module's. Run the backward first, or the forward again""",
+    )

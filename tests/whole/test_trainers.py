@@ -72,6 +72,30 @@ def _wrapped_from_above() -> str:
     return refusal(lambda: wrapped(**batch))
 
 
+def _wrapped_before(verb: str, below: bool) -> str:
+    wrapped = DistributedDataParallel(Regression())
+    model = nn.Sequential(wrapped) if below else wrapped
+    before = anatomy(model)
+    said = refusal(lambda: _VERBS[verb](model))
+    assert anatomy(model) == before
+    _VERBS[verb](nn.Sequential(Regression()) if below else Regression())
+    return said
+
+
+@pytest.mark.parametrize("verb", list(_VERBS))
+def test_a_model_that_was_wrapped_before_is_refused_with_what_to_annotate(pool: Pool, verb: str) -> None:
+    said = same_on_all(pool.run(2, _wrapped_before, verb, False)).replace(verb, "VERB")
+    assert_text(
+        said,
+        """ClashError: VERB: the module is a DistributedDataParallel already, and gradients would be averaged twice. Do not wrap: annotate the Regression in its place""",
+    )
+    said = same_on_all(pool.run(2, _wrapped_before, verb, True)).replace(verb, "VERB")
+    assert_text(
+        said,
+        """ClashError: VERB: '0' is a DistributedDataParallel already, and gradients would be averaged twice. Do not wrap: annotate the Regression in its place""",
+    )
+
+
 def test_a_wrapper_that_would_average_a_second_time_is_refused(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _wrapped, "replicate")),
