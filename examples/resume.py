@@ -30,7 +30,7 @@ def main(folder):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
     fully_shard(model, policy={nn.Linear})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     step, counter = 0, {"step": torch.zeros((), dtype=torch.int64)}
     whole = sorted(path.parent for path in folder.glob("*/.metadata"))  # written last: without it a checkpoint is not whole
@@ -60,4 +60,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1] if sys.argv[1:] else "runs/resume"))

@@ -42,6 +42,7 @@ def test_an_example_learns_and_describes_its_model(example: Path) -> None:
 def test_a_run_that_is_resumed_with_more_ranks_ends_as_one_that_is_not(tmp_path: Path) -> None:
     first, others = losses_in(run(RESUME, str(tmp_path / "two"))), losses_in(run(RESUME, str(tmp_path / "two"), ranks=4))
     alone = [losses_in(run(RESUME, str(tmp_path / "one"), ranks=1))[0] for _ in range(2)]
+    assert others < first  # who watches it sees that it goes on
     assert [*first, *others] == pytest.approx(alone, rel=1e-3)
 
 
