@@ -160,8 +160,13 @@ def _refuse(verb: str, texts: Sequence[str]) -> None:
 
 
 def _refuse_modes(verb: str, mode: str, wire: Wire, label: str) -> None:
-    texts = _everybody_says(mode, wire, label)
+    says = [text.split() for text in _everybody_says(f"{verb} {mode}", wire, label)]
+    verbs, texts = [said[0] for said in says], [said[1] for said in says]
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
+    if verbs[other] != verbs[0]:
+        raise RanksDisagreeError(
+            f"rank 0 calls {verbs[0]}, and rank {other} {verbs[other]}. Every rank must call the same verbs."
+        )
     raise RanksDisagreeError(
         f"{verb}: sync_module_states is {texts[0]!r} on rank 0 and {texts[other]!r} on rank {other}. "
         "Pass the same on every rank."

@@ -254,6 +254,18 @@ def test_different_weights_are_refused_with_the_first_parameter_and_what_to_pass
     )
 
 
+def _different_verbs() -> str:
+    model = nn.Linear(2, 2).to(current_device())
+    return refused(model, lambda: (fully_shard if dist.get_rank() else replicate)(model))
+
+
+def test_different_verbs_are_refused_by_name(pool: Pool) -> None:
+    assert_text(
+        same_on_all(pool.run(2, _different_verbs)),
+        """RanksDisagreeError: rank 0 calls replicate, and rank 1 fully_shard. Every rank must call the same verbs.""",
+    )
+
+
 def _different_modules(how: str) -> str:
     second = dist.get_rank() == 1
     modules: dict[str, nn.Module] = {"body": nn.Linear(3, 3), "head": nn.Linear(3, 2)}
