@@ -73,6 +73,7 @@ class Stage:
         self._by_setattr = tuple(
             (owner.module, owner.name, slot.sharded, slot.unsharded) for slot in slots for owner in slot.by_setattr
         )
+        self.strays = False  # whether `hide` found a parameter that is neither form of ours
 
     def show(self) -> None:
         """Modules compute with the unsharded parameters."""
@@ -85,9 +86,13 @@ class Stage:
 
     def hide(self) -> None:
         """Modules hold the sharded parameters, as they do at rest."""
+        self.strays = False
         for registry, name, sharded, unsharded in self._by_table:
-            if registry[name] is unsharded:
+            held = registry[name]
+            if held is unsharded:
                 registry[name] = sharded
+            elif held is not sharded and isinstance(held, nn.Parameter):
+                self.strays = True
         for module, name, sharded, unsharded in self._by_setattr:
             if module._parameters[name] is unsharded:
                 setattr(module, name, sharded)

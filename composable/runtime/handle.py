@@ -297,6 +297,15 @@ class Handle:
         if self._calls == 0:
             self._guards.stand()
 
+    def refuse_recast(self) -> None:
+        """After a call: raise if its module gave itself other parameters, or other memory to the unsharded ones."""
+        parameters = self.parameters
+        if parameters.stage.strays:
+            parameters.refuse_strays()
+        for part in parameters.parts:
+            if part.moved():
+                parameters.refuse_moved()
+
     def withdraw(self) -> None:
         """Give a gather up that has not landed."""
         if self.phase is Phase.GATHERING:

@@ -35,6 +35,10 @@ Versions = list[list[int]]  # of each part's shards
 
 _requires_grad: Final = attrgetter("requires_grad")
 _version: Final = attrgetter("_version")
+_HOW_TO_CAST: Final = (
+    "Cast the module before fully_shard, so that the forward has nothing to do; or cast a copy of the weight for the "
+    "computation alone; or compute under torch.autocast"
+)
 _CACHE_LINE: Final = 64  # bytes
 _VECTOR: Final = 16  # bytes that an accelerator reads at once, if they are aligned
 
@@ -203,6 +207,32 @@ class UnitParameters:
                 "torch.nn.init.eye_ calls one, which cannot work on shards. The shard has its shape again, and the values "
                 "from before. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor, which is "
                 "sharded then"
+            )
+
+    def refuse_strays(self) -> None:
+        """A forward registered parameters in place of ours: ours come back, and it is refused."""
+        replaced = ""
+        for name, slot in zip(self._names, self.slots, strict=True):
+            strays = [held for held in slot.held if isinstance(held, nn.Parameter) and held is not slot.sharded]
+            if strays:
+                slot.replace(slot.sharded)
+                replaced = replaced or f"'{name}' ({slot.sharded.dtype}) by another one ({strays[0].dtype})"
+        self.stage.strays = False
+        if replaced:
+            raise ForeignParameterError(
+                f"the forward of unit '{self._unit}' replaced its parameter {replaced}, which would get this rank's gradient "
+                f"alone. The parameter from before is there again. {_HOW_TO_CAST}"
+            )
+
+    def refuse_moved(self) -> None:
+        """A forward gave unsharded parameters other memory: they get ours again, and it is refused."""
+        moved = [(name, dtype, part.flat.dtype) for part in self.parts for name, dtype in part.move_back()]
+        if moved:
+            name, dtype, kept = moved[0]
+            raise ForeignParameterError(
+                f"the forward of unit '{self._unit}' gave its parameter '{name}' other memory ({dtype}, where the unit keeps "
+                f"{kept}), as `.data = ...` and a module's `.to()` do; what is gathered would not reach it any more. "
+                f"The parameter is as before. {_HOW_TO_CAST}"
             )
 
     def _newcomer(self, name: str, slot: ParameterSlots) -> nn.Parameter | None:

@@ -7,6 +7,7 @@ from itertools import compress
 from operator import attrgetter, ne, or_, sub
 from typing import Final
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
@@ -22,6 +23,7 @@ from composable.runtime.ground import Ground
 from composable.runtime.reduction import Reduction
 
 _version: Final = attrgetter("_version")
+_address: Final = Tensor.data_ptr
 
 
 class Part:
@@ -105,6 +107,20 @@ class Part:
         if self._for_user:
             return ()
         return [name for name, old, new in zip(names, before, versions, strict=True) if old != new]
+
+    def moved(self) -> bool:
+        """Whether somebody gave an unsharded parameter other memory: what is gathered would never reach it again."""
+        return list(map(_address, self._unsharded)) != list(map(_address, self.flat.full_views))
+
+    def move_back(self) -> list[tuple[str, torch.dtype]]:
+        """Give the unsharded parameters their memory again; names those that had other, with the dtype that they had."""
+        found = []
+        for slot, parameter, view in zip(self.flat.layout.slots, self._unsharded, self.flat.full_views, strict=True):
+            if _address(parameter) != _address(view):
+                found.append((slot.name, parameter.dtype))
+                parameter.grad = None  # of the other dtype
+                parameter.data = view.data
+        return found
 
     def outdate(self, before: Sequence[int], now: Sequence[int]) -> None:
         """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""

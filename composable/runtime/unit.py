@@ -153,6 +153,7 @@ class ShardedUnit:
     # --- the bracket ------------------------------------------------------------------------------------------------
 
     @property
+    @untraced
     def outermost(self) -> bool:
         return self.root is not None and self.root.depth == 1
 
@@ -187,11 +188,13 @@ class ShardedUnit:
         root = self.root
         assert root is not None
         if call.how == "recompute":
+            handle.refuse_recast()
             if torch.is_grad_enabled():
                 watch(handle, output, call.since, count=False)
             return output
         self._left_to_run = tuple([other for other in self._left_to_run if other is not module])
         try:
+            handle.refuse_recast()
             output = root.leave(handle, output, call.since, complete=not self._left_to_run and handle.depth == 0)
             root.close_forward()
         except BaseException:
