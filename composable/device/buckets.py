@@ -83,10 +83,11 @@ class GradientBucket:
 
     def _make(self) -> None:
         """New memory. The old one belongs to those who hold gradients in it."""
+        self._message = _NOWHERE  # until everything is made: an interrupt may come in between
         first, numel = self.parameters[0], sum(self._sizes)
         with torch.inference_mode(False), torch.no_grad():
-            self._message = torch.empty(numel + self._flag_count, dtype=first.dtype, device=first.device)
-            self._body, self.flags = self._message[:numel], self._message[numel:]
+            message = torch.empty(numel + self._flag_count, dtype=first.dtype, device=first.device)
+            self._body, self.flags = message[:numel], message[numel:]
             pieces = self._body.split(self._sizes)
             shaped = [
                 piece.view(parameter.shape) if strides is None else piece.as_strided(parameter.shape, strides)
@@ -96,9 +97,15 @@ class GradientBucket:
             self.views = [view.data for view in shaped]
             del pieces, shaped
         if CAN_COUNT_USERS:
-            self._storage = storage_key(self._message)
+            self._storage = storage_key(message)
             self._users_of_storage = storage_users(self._storage)
             self._users_of_view = self._references(range(1))
+        self._message = message
+
+    @property
+    def message(self) -> Tensor:
+        """What `collect` returned."""
+        return self._message
 
     def _references(self, slots: Sequence[int]) -> int:
         """References to the views in `slots`, from Python and from C++."""

@@ -26,6 +26,7 @@ Word = tuple[int, int]
 
 _FORMAT: Final = struct.Struct("=qqqq")  # shorter than PIPE_BUF: words of several threads are never torn
 _MANY: Final = 1024 * _FORMAT.size
+_BLANK: Final = b"\xff" * _MANY  # no word: tags are not negative
 _HALF: Final = 62  # bits of a tag in one integer
 _LOW: Final = (1 << _HALF) - 1
 _GLANCE: Final = 0.05  # seconds until a waiting thread looks whether another one has read its word, or its writer has ended
@@ -74,6 +75,9 @@ class Inbox:
         self._ended = False
         self._process: Process | None = None
         self._lock = Lock()  # models may be trained in threads
+        # Words are read to where they are found again, if an interrupt comes before they are sorted.
+        self._buffer = bytearray(_BLANK)
+        self._unsorted = False
 
     _reading = _writing = -1
 
@@ -158,7 +162,8 @@ class Inbox:
     def holds(self, tag: int) -> bool:
         """Whether a word with this tag has been said and not been asked for."""
         with self._lock:
-            self._read()
+            if tag not in self._heard:
+                self._read()
             return tag in self._heard
 
     def pending(self) -> Sequence[int]:
@@ -177,14 +182,25 @@ class Inbox:
             raise EOFError(DESTROYED_HERE)
         full = True
         while full:
+            if self._unsorted:
+                self._sort(_MANY)
+            self._unsorted = True
             try:
-                data = os.read(self._reading, _MANY)
+                count = os.readv(self._reading, (self._buffer,))
             except BlockingIOError:
+                self._unsorted = False
                 return
-            self._ended = not data
-            for low, high, first, second in _FORMAT.iter_unpack(data):
+            self._ended = not count
+            self._sort(count)
+            full = count == _MANY
+
+    def _sort(self, count: int) -> None:
+        """Sort words out of the first `count` bytes that were read. Done twice, there are more than anybody asks for."""
+        for low, high, first, second in _FORMAT.iter_unpack(self._buffer[:count]):
+            if low >= 0:
                 self._heard.setdefault(high << _HALF | low, deque()).append((first, second))
-            full = len(data) == _MANY
+        self._buffer[:count] = _BLANK[:count]
+        self._unsorted = False
 
 
 class Outlet:

@@ -9,6 +9,8 @@ and both happen in an order that all ranks share.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Final, Protocol
 from weakref import WeakValueDictionary
@@ -31,7 +33,7 @@ class Participant(Protocol):
         """Wait for everything; all ranks have launched it, or are about to without waiting for this one."""
 
     def leave_failed_backward(self) -> None:
-        """It raised: wait for nobody."""
+        """It raised: wait for nobody. May be called for who took no part."""
 
 
 class BackwardEnd:
@@ -39,19 +41,40 @@ class BackwardEnd:
 
     def __init__(self) -> None:
         self._participants: list[Participant] = []
-        self.counted: list[Steps] = []
+        self._again: list[tuple[Steps, Callable[[], None]]] = []
+        self.counted: dict[Steps, int] = {}  # and the number that belongs to this backward
 
-    def join(self, participant: Participant, steps: Steps | None = None) -> None:
+    def join(
+        self, participant: Participant, steps: Steps | None = None, launch_again: Callable[[], None] | None = None
+    ) -> bool:
         """`participant` is called when backward ends.
 
         Args:
             steps: what counts the participant's messages. Backwards that run inside this one belong to the same step.
+            launch_again: called when what it has launched, and has met nothing, belongs to a later one of `steps`.
+
+        Returns:
+            Whether this opens a step.
         """
         self._participants.append(participant)
-        if steps is not None and steps.by_backward and steps not in self.counted:
-            if not any(steps in end.counted for end in _RUNNING.values()):
-                steps.open()
-            self.counted.append(steps)
+        if steps is None or not steps.by_backward:
+            return False
+        if launch_again is not None:
+            self._again.append((steps, launch_again))
+        if steps in self.counted:
+            return False
+        inside = any(steps in end.counted for end in _RUNNING.values())
+        self.counted[steps] = steps.number + (not inside)  # before that changes: an interrupt may come in between
+        if not inside:
+            steps.open()
+        return not inside
+
+    def go_on(self, steps: Steps, number: int) -> None:
+        """After an interrupt: this backward belongs to a later step; what has been launched is launched again."""
+        steps.catch_up(number)
+        for counted, launch_again in self._again:
+            if counted is steps:
+                launch_again()
 
     @outside_transforms
     def run(self) -> None:
@@ -64,8 +87,16 @@ class BackwardEnd:
 
     def abort(self) -> None:
         """Backward raised."""
+        for steps, number in self.counted.items():
+            steps.catch_up(number)
+            steps.behind = steps.behind or not isinstance(sys.exception(), Exception | None)
         for participant in self._participants:
             participant.leave_failed_backward()
+
+
+def gone() -> None:
+    """In place of a weak reference to the end of a backward that raised."""
+    return None
 
 
 _RUNNING: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()

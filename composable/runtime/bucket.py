@@ -27,19 +27,29 @@ class Tally:
         """All gradients are in `state` now."""
         self.states[:] = bytes([state]) * len(self.states)
 
-    def hook(self, slot: int, when_complete: Callable[[], None], otherwise: Callable[[int], None]) -> Callable[[Tensor], None]:
+    def hook(
+        self,
+        slot: int,
+        when_complete: Callable[[], None],
+        otherwise: Callable[[int], None],
+        when_failed: Callable[[], None],
+    ) -> Callable[[Tensor], None]:
         """What autograd calls when the gradient in `slot` is there: once per parameter and backward, so it is short."""
         states = self.states
 
         @untraced
         def arrived(_: Tensor) -> None:
-            if states[slot] != AWAITED:
-                otherwise(slot)
-            if states[slot] == AWAITED:
-                states[slot] = ARRIVED
-                self.awaited -= 1
-                if not self.awaited:
-                    when_complete()
+            try:
+                if states[slot] != AWAITED:
+                    otherwise(slot)
+                if states[slot] == AWAITED:
+                    states[slot] = ARRIVED
+                    self.awaited -= 1
+                    if not self.awaited:
+                        when_complete()
+            except BaseException:
+                when_failed()
+                raise
 
         return arrived
 
@@ -78,6 +88,12 @@ class Bucket:
         if self.arrival is not None and self.arrival.progress():
             self.finish()
         return self.arrival is None
+
+    def give_up(self) -> None:
+        """What is in flight is not wanted."""
+        arrival, self.arrival = self.arrival, None
+        if arrival is not None:
+            arrival.give_up()
 
     def finish(self) -> None:
         """Wait for the sum; nothing happens if that has been done, or nothing was launched."""

@@ -31,10 +31,10 @@ from composable.runtime.divergence import catch_up, check_order, look_ahead, say
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import note_of_mixing
-from composable.runtime.mixed import Shown
 from composable.runtime.outputs import watch
 from composable.runtime.recompute import close_interrupted
 from composable.runtime.replica import ReplicatedUnit
+from composable.runtime.shown import Shown
 from composable.runtime.step import Iteration, Unit, refuse_doubtful, refuse_lost_backward, reset
 
 logger = logging.getLogger("composable")
@@ -49,7 +49,7 @@ class Root:
     def __init__(self, module: nn.Module, units: Sequence[Unit], membership: Membership) -> None:
         self.module = module
         self.membership = membership
-        self.replicated = Shown(())  # units inside whose parameters whoever is around them may read
+        self.replicated = Shown((), self.settle)  # units inside whose parameters whoever is around them may read
         self.units = tuple(units)
         self.handles = handles = tuple(unit.handle for unit in units)
         self._index = {handle: index for index, handle in enumerate(handles)}
@@ -76,7 +76,7 @@ class Root:
 
     def take_along(self, replicated: Sequence[ReplicatedUnit]) -> None:
         """Replicated units inside show their parameters, and take part, wherever the root's units may want them."""
-        self.replicated = Shown(replicated)
+        self.replicated = Shown(replicated, self.settle)
         for unit in replicated:
             self.steps.catch_up(unit.wire.sums.steps.number)
         for unit in replicated:
@@ -186,8 +186,7 @@ class Root:
         self._running.pop()
         if self._running:
             return
-        if self.iteration is not None and self.iteration.backward is not None:
-            refuse_lost_backward(self.iteration, self.handles[0].name)
+        refuse_lost_backward(self.iteration, self.handles[0].name)
         self.replicated.leave_call()
         if not self._verified:
             ground = next(handle.ground for handle in self.handles if handle.ground.wire.ways > 1)
@@ -234,6 +233,7 @@ class Root:
         for unit in self.units:
             unit.forget_calls()
         close_interrupted()
+        self.replicated.forget_calls()
         self._unwind("its forward was interrupted")
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -375,13 +375,14 @@ class Root:
 
     def leave_failed_backward(self) -> None:
         """It raised. Who clears gradients or makes an optimizer before the next forward finds the sharded parameters."""
+        self.behind = self.behind or not isinstance(sys.exception(), Exception | None)
         iteration = self.iteration
         if iteration is not None and iteration.backward is not None:
             iteration.lose_backward()
-            self.behind = self.behind or not isinstance(sys.exception(), Exception | None)
             for index, handle in enumerate(self.handles):
                 handle.show_for(self._running.count(index))
             iteration.active = []
+            self.replicated.leave_failed_backward()
             say_farewell(self.handles, "its backward did not finish")
 
     def _unwind(self, why: str, reason: str = "") -> None:
@@ -392,7 +393,7 @@ class Root:
         reset(self.handles)
         if self.iteration is not None:
             self._unpin(self.iteration)
-        self.replicated.leave_call()
+        self.replicated.unwind()
         self.order.abandon()
         self.iteration = None
         self._running.clear()

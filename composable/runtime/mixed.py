@@ -15,10 +15,10 @@ there, too. What is registered at one of the places later goes to all of them, a
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from operator import is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,14 +26,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from composable.compilation import untraced
 from composable.device.parameters import Owner, ParameterSlots, Stage, describe_mesh, make_replicated
 from composable.device.private import agree_on_infinities, in_backward, local_of
 from composable.errors import ForeignParameterError
 from composable.model.hooks import Guard, GuardRow, after_call
-from composable.runtime.backward_end import end_of_backward
+from composable.model.interrupts import calls_of
 from composable.runtime.loading import StateDictHook
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.pairs import Pair, fits, pair_of, plain_over
+from composable.runtime.shown import Shown, Unit
 from composable.runtime.sparse import is_sparse_lookup
 
 
@@ -58,7 +60,7 @@ class MixedParameters:
         self._owners: tuple[Owner, ...] = ()
         self._names: tuple[str, ...] = ()
         self._found: tuple[Pair | None, ...] = ()
-        self._shown = 0
+        self._shown: dict[object, None] = {}  # for whom: calls and backwards
         self._loading: list[RemovableHandle] = []
         self._guards: list[Guard] = []
         self._add(owners, names, called)
@@ -69,6 +71,7 @@ class MixedParameters:
         holders = {id(owner.module): owner.module for owner in owners if id(owner.module) not in known}
         hook = StateDictHook(self)
         self._loading += [module.register_load_state_dict_pre_hook(hook) for module in holders.values()]
+        self._loading += [module.register_state_dict_pre_hook(self._before_state_dict) for module in holders.values()]
         mine = [id(module) for module in called]
         self._guards += [Guard(module, self._called_alone) for key, module in holders.items() if key not in mine]
         self._owners += tuple(owners)
@@ -189,24 +192,40 @@ class MixedParameters:
 
     # --- what modules see -------------------------------------------------------------------------------------------
 
-    def show(self) -> None:
-        """Modules compute with plain tensors from here on; nests."""
+    def show(self, reader: object) -> None:
+        """Modules compute with plain tensors for as long as there is a `reader`. Done twice is done once."""
         if not in_backward():
             self._prepare()
         elif not self._shown:
             for pair in self._pairs:
                 pair.tell_of_writes()
-        self._shown += 1
-        if self._shown == 1:
+        alone = not self._shown
+        self._shown[reader] = None  # first: whoever hides for it finds what has been shown
+        if alone:
             self._row.step_aside()
             self._stage.show()
 
-    def hide(self) -> None:
-        """Modules hold DTensors again."""
-        self._shown = max(0, self._shown - 1)
-        if self._shown == 0:
+    def hide(self, reader: object) -> None:
+        """Modules hold DTensors again when this was the last reader."""
+        self._shown.pop(reader, None)
+        if not self._shown:
             self._stage.hide()
             self._row.stand()
+
+    def intact(self) -> bool:
+        """Whether every module holds what it holds at rest."""
+        return self._stage.intact()
+
+    @untraced
+    def _before_state_dict(self, *_: Any) -> None:
+        for reader in list(self._shown):
+            if isinstance(reader, Shown):
+                reader.settle()
+
+    def forget_calls(self) -> None:
+        """Calls of modules by themselves have ended without a word."""
+        for reader in [each for each in self._shown if isinstance(each, _CalledAlone) and not calls_of(each.module)]:
+            self.hide(reader)
 
     def _prepare(self) -> None:
         """Notice what users did to the parameters."""
@@ -223,8 +242,9 @@ class MixedParameters:
 
     def _called_alone(self, module: nn.Module) -> None:
         """A module inside the unit is called while no call, or backward, of an annotated module around it is under way."""
-        self.show()
-        after_call(module, self.hide)
+        call = _CalledAlone(module)
+        self.show(call)
+        after_call(module, partial(self.hide, call))
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -263,7 +283,7 @@ class MixedParameters:
         twin._found, twin._at_rest = copy.deepcopy((self._found, self._at_rest), memo)
         held = zip(twin._found, twin._at_rest, strict=True)
         twin._computing = [parameter if pair is None else pair.plain for pair, parameter in held]
-        twin._mesh, twin._unit, twin._names, twin._shown = self._mesh, self._unit, self._names, 0
+        twin._mesh, twin._unit, twin._names, twin._shown = self._mesh, self._unit, self._names, {}
         twin._own, twin._tied_to = self._own, self._tied_to
         twin._loading = []  # the copies of hooks are on the copies of modules
         twin._owners, twin._guards = copy.deepcopy((self._owners, self._guards), memo)
@@ -272,79 +292,11 @@ class MixedParameters:
         return twin
 
 
-class Shown:
-    """Lets replicated units show what their modules compute with, while a call or a backward of who is around them goes on.
+class _CalledAlone:
+    """A call of a module inside a unit, by nobody who is annotated."""
 
-    A participant of the end of a backward, see `composable.runtime.backward_end`.
-    """
-
-    turn = sys.maxsize  # last: whoever finishes a backward may still recompute
-
-    def __init__(self, units: Sequence[Unit]) -> None:
-        self._units = tuple(units)
-        self._in_call = False
-        self._in_backward = False
-
-    def enter_call(self) -> None:
-        if self._units and not self._in_call:
-            self._show()
-            self._in_call = True
-
-    def leave_call(self) -> None:
-        if self._in_call:
-            self._in_call = False
-            for unit in self._units:
-                unit.hide()
-
-    def _show(self) -> None:
-        shown = []
-        try:
-            for unit in self._units:
-                unit.show()  # which may refuse what was put in the place of a parameter
-                shown.append(unit)
-        except BaseException:
-            for unit in shown:
-                unit.hide()
-            raise
-
-    def enter_backward(self) -> None:
-        if self._units and not self._in_backward:
-            self._in_backward = True
-            end_of_backward().join(self)
-            for unit in self._units:
-                unit.show()
-                unit.open_backward()
-
-    def launch_rest(self) -> None:
-        """It has no collectives."""
-
-    def finish_backward(self) -> None:
-        if self._in_backward:
-            self._in_backward = False
-            for unit in self._units:
-                unit.hide()
-
-    leave_failed_backward = finish_backward
-
-
-class Unit(Protocol):
-    """A replicated unit."""
-
-    def show(self) -> None:
-        """Modules compute with plain parameters from here on; nests."""
-
-    def hide(self) -> None:
-        """Modules hold what they hold at rest again."""
-
-    def open_backward(self) -> None:
-        """Take part in the backward that runs, whichever gradients it brings."""
-
-    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]]) -> bool:
-        """Let the parameters rest as DTensors on `mesh`, also where sharded units have `tied` ones; False if they cannot, and
-        `rest_plain` will not be called."""
-
-    def rest_plain(self) -> None:
-        """Take that back."""
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
 
 def rest_as_dtensors(

@@ -13,24 +13,25 @@ buckets anew by the same one. That happens once: what is agreed outlives the red
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter, is_
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.device.buckets import GradientBucket, Strides, gradient_strides
+from composable.device.buckets import GradientBucket, gradient_strides
 from composable.device.collectives import Wire
 from composable.errors import CommunicationError, PhaseError
 from composable.plan.buckets import fill_buckets
 from composable.plan.scaling import division_factors
-from composable.runtime.backward_end import end_of_backward
+from composable.runtime.agreement import Agreement, agree
+from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
 from composable.runtime.bucket import AWAITED, IDLE, SENT, Bucket
 from composable.runtime.gradients import weakly
 from composable.runtime.rounds import NUMBERS, Forwards, Round
@@ -40,19 +41,6 @@ FIRST_BUCKET_BYTES: Final = 1 << 20  # communication starts early
 ALONE_BYTES: Final = 1 << 20  # a gradient from this size on waits for no other one
 
 HOST_IN_FLIGHT: Final = 4  # buckets; each has a message in memory that ranks of one host share
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What all ranks have told each other about a unit's gradients.
-
-    Attributes:
-        order: parameters by number, as their gradients become ready.
-        strides: of gradients that are not contiguous, and that all ranks lay out alike.
-    """
-
-    order: tuple[int, ...] = ()
-    strides: Mapping[int, Strides] = field(default_factory=dict)
 
 
 _trainability = attrgetter("requires_grad")
@@ -99,8 +87,7 @@ class Reducer:
         self.unit = unit
         self.turn = turn
         self.agreement = agreement or Agreement()
-        self.in_backward = False
-        self._failed = False  # a backward, which nobody has forgotten yet
+        self._backward: Callable[[], BackwardEnd | None] | None = None  # that was opened and not closed, while it runs
         self._round = Round(forwards, wire, unit)
         self._deliver = deliver
         self._wire = wire
@@ -170,9 +157,10 @@ class Reducer:
 
     def _attach(self) -> None:
         complete, unexpected, record = weakly(self._advance), weakly(self._unexpected), weakly(self._record)
+        failed = weakly(self._note_interrupt)
         for number, bucket in enumerate(self._buckets):
             for slot, i in enumerate(bucket.members):
-                hook = bucket.tally.hook(slot, complete, partial(unexpected, number))
+                hook = bucket.tally.hook(slot, complete, partial(unexpected, number), failed)
                 if self._recording:
                     hook = partial(record, i, hook)
                 self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
@@ -205,16 +193,41 @@ class Reducer:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether one was opened and not closed: it runs, or has raised and not been forgotten."""
+        return self._backward is not None
+
     def open(self, *_: Any) -> None:
         """Backward has reached this module, or one of its parameters: what is not here at its end counts as zero."""
-        if self._failed:
+        if self._backward is not None and self._backward() is None:
             self.unwind()
-        if not self.in_backward and self._hooks:
-            self.in_backward = True
-            for bucket in self._buckets:
-                bucket.tally.enter(AWAITED)
-                bucket.gradients.open()
-            end_of_backward().join(self, self._wire.sums.steps)
+        if self._backward is None and self._hooks:
+            try:
+                self._open()
+            except BaseException:
+                self.lose_backward()
+                raise
+
+    def _open(self) -> None:
+        end, steps = end_of_backward(), self._wire.sums.steps
+        if end.join(self, steps, self._launch_again):
+            steps.look_ahead(self._wire)
+        self._backward = ref(end)  # before anything changes: whoever finds it open, and no backward, cleans up
+        for bucket in self._buckets:
+            bucket.tally.enter(AWAITED)
+            bucket.gradients.open()
+
+    def lose_backward(self) -> None:
+        """It was about to be opened when something was raised: its end is to tell the other ranks."""
+        end_of_backward().join(self, self._wire.sums.steps)
+        self._backward = gone
+        self._note_interrupt()
+
+    def _note_interrupt(self) -> None:
+        """An error is on its way out of a hook."""
+        if not isinstance(sys.exception(), Exception):
+            self._wire.sums.steps.behind = True
 
     def _record(self, i: int, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
         self._arrivals.append(i)
@@ -260,6 +273,14 @@ class Reducer:
         self._in_flight.append(bucket)
         self._launched += 1
 
+    @torch.no_grad()
+    def _launch_again(self) -> None:
+        for bucket in self._buckets[: self._launched]:
+            bucket.give_up()
+            if bucket is self._buckets[-1]:
+                self._round.write(bucket.gradients.flags[-NUMBERS:])
+            bucket.arrival = self._wire.all_reduce(bucket.gradients.message, label=bucket.label, term=bucket.gradients.term)
+
     def _write_flags(self, flags: Tensor) -> None:
         self._round.write(flags[-NUMBERS:])
         flags = flags[:-NUMBERS]
@@ -284,7 +305,7 @@ class Reducer:
             return
         for bucket in self._buckets:
             self.launch_rest()
-            bucket.finish()
+            self._finish(bucket)
             self._in_flight = [other for other in self._in_flight if other is not bucket]
         if self._buckets:
             self._check_round()
@@ -298,8 +319,21 @@ class Reducer:
         if self._sparse:
             self._rows.average()
         self.reset()
+        self._wire.sums.steps.behind = False
         if self._deliver is not None:
             self._deliver([self.parameters[i] for i in self._trainable])
+
+    def _finish(self, bucket: Bucket) -> None:
+        while True:
+            try:
+                bucket.finish()
+                return
+            except CommunicationError as error:
+                end = self._backward() if self._backward is not None else None
+                steps, later = self._wire.sums.steps, error.later_step
+                if end is None or later is None or not steps.by_backward or not steps.may_go_on_to(later):
+                    raise
+                end.go_on(steps, later)
 
     def _check_round(self) -> None:
         numbers = self._buckets[-1].gradients.flags[-NUMBERS:]
@@ -308,7 +342,8 @@ class Reducer:
 
     def leave_failed_backward(self) -> None:
         """The next forward, or backward, unwinds; who waits for this one is told."""
-        self._failed = self.in_backward
+        if self._backward is not None:
+            self._backward = gone
         for bucket in self._buckets:
             bucket.tally.enter(IDLE)  # the next gradient belongs to another backward
         self._wire.leave(self._wire.sums, "its backward did not finish")
@@ -317,22 +352,8 @@ class Reducer:
 
     def _agree(self) -> None:
         """Find out in which order gradients become ready, and fill the buckets in that order from now on."""
-        unit, wire, default = f"of unit '{self.unit}'", self._wire, self._order()
-        complete = sorted(self._arrivals) == sorted(default)
         strides = {i: gradient_strides(self.parameters[i]) for i in self._trainable}
-        prints = [zlib.crc32(repr(strides[i]).encode()) for i in self._trainable]
-        # The first rank that saw every gradient decides about the order.
-        lowest, highest = wire.extremes(
-            [wire.rank if complete else wire.ways, *prints], label=f"search for a rank that saw every gradient {unit}"
-        )
-        first, alike = lowest[0], [low == high for low, high in zip(lowest[1:], highest[1:], strict=True)]
-        # (None did if gradients came twice on all of them; then the order stays what it was.)
-        mine = {wire.rank: self._arrivals, wire.ways: default}.get(first, [-1] * len(default))
-        _, order = wire.extremes(mine, label=f"exchange of the order of gradients {unit}")
-        agreed = {i: found for i, same in zip(self._trainable, alike, strict=True) if same and (found := strides[i])}
-        # A parameter that is frozen now keeps what was agreed about it before.
-        others = [i for i in self.agreement.order if i not in order]
-        self.agreement = Agreement((*order, *others), {**self.agreement.strides, **agreed})
+        self.agreement = agree(self.agreement, self._arrivals, self._order(), strides, self._wire, self.unit)
         self._recording = False
         self.detach()
         self._refill()
@@ -354,7 +375,7 @@ class Reducer:
         self._launched = 0
         self._in_flight = []
         self._arrivals = []
-        self.in_backward = self._failed = False
+        self._backward = None  # last: who is interrupted before finds that it is to be done again
 
     def unwind(self) -> None:
         """If a backward raised: give up what is in flight and forget it."""
@@ -363,5 +384,5 @@ class Reducer:
         for bucket in self._buckets:
             if bucket.arrival is not None:
                 with suppress(CommunicationError):  # the error that ended the backward has been reported already
-                    bucket.arrival.give_up()
+                    bucket.give_up()
         self.reset()

@@ -9,25 +9,29 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable.compilation import untraced
 from composable.device.collectives import Steps, Wire
 from composable.device.parameters import Owner
-from composable.device.private import in_backward, innermost, outside_transforms
+from composable.device.private import in_backward, innermost
 from composable.errors import PhaseError, first_line, still_on_meta
 from composable.model.hooks import before_gradient, map_tensors, tensors_in
+from composable.model.interrupts import calls_of
 from composable.model.naming import known_fqn
+from composable.runtime.buffers import share_buffers
 from composable.runtime.ground import Ground
-from composable.runtime.mixed import MixedParameters, Shown, serves
+from composable.runtime.mixed import MixedParameters, serves
 from composable.runtime.outputs import with_a_node
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.pairs import fits
 from composable.runtime.reducer import Reducer
 from composable.runtime.rounds import Forward, Forwards
-from composable.runtime.sparse import is_sparse_lookup
+from composable.runtime.shown import Shown
+from composable.runtime.sparse import is_sparse_lookup, only_looked_up
+from composable.runtime.step import refuse_gradients_left
 from composable.runtime.wrappers import refuse_inside
 
 
@@ -55,8 +59,10 @@ class ReplicatedUnit:
         self._depth = 0
         self._mixed: MixedParameters | None = None
         self._reasons = 0  # annotations around or on this module that cover shards, too
-        self._readers = Shown((self,))
-        self._around = 0  # calls and backwards of annotated modules, this one and others, that may read the parameters
+        self._readers = Shown((self,), self.settle)
+        self._doubtful = False  # plain parameters were shown while users could act
+        self._around: dict[object, None] = {}  # calls and backwards of annotated modules, this one too, that may read
+        self._trains = False  # whether a backward is to follow the last forward, which nothing annotated was around
         self._inside: tuple[ReplicatedUnit, ...] = ()
         self._opens = False  # whether this unit's forwards open the steps of its messages
         self._forwards = [Forwards()]  # this unit's own, and those of the replicated unit around it
@@ -130,19 +136,12 @@ class ReplicatedUnit:
             turn=self.number,
             agreement=agreement,
             elsewhere=owned_elsewhere(self, registered),
-            sparse=self._sparse(registered),
+            sparse=only_looked_up(registered, self._lookups),
             deliver=self._mixed.deliver if self._mixed is not None else None,
             forwards=self._forwards,
         )
         tell_the_next(self, before ^ self.held)
         return reducer
-
-    def _sparse(self, registered: Sequence[nn.Parameter]) -> frozenset[int]:
-        """Indices of parameters that nothing but sparse lookups reads, as far as modules tell."""
-        if not any(self._lookups) or len(registered) != len(self._lookups):
-            return frozenset()
-        dense = {id(p): None for p, lookup in zip(registered, self._lookups, strict=True) if not lookup}
-        return frozenset(i for i, parameter in enumerate(registered) if id(parameter) not in dense)
 
     def _refuse_meta(self) -> None:
         late = next((parameter for parameter in self._registered if parameter.is_meta), None)
@@ -199,7 +198,7 @@ class ReplicatedUnit:
     def contains(self, inside: Sequence[ReplicatedUnit]) -> None:
         """Replicated units below this one: who is in a forward of this module may read their parameters, too."""
         self._inside = tuple(inside)
-        self._readers = Shown((self, *inside))
+        self._readers = Shown((self, *inside), self.settle)
         for unit in inside:
             unit._forwards[1:] = self._forwards[:1]
 
@@ -236,17 +235,21 @@ class ReplicatedUnit:
         if mixed is not None:
             mixed.leave()
 
-    def show(self) -> None:
-        self._around += 1
+    def show(self, reader: object) -> None:
+        if self._doubtful and not in_backward():
+            self._doubtful = False
+            held = zip(self.names, map(self._at_rest, self._registered), strict=False)
+            refuse_gradients_left(self.name, held, partial(self.wire.leave, self.wire.sums))
+        self._around[reader] = None
         if self._mixed is not None:
-            self._mixed.show()
+            self._mixed.show(reader)
             if not in_backward():
                 _ = self.reducer  # of the parameters that are there now
 
-    def hide(self) -> None:
-        self._around -= 1
+    def hide(self, reader: object) -> None:
+        self._around.pop(reader, None)
         if self._mixed is not None:
-            self._mixed.hide()
+            self._mixed.hide(reader)
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -256,10 +259,15 @@ class ReplicatedUnit:
 
     def _enter_backward(self, forward: Forward | None, *_: Any) -> None:
         """Backward is about to go through an output; with it the units inside take part, whether or not it comes to them."""
-        if forward is not None:
-            forward.passed()
-        self.open_backward()
-        self._readers.enter_backward()
+        try:
+            self.open_backward()
+            if forward is not None:
+                forward.passed()
+            self._readers.enter_backward()
+        except BaseException:
+            if self._reducer is not None:
+                self._reducer.lose_backward()
+            raise
 
     def count_by(self, steps: Steps, *, opened_here: bool = False) -> None:
         """Messages of this unit and of those inside belong to `steps`, in which all ranks run the forwards together.
@@ -273,15 +281,17 @@ class ReplicatedUnit:
 
     def _lose_forward(self) -> None:
         """A forward raised. If a backward was to follow, this rank gives the step up, and meets the others in the next one."""
-        if self._around or in_backward() or not torch.is_grad_enabled() or self.wire.ways == 1:
+        if self._depth or not self._trains:
             return
+        self._trains = False
         sums = self.wire.sums
         if sums.steps.by_backward:
             sums.steps.open()
         elif not self._opens:
             return
         error = sys.exception()
-        self.wire.leave(sums, f"unit '{self.name or 'root'}' raised {type(error).__name__}: {first_line(error)}")
+        why = f"raised {type(error).__name__}: {first_line(error)}" if isinstance(error, Exception) else "was interrupted"
+        self.wire.leave(sums, f"unit '{self.name or 'root'}' {why}")
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 
@@ -291,16 +301,20 @@ class ReplicatedUnit:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._depth += 1
         if self._depth == 1:
+            recomputed = in_backward()
+            self._trains = not self._around and not recomputed and torch.is_grad_enabled() and self.wire.ways > 1
             self._readers.enter_call()
-            if not in_backward():
+            if not recomputed:
                 reducer = self.reducer
                 if self._on_meta:
                     self._refuse_meta()
                 refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
                 reducer.unwind()  # if the backward before this forward raised
                 if self._opens:
-                    self.wire.sums.steps.open()
-                self._share_buffers()
+                    steps = self.wire.sums.steps
+                    steps.open()
+                    steps.look_ahead(self.wire)
+                share_buffers(self._buffers, self.wire, self.name or "root")
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
@@ -323,39 +337,28 @@ class ReplicatedUnit:
 
     @untraced
     def forget(self) -> None:
-        if self._depth:
-            self._depth = 1
-            self._end_call()
+        self._readers.forget_calls()
+        if self.wire.ways > 1:
+            self.wire.sums.steps.behind = True
+        self._lose_forward()
+
+    @untraced
+    def forget_calls(self) -> None:
+        self._depth = 0
+        if self._mixed is not None:
+            self._doubtful = self._doubtful or not self._mixed.intact()
+            self._mixed.forget_calls()
+        self._readers.leave_call()
+
+    def settle(self) -> None:
+        """Show what should be seen, if an interrupt has ended what was under way."""
+        if self._depth and not any(calls_of(module) for module in self.modules):
+            self._readers.forget_calls()
 
     def _end_call(self) -> None:
-        self._depth -= 1
-        if self._depth == 0:
+        if self._depth == 1:
             self._readers.leave_call()
-
-    @outside_transforms
-    def _share_buffers(self) -> None:
-        """Everybody computes with rank 0's buffers. Out of place: an earlier forward may have saved the old ones."""
-        if not self._buffers or self.wire.ways == 1:
-            return
-        places: dict[int, tuple[Tensor, list[Owner]]] = {}  # a buffer that modules share stays one
-        for owner in self._buffers:
-            buffer = owner.module._buffers.get(owner.name)
-            if buffer is not None and buffer.numel():
-                places.setdefault(id(buffer), (buffer, []))[1].append(owner)
-        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, list[Owner]]]] = {}
-        for buffer, owners in places.values():
-            by_kind.setdefault((buffer.dtype, buffer.device), []).append((buffer, owners))
-        for members in by_kind.values():
-            with torch.no_grad(), torch.inference_mode(False):
-                message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members])
-                self.wire.broadcast(message, label=f"broadcast of the buffers of unit '{self.name or 'root'}'")
-                if self.wire.rank == 0:
-                    continue
-                pieces = message.split([buffer.numel() for buffer, _ in members])
-                for (buffer, owners), piece in zip(members, pieces, strict=True):
-                    received = piece.view(buffer.shape)
-                    for owner in owners:
-                        owner.module._buffers[owner.name] = received
+        self._depth -= 1  # last: after an interrupt it is done again
 
     def rename(self, name: str) -> None:
         self.name = name

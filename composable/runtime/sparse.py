@@ -93,3 +93,15 @@ def _put(parameter: nn.Parameter, mean: Tensor) -> None:
         gradient.copy_(mean.to_dense())
     else:
         parameter.grad = mean
+
+
+def only_looked_up(registered: Sequence[nn.Parameter], lookups: Sequence[bool]) -> frozenset[int]:
+    """Indices of parameters that nothing but sparse lookups reads, as far as modules tell.
+
+    Args:
+        lookups: for each place of `registered`, whether its module reads it by sparse lookups.
+    """
+    if not any(lookups) or len(registered) != len(lookups):
+        return frozenset()
+    dense = {id(p): None for p, lookup in zip(registered, lookups, strict=True) if not lookup}
+    return frozenset(i for i, parameter in enumerate(registered) if id(parameter) not in dense)

@@ -21,7 +21,8 @@ nothing tells when backward comes to them. The units that such a backward entere
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import ref
 
@@ -29,7 +30,7 @@ from torch import nn
 
 from composable.errors import CommunicationError, PhaseError
 from composable.plan.schedule import BackwardOrder
-from composable.runtime.backward_end import BackwardEnd
+from composable.runtime.backward_end import BackwardEnd, gone
 from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle
 
@@ -55,7 +56,7 @@ class Iteration:
         self.backward = ref(end)
 
     def lose_backward(self) -> None:
-        self.backward = _gone
+        self.backward = gone
 
     @property
     def lost_backward(self) -> bool:
@@ -87,10 +88,6 @@ class Unit(Protocol):
     def forget_calls(self) -> None: ...
 
 
-def _gone() -> None:
-    return None
-
-
 def reset(handles: Sequence[Handle]) -> None:
     """After an error: every unit is at rest, whatever it was at."""
     for handle in handles:
@@ -100,9 +97,9 @@ def reset(handles: Sequence[Handle]) -> None:
             logger.warning("while resetting unit '%s': %s", handle.name, error)
 
 
-def refuse_lost_backward(iteration: Iteration, root: str) -> None:
+def refuse_lost_backward(iteration: Iteration | None, root: str) -> None:
     """Raise if the backward that is open has raised: ranks may have got differently far in it."""
-    if iteration.lost_backward:
+    if iteration is not None and iteration.lost_backward:
         raise PhaseError(
             f"unit '{root}': a backward raised, and the step went on. Other ranks may have got further in it, so what it "
             "brought is of no use. Catch the error around the whole step, call zero_grad(), and begin with a forward of the "
@@ -113,12 +110,17 @@ def refuse_lost_backward(iteration: Iteration, root: str) -> None:
 def refuse_doubtful(doubtful: Sequence[Handle], handles: Sequence[Handle]) -> None:
     """Raise if gradients are left that `zero_grad` of a module may have missed, since it did not hold their parameters."""
     for handle in doubtful:
-        for name, slot in zip(handle.names, handle.slots, strict=True):
-            if slot.sharded.grad is None:
-                continue
-            say_farewell(handles, f"unit '{handle.name}' has gradients of an interrupted step")
+        held = zip(handle.names, [slot.sharded for slot in handle.slots], strict=True)
+        refuse_gradients_left(handle.name, held, partial(say_farewell, handles))
+
+
+def refuse_gradients_left(unit: str, held: Iterable[tuple[str, nn.Parameter]], leave: Callable[[str], None]) -> None:
+    """Raise if one of a unit's parameters has a gradient; `leave` tells other ranks."""
+    for name, parameter in held:
+        if parameter.grad is not None:
+            leave(f"unit '{unit}' has gradients of an interrupted step")
             raise PhaseError(
-                f"unit '{handle.name}': an interrupt ended a step, and parameter '{name}' has a gradient from before. A "
+                f"unit '{unit}': an interrupt ended a step, and parameter '{name}' has a gradient from before. A "
                 "zero_grad() of the module that was called where the interrupt was caught did not reach it. Call zero_grad() "
                 "now, on every rank, or keep the gradient, and go on: this is said once"
             )

@@ -20,6 +20,7 @@ from composable.errors import HooksRemovedError, ShardedParameterError
 from composable.model.hooks import Guard, dispatcher_of, map_tensors
 from composable.model.transaction import is_taking_back
 from composable.model.traversal import get_replicated_states, get_states, names_below
+from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.iteration import Root
 from composable.runtime.loading import StateDictHook
@@ -164,12 +165,14 @@ class ShardedUnit:
         handle = self.handle
         if in_backward():
             # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
+            call.how = "entering again"
             handle.unshard_in_step()
             handle.land()
             handle.begin_call()
             call.how = "recompute"
             return args, kwargs
         root = self._root_for_call(module)
+        call.how = "opening"  # from here on the root knows
         root.open_forward(handle, module)
         call.how = "forward"
         if not self._left_to_run:
@@ -250,9 +253,14 @@ class ShardedUnit:
 
     @untraced
     def forget(self) -> None:
-        self.settle()
-        if self.root is not None:
-            self.root.behind = True
+        root = self.root
+        if root is not None:
+            unnoted = root.call is None and any(call.how == "entering" for call in self._calls)
+            self.settle()
+            root.behind = True
+            if unnoted:
+                root.steps.open()  # the others have
+                say_farewell(root.handles, "its forward was interrupted")
         while self._calls:  # of a forward that goes on: somebody inside it caught the interrupt
             self.abandon(self.modules[0])
 

@@ -113,7 +113,7 @@ SCHEMES: Final[dict[str, Callable[[Model, Any], None]]] = {
 }
 
 
-SHARDED: Final = ("by policy", "keeping", "nested", "checkpointed")
+ON_TWO: Final = tuple(name for name in SCHEMES if name != "regrouping")  # schemes that take no more than two ranks
 
 
 class Interrupter:

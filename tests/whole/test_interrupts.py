@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from composable import fully_shard
 from composable.errors import PhaseError
-from tests.helpers.interrupts import SHARDED, Model, plan_of, run_seeds
+from tests.helpers.interrupts import ON_TWO, Model, plan_of, run_seeds
 from tests.helpers.world import Pool
 
 
-@pytest.mark.parametrize("scheme", SHARDED)
+@pytest.mark.parametrize("scheme", ON_TWO)
 def test_training_goes_on_after_an_interrupt_as_if_the_step_had_been_left_out(pool: Pool, scheme: str) -> None:
     ranks = 2
     seeds = range(1000, 1000 + 12 // ranks)

@@ -64,11 +64,11 @@ class Thanks:
 
     def finished(self) -> bool:
         while self._left and self._has_finished(self._left[-1]):
-            self._left.pop()
+            self._near.glance(self._left.pop(), self._tag)  # now: after an interrupt a word may be left, but none is missed
         return not self._left
 
     def _has_finished(self, peer: int) -> bool:
-        return self._near.glance(peer, self._tag) is not None
+        return self._near.has_said(peer, self._tag)
 
     def wait(self) -> None:
         while self._left:
@@ -164,6 +164,10 @@ class Neighbourhood:
     def glance(self, peer: int, tag: int) -> Word | None:
         """The word that `peer` has said, if it has."""
         return self._neighbours[peer].inbox.next(tag)
+
+    def has_said(self, peer: int, tag: int) -> bool:
+        """Whether `peer` has said a word that nobody has asked for."""
+        return self._neighbours[peer].inbox.holds(tag)
 
     def hear(self, peer: int, tag: int, label: str = "") -> Word:
         """The next word with this tag.

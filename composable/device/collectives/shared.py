@@ -297,6 +297,7 @@ class ApartWire(SharedWire):
     def count_by(self, steps: Steps) -> None:
         super().count_by(steps)
         self._checks.steps = steps
+        self._broadcasts.steps = steps
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         if tensor.device.type != "cpu":

@@ -87,13 +87,14 @@ class Steps:
     Whoever owns it opens a step at points that every rank comes to, wherever it left the step before.
     """
 
-    __slots__ = ("__weakref__", "by_backward", "met", "number", "oldest")
+    __slots__ = ("__weakref__", "behind", "by_backward", "met", "number", "oldest")
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
         self.number = number
         self.by_backward = by_backward  # each backward is one: ranks may run forwards for themselves
         self.oldest = number  # that is not over on this rank
         self.met = -1  # the last step in which a message of every other rank came
+        self.behind = False  # maybe: an interrupt came, and others have opened more steps since
 
     def open(self, *, going_on: bool = False) -> None:
         """A new step begins. Nothing is said in the ones before from here on.
@@ -104,6 +105,15 @@ class Steps:
         self.number += 1
         if not going_on:
             self.oldest = self.number
+
+    def look_ahead(self, wire: Wire) -> None:
+        """After an interrupt: a step that has just been opened is the one that others are in, as far as they have said so."""
+        if self.behind:
+            self.number = self.oldest = wire.latest_step(self)
+
+    def may_go_on_to(self, step: int | None) -> bool:
+        """Whether others are in a later one, after an interrupt, and nothing has come about in this one."""
+        return self.behind and self.met < self.number == self.oldest and step is not None and step > self.number
 
     def catch_up(self, number: int) -> None:
         """Another rank, or what was counted apart so far, has come to step `number`; all before are over."""
