@@ -21,6 +21,7 @@ from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach
+from composable.model.transaction import Transaction, running
 from composable.model.traversal import (
     SHARD,
     ManagedParameter,
@@ -117,7 +118,7 @@ def fully_shard(
     """
     modules = module if isinstance(module, list) else [module]
     assigned = _assigned.get()
-    if assigned is not None and assigned.module is modules[0]:
+    if assigned is not None and assigned.module is modules[0] and assigned.within in running():
         after = _after_forward(reshard_after_forward)
         _attach_unit(modules, assigned.parameters, assigned.placements, _ground(modules, mesh, after), after)
         return module
@@ -146,7 +147,7 @@ def fully_shard(
     with all_or_none("fully_shard", wire, *([ground.near] if ground.near is not None else [])):
         for child, share, placed in zip(reversed(picked), reversed(shares[1:]), reversed(placements[1:]), strict=True):
             overrides = {**common, **picked[child]}
-            token = _assigned.set(_Assignment(child, share, placed))
+            token = _assigned.set(_Assignment(child, share, placed, running()[-1]))
             try:
                 fully_shard(child, **overrides)
             finally:
@@ -171,6 +172,7 @@ class _Assignment:
     module: nn.Module
     parameters: Sequence[ManagedParameter]
     placements: Placements
+    within: Transaction  # an interrupt may leave this behind
 
 
 # A context variable, so that verbs running in other threads do not see each other.

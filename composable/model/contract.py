@@ -16,6 +16,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 
@@ -173,22 +174,23 @@ def contract(
                     )
                 for module, before in zip(modules, names, strict=True):
                     compare_names(name, module, before)
+                # Part of what is taken back, too: an interrupt may come after it.
+                if spreads:
+                    if outer:
+                        outer[-1].nested.extend(this.nested)
+                        outer[-1].undo.push(this.undo)
+                    return
+                record = Annotation(this, asked, known_fqn(modules[0]))
+                if outer:
+                    outer[-1].undo.callback(transactions.to_its_end, partial(record.take_back_from, modules[0]))
+                    outer[-1].nested.append((modules[0], record))
+                for module in modules:
+                    record.put_on(module)
 
             # What the outermost verb was called with gives the names for all that happens inside.
             named = naming(target) if isinstance(target, nn.Module) and not outer else nullcontext()
             with named:
                 transactions.run(this, body, modules)
-            if spreads:
-                if outer:
-                    outer[-1].nested.extend(this.nested)
-                    outer[-1].undo.push(this.undo.pop_all())
-                return given
-            record = Annotation(this, asked, known_fqn(modules[0]))
-            for module in modules:
-                vars(module).setdefault(KEY, {})[name] = record
-            if outer:
-                outer[-1].undo.callback(record.take_back_from, modules[0])
-                outer[-1].nested.append((modules[0], record))
             return given
 
         def state_of(module: nn.Module | Sequence[nn.Module]) -> Any:

@@ -103,7 +103,7 @@ class Dispatcher:
         self._sort()
 
     def drop(self, name: str) -> None:
-        del self.brackets[name]
+        self.brackets.pop(name, None)
         self._sort()
 
     def detach(self) -> None:

@@ -7,13 +7,14 @@ import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from composable.errors import AnnotationError
-from composable.model.transaction import Transaction
+from composable.model.transaction import Transaction, to_its_end
 
 KEY: Final = "_composable_annotations"  # the one attribute of a module that holds its records, by the verb's name
 
@@ -59,6 +60,10 @@ class Annotation:
 
     # --- taking it back -----------------------------------------------------------------------------------------------
 
+    def put_on(self, module: nn.Module) -> None:
+        # Another mapping each time: who remembers the one from before can put it back.
+        vars(module)[KEY] = {**vars(module).get(KEY, {}), self.name: self}
+
     def is_on(self, module: nn.Module) -> bool:
         return vars(module).get(KEY, {}).get(self.name) is self
 
@@ -72,20 +77,25 @@ class Annotation:
             return
         if self._undo is None:
             self._check_state_undoes(module)
-        try:
-            with ExitStack() as stack:
-                if self._undo is not None:
-                    stack.push(self._undo)
-                else:
-                    for other, record in self._nested:
-                        stack.callback(record.take_back_from, other)
-                    stack.callback(self.state.undo, module)
-        finally:
-            for other in self._modules or (module,):
-                records = vars(other).get(KEY, {})
-                records.pop(self.name, None)
-                if not records:
-                    vars(other).pop(KEY, None)
+        to_its_end(partial(self._undo_on, module))
+
+    def _undo_on(self, module: nn.Module) -> None:
+        with ExitStack() as stack:
+            stack.callback(to_its_end, partial(self._leave, module))
+            if self._undo is not None:
+                stack.push(self._undo)
+            else:
+                for other, record in self._nested:
+                    stack.callback(record.take_back_from, other)
+                stack.callback(self.state.undo, module)
+
+    def _leave(self, module: nn.Module) -> None:
+        for other in self._modules or (module,):
+            records = {name: record for name, record in vars(other).get(KEY, {}).items() if name != self.name}
+            if records:
+                vars(other)[KEY] = records
+            else:
+                vars(other).pop(KEY, None)
 
     def _check_state_undoes(self, module: nn.Module) -> None:
         if not self.is_on(module):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from contextvars import ContextVar
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 from torch import nn
@@ -16,11 +18,13 @@ _TABLES: Final = tuple(name for name, value in vars(nn.Module()).items() if isin
 # Recurrent modules keep a list of their parameters next to the table.
 _LISTS: Final = ("_flat_weights",)
 
+_PATIENCE: Final = 16  # interrupts while a verb is taken back
+
 _Callback = TypeVar("_Callback", bound=Callable[[], object])
 
 
 class Snapshot:
-    """The attributes and tables of every module below `roots`; tensors themselves are not copied."""
+    """The attributes and tables of every module below `roots`, and the attributes of parameters; no tensor is copied."""
 
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         modules = {id(module): module for root in roots for module in root.modules()}
@@ -29,6 +33,8 @@ class Snapshot:
             attributes = dict(vars(module))
             held = [attributes[name] for name in (*_TABLES, *_LISTS) if isinstance(attributes.get(name), (dict, set, list))]
             self._saved.append((module, attributes, [(table, table.copy()) for table in held]))
+        parameters = {id(p): p for module in modules.values() for p in module.parameters(recurse=False)}
+        self._marked = [(parameter, dict(vars(parameter))) for parameter in parameters.values()]
 
     def restore(self) -> None:
         """Put everything back into the very same objects, since handles of hooks point at them."""
@@ -41,6 +47,9 @@ class Snapshot:
                     table.extend(content)
                 else:
                     table.update(content)
+        for parameter, marks in self._marked:
+            vars(parameter).clear()
+            vars(parameter).update(marks)
 
 
 class Transaction:
@@ -58,49 +67,86 @@ class Transaction:
         return self.name == name and any(module is other for other in self.modules)
 
 
-# Innermost last. A context variable, so that verbs running in other threads do not see each other.
-_running: ContextVar[tuple[Transaction, ...]] = ContextVar("verbs_that_run", default=())
+# Innermost last. Context variables, so that verbs running in other threads do not see each other.
+_noted: ContextVar[tuple[Transaction, ...]] = ContextVar("verbs_that_run", default=())
+_undone: ContextVar[Transaction | None] = ContextVar("the_verb_that_failed", default=None)
 
 
 def running() -> tuple[Transaction, ...]:
-    """The transactions that are open now, innermost last."""
-    return _running.get()
+    """The transactions that are open now, innermost last.
 
-
-_taking_back: ContextVar[bool] = ContextVar("a_verb_failed", default=False)
+    An interrupt may come before a note is taken back: what counts is whether the transaction is on this thread's stack.
+    """
+    return tuple(filter(_on_stack, _noted.get()))
 
 
 def is_taking_back() -> bool:
     """Whether a verb has failed and is being taken back now: the snapshot will put everything back that modules held."""
-    return _taking_back.get()
+    undone = _undone.get()
+    return undone is not None and _on_stack(undone)
+
+
+def _on_stack(transaction: Transaction) -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is run.__code__ and frame.f_locals["transaction"] is transaction:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def run(transaction: Transaction, body: Callable[[], Any], roots: Iterable[nn.Module]) -> Any:
     """Call `body` with `transaction` open; if it raises, everything it did to the modules below `roots` is taken back."""
+    outer = running()
     before = Snapshot(roots)
-    token = _running.set((*_running.get(), transaction))
     try:
-        try:
-            return body()
-        finally:
-            _running.reset(token)
+        _noted.set((*outer, transaction))
+        result = body()
+        _noted.set(outer)
+        return result
     except BaseException as error:
-        token_back = _taking_back.set(True)
+        _undone.set(transaction)
+        interrupt = _insist(transaction.undo.close, f"while {transaction.name} was taken back", error)
+        interrupt = _insist(before.restore, "", error) or interrupt
+        _noted.set(outer)
+        _undone.set(None)
+        if interrupt is not None and isinstance(error, Exception):
+            raise interrupt from error
+        raise
+
+
+def _insist(step: Callable[[], object], meanwhile: str, error: BaseException) -> BaseException | None:
+    """Do what must be done to its end, through any interrupt; returns the interrupt."""
+    interrupt = None
+    for _ in range(_PATIENCE):
         try:
-            transaction.undo.close()
+            step()
+            break
         except Exception as second:
             # The first error is the one to see; the stack has run to its end all the same.
-            error.add_note(f"while {transaction.name} was taken back: {type(second).__name__}: {second}")
-        finally:
-            _taking_back.reset(token_back)
-        before.restore()
+            error.add_note(f"{meanwhile}: {type(second).__name__}: {second}")
+            break
+        except BaseException as second:
+            interrupt = second
+    return interrupt
+
+
+def to_its_end(step: Callable[[], object]) -> None:
+    """Call `step`, and once more if an interrupt ended it, which is raised afterwards; a second one ends it for good."""
+    try:
+        step()
+    except Exception:
+        raise
+    except BaseException:
+        step()
         raise
 
 
 def on_undo(callback: _Callback) -> _Callback:
     """Inside a verb: have `callback` called when the verb fails further on, or when it is removed later.
 
-    Callbacks run in the reverse of the order in which they were given. Returns `callback`, so this is a decorator too.
+    Callbacks run in the reverse of the order in which they were given; one that an interrupt ended is called again.
+    Returns `callback`, so this is a decorator too.
 
     Args:
         callback: called without arguments. It takes back one thing that the verb has done.
@@ -115,7 +161,8 @@ def on_undo(callback: _Callback) -> _Callback:
     Raises:
         AnnotationError: no verb is running.
     """
-    if not _running.get():
+    open_now = running()
+    if not open_now:
         raise AnnotationError("on_undo() was called while no verb is running; call it inside a contract() function")
-    _running.get()[-1].undo.callback(callback)
+    open_now[-1].undo.callback(to_its_end, callback)
     return callback
