@@ -206,11 +206,15 @@ def shard_like(value: Tensor, parameter: DTensor, device: torch.device) -> DTens
     if isinstance(value, DTensor):
         return value if value.placements == placements else value.redistribute(placements=placements)
     mesh, local = parameter.device_mesh, value.detach()
+    # Asked of the mesh and not of its groups: DTensor's own caches may have given the parameter an equal mesh from before,
+    # whose groups have been destroyed.
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
             size = local.shape[placement.dim]
             chunk = -(-size // mesh.size(axis))
-            start = min(mesh.get_local_rank(axis) * chunk, size)
+            start = min(coordinate[axis] * chunk, size)
             local = local.narrow(placement.dim, start, min(chunk, size - start))
     if not local.is_meta:
         local = local.to(device)

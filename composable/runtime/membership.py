@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final, Protocol
 
 from torch import nn
 
 from composable.device.parameters import Owner, ParameterSlots
 from composable.errors import ForeignParameterError
-from composable.model.traversal import TreeWatch, registered_parameters
+from composable.model.traversal import Place, TreeWatch, registered_parameters
 
 _CURE: Final = "call remove(module, fully_shard), change the module, and annotate it again"
+_CURE_OF_REPLICAS: Final = "call remove(module, replicate), change the module, and annotate it again"
 
 
 class Member(Protocol):
@@ -93,3 +94,40 @@ def _refuse_tie(fqn: str, unit: str, name: str) -> None:
         f"'{fqn}' was tied to parameter '{name}' of unit '{unit}' after fully_shard was called, which tied parameters must be "
         f"before: {_CURE}"
     )
+
+
+class Newcomers:
+    """Parameters that come below replicated modules after their annotation: nothing averages their gradients."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = tuple(modules)
+        self._trees = [TreeWatch(module) for module in modules]
+        found = [place for place, _ in self._registered()]
+        self._known = {(id(place.module), place.name): place for place in found}  # and kept: ids of what is gone come again
+        self._frozen: list[nn.Parameter] = []
+
+    def _registered(self) -> list[tuple[Place, nn.Parameter]]:
+        return [found for module in self._modules for found in registered_parameters(module)]
+
+    def refuse(self, held: Collection[int], unit: str) -> None:
+        """Raise for one that is trained.
+
+        Args:
+            held: ids of parameters whose gradients are averaged, wherever they are registered.
+        """
+        if not any(tree.changed() for tree in self._trees) and not any(p.requires_grad for p in self._frozen):
+            return
+        came = [
+            (place, parameter)
+            for place, parameter in self._registered()
+            if (id(place.module), place.name) not in self._known and id(parameter) not in held
+        ]
+        for place, parameter in came:
+            if parameter.requires_grad:
+                raise ForeignParameterError(
+                    f"parameter '{place.fqn}' of unit '{unit}' ({type(place.module).__name__}) came into the module after "
+                    "replicate was called: nothing averages its gradient, and every rank would train its own. To have it "
+                    f"replicated, {_CURE_OF_REPLICAS}; to train it as it is, name it in ignored_params there"
+                )
+        self._frozen = [parameter for _, parameter in came]
+        self._trees = [TreeWatch(module) for module in self._modules]

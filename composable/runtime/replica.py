@@ -6,7 +6,7 @@ import copy
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from composable.model.interrupts import calls_of
 from composable.model.naming import known_fqn
 from composable.runtime.buffers import share_buffers
 from composable.runtime.ground import Ground
+from composable.runtime.membership import Newcomers
 from composable.runtime.mixed import MixedParameters, serves
 from composable.runtime.outputs import with_a_node
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
@@ -33,6 +34,10 @@ from composable.runtime.shown import Shown
 from composable.runtime.sparse import is_sparse_lookup, only_looked_up
 from composable.runtime.step import refuse_gradients_left
 from composable.runtime.wrappers import refuse_inside
+
+# What a copy has, too.
+_NAMED: Final = ("modules", "name", "names", "_owners", "_lookups", "_buffers", "ground", "_cap_bytes")
+_HELD: Final = ("_mixed", "_reasons", "_readers", "_inside", "_opens", "_forwards")
 
 
 class ReplicatedUnit:
@@ -57,6 +62,7 @@ class ReplicatedUnit:
         self._reducer: Reducer | None = None
         self._on_meta = False  # whether parameters had no values when the reducer was made
         self._depth = 0
+        self._newcomers: Newcomers | None = None  # of a copy, from its first call on
         self._mixed: MixedParameters | None = None
         self._reasons = 0  # annotations around or on this module that cover shards, too
         self._readers = Shown((self,), self.settle)
@@ -83,6 +89,7 @@ class ReplicatedUnit:
         self._buffers = tuple(buffers)
         self.ground = ground
         self._cap_bytes = cap_bytes
+        self._newcomers = Newcomers(modules)
         enroll(self)
         self._renew(self._registered)
 
@@ -142,6 +149,11 @@ class ReplicatedUnit:
         )
         tell_the_next(self, before ^ self.held)
         return reducer
+
+    def _refuse_newcomers(self) -> None:
+        if self.wire.ways > 1:
+            self._newcomers = self._newcomers or Newcomers(self.modules)
+            self._newcomers.refuse(self.held, self.name or "root")
 
     def _refuse_meta(self) -> None:
         late = next((parameter for parameter in self._registered if parameter.is_meta), None)
@@ -306,6 +318,7 @@ class ReplicatedUnit:
             self._readers.enter_call()
             if not recomputed:
                 reducer = self.reducer
+                self._refuse_newcomers()
                 if self._on_meta:
                     self._refuse_meta()
                 refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
@@ -374,22 +387,7 @@ class ReplicatedUnit:
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedUnit:
         twin = ReplicatedUnit()
         memo[id(self)] = twin
-        for name in (
-            "modules",
-            "name",
-            "names",
-            "_owners",
-            "_lookups",
-            "_buffers",
-            "ground",
-            "_cap_bytes",
-            "_mixed",
-            "_reasons",
-            "_readers",
-            "_inside",
-            "_opens",
-            "_forwards",
-        ):
+        for name in (*_NAMED, *_HELD):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         twin.number = self.number
         enroll(twin)

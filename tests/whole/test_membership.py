@@ -1,7 +1,8 @@
-"""Modules and parameters that come into a sharded model after it was annotated: refused by name, unless they do no harm."""
+"""Modules and parameters that come into an annotated model afterwards: refused by name, unless they do no harm."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Final
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable import fully_shard, remove
+from composable import fully_shard, remove, replicate
 from composable.errors import ForeignParameterError
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
@@ -115,6 +116,63 @@ def _refusals(change: str, steps: int) -> list[str]:
 def test_what_would_train_apart_is_refused_at_the_next_forward(pool: Pool, change: str, steps: int, device: str) -> None:
     need_devices(device, 2)
     assert pool.run(2, _refusals, change, steps, device=device) == [[CHANGES[change][1]] * 2] * 2
+
+
+def _new_in_replicas(change: str, annotate: str) -> list[str]:
+    model, x = _model()
+    if annotate == "replicate":
+        replicate(model)
+    else:
+        replicate(model.block)
+        fully_shard(model)
+    model(x).sum().backward()
+    CHANGES[change][0](model)
+    said = []
+    for _ in range(2):
+        with pytest.raises(ForeignParameterError) as caught:
+            model(x)
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("annotate", ["replicate", "replicate inside fully_shard"])
+@pytest.mark.parametrize(
+    ("change", "name", "kind"),
+    [
+        ("a layer exchanged", "0.weight", "Linear"),
+        ("a layer adapted", "0.down.weight", "Linear"),
+        ("a parameter more", "1.slope", "Tanh"),
+    ],
+)
+def test_what_comes_into_replicas_and_would_train_apart_is_refused_at_the_next_forward(
+    pool: Pool, change: str, name: str, kind: str, annotate: str, device: str
+) -> None:
+    need_devices(device, 2)
+    name, unit = (f"block.{name}", "root") if annotate == "replicate" else (name, "block")
+    text = (
+        f"parameter '{name}' of unit '{unit}' ({kind}) came into the module after replicate was called: nothing averages its "
+        "gradient, and every rank would train its own. To have it replicated, call remove(module, replicate), change the "
+        "module, and annotate it again; to train it as it is, name it in ignored_params there"
+    )
+    assert pool.run(2, _new_in_replicas, change, annotate, device=device) == [[text] * 2] * 2
+
+
+@spmd(ranks=2)
+def test_what_does_no_harm_may_come_into_replicas() -> None:
+    model, x = _model()
+    ignored = [model.scale]
+    replicate(model, ignored_params=ignored)
+    model(x).sum().backward()
+    model.block[0] = Adapter(model.block[0]).to(x.device)
+    model.block[0].down.requires_grad_(False)
+    model.block[0].up.requires_grad_(False)
+    model.head.weight = model.emb.weight  # tied: its gradient is averaged where it was
+    model(x).sum().backward()
+    model.block[0].up.requires_grad_(True)
+    with pytest.raises(ForeignParameterError, match=r"'block\.0\.up\.weight' of unit 'root'"):
+        model(x)
+    remove(model, replicate)
+    replicate(copy.deepcopy(model), ignored_params=())(x).sum().backward()
 
 
 @spmd(ranks=2)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard
-from composable.errors import ComposableError
+from composable.errors import CommunicationError, ComposableError
 from tests.helpers.world import Pool
 
 _PATIENCE: Final = 45.0  # nobody should wait for as long
@@ -79,7 +79,7 @@ def _part(calls: tuple[int, ...], lost: int) -> tuple[dict[int, float], dict[int
 _MUTUAL: Final = re.compile(
     r"CommunicationError: rank \d: the (all-gather|gradient reduction) of unit '[a-z0-9.]*' failed: rank \d waits for the "
     r"(all-gather|gradient reduction) of unit '[a-z0-9.]*', and neither rank comes to what the other waits for: in this step "
-    r"they run different units, or run them in another order or another number of times\n"
+    r"they run different units, or run them in another order or another number of times, or one of them has cast the model\n"
 )
 _TOLD: Final = re.compile(r"CommunicationError: rank \d: the .* of unit '[a-z0-9.]*' failed: rank \d has left this step: ")
 
@@ -97,6 +97,34 @@ def test_ranks_that_run_different_units_after_the_first_step_are_told_and_meet_i
         texts.append(errors[2])
     assert any(map(_MUTUAL.match, texts)), texts
     assert all(_MUTUAL.match(text) or _TOLD.match(text) for text in texts), texts
+
+
+def _cast_on_rank_0(dtype: torch.dtype, steps: int) -> tuple[str, float, float]:
+    """What a forward says after rank 0 alone has cast the model; then what one computes when all have, and the plain one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    model = fully_shard(copy.deepcopy(plain), policy={nn.Linear})
+    x = torch.ones(1, 8)
+    for _ in range(steps):
+        model(x).sum().backward()
+    if dist.get_rank() == 0:
+        model.to(dtype)
+    said = ""
+    try:
+        model(x.to(model[0].weight.dtype))
+    except CommunicationError as error:
+        said = f"{type(error).__name__}: {error}"
+    dist.barrier()
+    model.to(dtype)
+    return said, model(x.to(dtype)).item(), plain.to(dtype)(x.to(dtype)).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_rank_that_casts_the_model_alone_takes_nobodys_bytes_for_values(pool: Pool, steps: int, dtype: torch.dtype) -> None:
+    for said, value, expected in pool.run(2, _cast_on_rank_0, dtype, steps):
+        assert _MUTUAL.match(said) or _TOLD.match(said), said
+        assert value == pytest.approx(expected, rel=1e-2)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

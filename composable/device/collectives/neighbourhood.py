@@ -294,7 +294,7 @@ class Neighbourhood:
         if Channel.step_in(waits_for) == steps.number and not channel.has_come_to(waits_for):
             raise WentOn(
                 f"rank {peer} waits for the {label}, and neither rank comes to what the other waits for: in this step they run "
-                "different units, or run them in another order or another number of times"
+                "different units, or run them in another order or another number of times, or one of them has cast the model"
             )
 
     # --- memory -----------------------------------------------------------------------------------------------------

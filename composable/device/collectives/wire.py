@@ -140,7 +140,7 @@ class Channel:
     _APART: Final = 1_000_003  # odd in the lowest bits, too: one decision more is many messages away
     _STRIDE: Final = 101  # messages of one step and the next, where the lowest bits must tell them apart
 
-    __slots__ = ("__weakref__", "_base", "_count", "_step", "decisions", "number", "steps")
+    __slots__ = ("__weakref__", "_base", "_count", "_first", "_step", "decisions", "number", "steps")
 
     def __init__(self, number: int) -> None:
         high, low = divmod(number, 1 << 10)
@@ -150,12 +150,14 @@ class Channel:
         self._base = self._FLAG | low << 20 | (high % (1 << 10)) << 52
         self._step = 0
         self._count = 0
+        self._first = 0  # what had been decided at the first message of the step
 
     def next_tag(self) -> int:
         step = self.steps.number
         if step != self._step:
             self._step = step
             self._count = 0
+            self._first = self.decisions
         self._count += 1
         count = self._count + self.decisions * self._APART + step * self._STRIDE
         return self._base | (count >> 10 & (1 << 21) - 1) << 31 | (count & (1 << 10) - 1) << 10 | step << self.BITS
@@ -166,7 +168,9 @@ class Channel:
         if step != self._step:
             return step < self._step
         count = tag >> 10 & (1 << 10) - 1 | (tag >> 31 & (1 << 21) - 1) << 10
-        return count <= self._count + self.decisions * self._APART + step * self._STRIDE & self.LOWEST
+        first, last = (known * self._APART + step * self._STRIDE for known in (self._first, self.decisions))
+        # Who decided otherwise before the step sends messages that this rank never comes to.
+        return first & self.LOWEST < count <= self._count + last & self.LOWEST
 
     def farewell(self) -> int:
         """A tag that no message has: of the step after this one, before which this rank says nothing any more."""
