@@ -91,7 +91,7 @@ class Root:
         """A unit leaves: the next forward plans the tree anew, without it."""
         for unit in self.units:
             if unit.root is self:
-                unit.root = None
+                unit.root, unit.former = None, self
 
     def check_hooks(self) -> None:
         """Raise when somebody removed the hooks of one of the units' modules."""
@@ -109,7 +109,7 @@ class Root:
             if running:
                 refuse_lost_backward(self.iteration, self.handles[0].name)
             else:
-                self._unwind("its backward did not finish")
+                self.unwind("its backward did not finish")
         index = self._index[handle]
         if not running:
             self.handled = sys.exception()
@@ -214,7 +214,7 @@ class Root:
         if self._running:
             self._running.pop()
         if not self._running:
-            self._unwind(self.failure, self.reason)
+            self.unwind(self.failure, self.reason)
             self.failure = ""
 
     def is_left(self, entering: nn.Module | None = None) -> bool:
@@ -234,7 +234,7 @@ class Root:
             unit.forget_calls()
         close_interrupted()
         self.replicated.forget_calls()
-        self._unwind("its forward was interrupted")
+        self.unwind("its forward was interrupted")
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class Root:
             self.replicated.leave_failed_backward()
             say_farewell(self.handles, "its backward did not finish")
 
-    def _unwind(self, why: str, reason: str = "") -> None:
+    def unwind(self, why: str, reason: str = "") -> None:
         """Give up whatever is in flight, free whatever is unsharded, forget unreduced gradients."""
         self._doubtful += tuple([handle for handle in self.handles if not handle.parameters.stage.intact()])
         say_farewell(self.handles, reason or why)

@@ -100,14 +100,14 @@ class Newcomers:
     """Parameters that come below replicated modules after their annotation: nothing averages their gradients."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = tuple(modules)
+        self._annotated = tuple(modules)
         self._trees = [TreeWatch(module) for module in modules]
         found = [place for place, _ in self._registered()]
         self._known = {(id(place.module), place.name): place for place in found}  # and kept: ids of what is gone come again
         self._frozen: list[nn.Parameter] = []
 
     def _registered(self) -> list[tuple[Place, nn.Parameter]]:
-        return [found for module in self._modules for found in registered_parameters(module)]
+        return [found for module in self._annotated for found in registered_parameters(module)]
 
     def refuse(self, held: Collection[int], unit: str) -> None:
         """Raise for one that is trained.
@@ -130,4 +130,4 @@ class Newcomers:
                     f"replicated, {_CURE_OF_REPLICAS}; to train it as it is, name it in ignored_params there"
                 )
         self._frozen = [parameter for _, parameter in came]
-        self._trees = [TreeWatch(module) for module in self._modules]
+        self._trees = [TreeWatch(module) for module in self._annotated]

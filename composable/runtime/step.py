@@ -76,6 +76,7 @@ class Unit(Protocol):
     """What a root asks of its units."""
 
     root: Any
+    former: Any
 
     @property
     def modules(self) -> Sequence[nn.Module]: ...

@@ -46,6 +46,7 @@ class ShardedUnit:
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
         self.root: Root | None = None
+        self.former: Root | None = None  # the one before, while there is none
         self.enclosing: weakref.ref[ShardedUnit] | None = None
         self.guards: list[Guard] = []
         self.recipe: Recipe | None = None
@@ -243,12 +244,15 @@ class ShardedUnit:
             unit.handle.rename(names.get(id(unit.modules[0]), unit.handle.name))
         membership = Membership(module, [unit for unit in units if unit.handle.ground.mesh is not None])
         membership.check()
+        for former in dict.fromkeys([unit.root or unit.former for unit in units]):
+            if former is not None and former.iteration is not None and former.iteration.lost_backward:
+                former.unwind("its backward did not finish")
         root = Root(module, units, membership)
         around = dict.fromkeys([module, *(each for unit in units for each in unit.modules)])
         replicated = {id(state): state for each in around for state in get_replicated_states(each)}
         root.take_along(list(replicated.values()))
         for unit in reversed(units):  # this one last: until it has the root, a forward plans anew
-            unit.root = root
+            unit.root, unit.former = root, None
         return root
 
     @untraced
