@@ -12,7 +12,6 @@ Note [What is left out]
 
 from __future__ import annotations
 
-import logging
 import random
 import re
 import time
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from composable.device.collectives import wires_wrapped_by
 from composable.errors import ComposableError
 from tests.helpers.programs import WIDTH, Delayed, Node, Piece, annotate, differences, plan_of, tree_of
+from tests.helpers.quiet import errors_only
 
 REPLICATED: Final = "replicated units"  # have no steps: a rank that skips a backward pairs its next one with the others' last
 ROOTS: Final = (
@@ -407,9 +407,9 @@ def _disagree(plan: IllegalPlan) -> Iterator[str]:
         yield "annotated, though ranks disagree"
 
 
+@errors_only()  # of resets, which are what this is about, it warns
 def run_illegal_seeds(seeds: list[int]) -> list[tuple[int, list[str]]]:
     """In what each seed went wrong otherwise than it should. Runs on every rank."""
-    logging.getLogger("composable").setLevel(logging.ERROR)  # of resets, which are what this is about
     results = []
     for seed in seeds:
         plan = illegal_plan_of(seed, dist.get_world_size())

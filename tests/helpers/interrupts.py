@@ -6,7 +6,6 @@ Everything follows from a seed, but how often a rank that waits for another one 
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import random
 import sys
@@ -29,6 +28,7 @@ from torch.distributed.tensor import DTensor
 import composable
 from composable import checkpoint, describe, fully_shard, replicate
 from composable.errors import ComposableError
+from tests.helpers.quiet import errors_only
 
 _LIBRARY: Final = str(Path(composable.__file__).parent)
 _WAITING: Final = ("words.py",)  # how often those lines run is a matter of time
@@ -293,8 +293,8 @@ def lines_of(scheme: str, micro_batches: int = 1) -> int:
 _LINES: dict[tuple[str, int, int], int] = {}
 
 
+@errors_only()
 def run_seed(seed: int, seconds: float, scheme: str = "") -> Seen:
-    logging.getLogger("composable").setLevel(logging.ERROR)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     plan = plan_of(seed, ranks, scheme)
     key = plan.scheme, plan.micro_batches, ranks
