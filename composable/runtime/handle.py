@@ -15,7 +15,6 @@ from composable.config import AfterForward, Free, Regroup
 from composable.device.collectives import Arrival, Channel, Steps
 from composable.device.memory import MemoryPool
 from composable.device.parameters import Owner, ParameterSlots
-from composable.device.private import outside_transforms
 from composable.errors import PhaseError, few, still_on_meta
 from composable.model.hooks import Guard, GuardRow
 from composable.plan.layout import Layout
@@ -213,7 +212,6 @@ class Handle:
         self.steps.open()  # ranks may have left the last one at different places
         self.unshard_in_step(for_user=True)
 
-    @outside_transforms
     def unshard_in_step(self, *, for_user: bool = False) -> None:
         """`unshard` for modules to compute with: nobody should write to what is gathered."""
         before = self.phase
@@ -234,7 +232,6 @@ class Handle:
             if arrival is not None:
                 self._arrivals.append(arrival)
 
-    @outside_transforms
     def land(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.phase is Phase.GATHERING:
@@ -270,7 +267,6 @@ class Handle:
                 "forward."
             )
 
-    @outside_transforms
     def settle_after_forward(self) -> None:
         """Free, keep or regroup, as the user asked."""
         if self.phase is not Phase.UNSHARDED or self.pins:

@@ -34,7 +34,7 @@ from composable.runtime.part import Part
 Versions = list[list[int]]  # of each part's shards
 
 _requires_grad: Final = attrgetter("requires_grad")
-_version: Final = attrgetter("_version")
+_version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quicker than any other way to ask many
 _HOW_TO_CAST: Final = (
     "Cast the module before fully_shard, so that the forward has nothing to do; or cast a copy of the weight for the "
     "computation alone; or compute under torch.autocast"

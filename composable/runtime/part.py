@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress
-from operator import attrgetter, ne, or_, sub
+from operator import ne, or_, sub
 from typing import Final
 
 import torch
@@ -16,13 +16,13 @@ from composable.device.collectives import Arrival, Channel, GatherPart, Wire
 from composable.device.gradients import take_gradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import ParameterSlots
-from composable.device.private import innermost, local_of
+from composable.device.private import innermost, local_of, outside_transforms
 from composable.device.storage import FlatParameters
 from composable.plan.layout import Route
 from composable.runtime.ground import Ground
 from composable.runtime.reduction import Reduction
 
-_version: Final = attrgetter("_version")
+_version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quicker than any other way to ask many
 _address: Final = Tensor.data_ptr
 
 
@@ -139,6 +139,7 @@ class Part:
         if self._coarse is not None:
             self._coarse.free()
 
+    @outside_transforms
     def regroup(self) -> None:
         """Only the shards and the coarse shard remain."""
         if self._coarse is not None:

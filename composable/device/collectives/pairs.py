@@ -46,13 +46,14 @@ class PairsWire(GroupWire):
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         receives: list[tuple[list[Tensor], int, int]] = []
         sends: list[tuple[list[Tensor], int, int]] = []
-        copies: list[tuple[Tensor, Tensor]] = []
+        copies: tuple[list[Tensor], list[Tensor]] = ([], [])  # targets, sources
         for index, part in enumerate(parts):
             chunk = part.shard.numel()
             pieces = [part.whole[r * chunk : min((r + 1) * chunk, part.numel)] for r in range(self.ways)]
             mine = part.shard[: pieces[self.rank].numel()]
             if mine.numel():
-                copies.append((pieces[self.rank], mine))
+                copies[0].append(pieces[self.rank])
+                copies[1].append(mine)
             for peer in self._peers:
                 if pieces[peer].numel():
                     receives.append(([pieces[peer]], peer, index))
@@ -68,8 +69,8 @@ class PairsWire(GroupWire):
             works += [group.send(tensor, peer, tag + index) for tensor, peer, index in sends]
         except RuntimeError as error:
             raise failed(label, self.rank, error) from error
-        for whole, mine in copies:
-            whole.copy_(mine)
+        if copies[0]:
+            torch._foreach_copy_(*copies)  # which transforms of torch.func leave alone, as they do not `copy_`
         return Works(works, label, self.rank)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
