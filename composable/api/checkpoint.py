@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -9,7 +10,7 @@ from torch import nn
 from composable.api.selection import check_keywords
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
-from composable.model.hooks import attach
+from composable.model.hooks import attach, detach
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.recompute import Contexts, RecomputeBracket, RecomputeOptions
 
@@ -82,7 +83,8 @@ def checkpoint(
             state = checkpoint.state(each)
             assert state is not None
             state.brackets.append(bracket)
-            on_undo(attach(each, "checkpoint", bracket))
+            on_undo(partial(detach, each, "checkpoint"))
+            attach(each, "checkpoint", bracket)
         return module
     for root in modules:
         picked = select_modules(policy, root)

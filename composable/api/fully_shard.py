@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -20,7 +21,7 @@ from composable.config import SYNC_MODES, AfterForward, after_forward
 from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
-from composable.model.hooks import attach
+from composable.model.hooks import attach, detach
 from composable.model.transaction import Transaction, running
 from composable.model.traversal import (
     SHARD,
@@ -158,7 +159,7 @@ def fully_shard(
         _name_units(modules)
         replicated = [state for each in modules for state in get_replicated_states(each)]
         ties = [(unit, Owner(place.module, place.name), place.fqn) for unit, managed in tied for place in managed.places]
-        on_undo(rest_as_dtensors(replicated, ground.mesh, ties))
+        rest_as_dtensors(replicated, ground.mesh, ties)
     return module
 
 
@@ -277,7 +278,8 @@ def _attach_unit(
     if ground.mesh is not None:
         move_buffers(modules, ground.device)
     for module in modules:
-        on_undo(attach(module, SHARD, unit))
+        on_undo(partial(detach, module, SHARD))
+        attach(module, SHARD, unit)
         on_undo(refuse_wrapping(module, "fully_shard"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -17,7 +18,7 @@ from composable.device.collectives import LocalWire, Steps, backwards_of, wire_o
 from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, known_fqn, on_undo, require_callable
-from composable.model.hooks import attach
+from composable.model.hooks import attach, detach
 from composable.model.traversal import (
     REPLICATE,
     SHARD,
@@ -180,7 +181,8 @@ def _attach(
         cap_bytes,
     )
     for each in modules:
-        on_undo(attach(each, REPLICATE, unit))
+        on_undo(partial(detach, each, REPLICATE))
+        attach(each, REPLICATE, unit)
         on_undo(refuse_wrapping(each, "replicate"))
     inside = [state for each in modules for state in get_replicated_states(each)]
     unit.contains(inside)
@@ -188,4 +190,4 @@ def _attach(
     if sharded:  # then all ranks run its forwards together
         unit.count_by(Steps(), opened_here=True)
     mesh = next((state.handle.ground.mesh for state in sharded), None)
-    on_undo(rest_as_dtensors([unit, *inside], mesh))
+    rest_as_dtensors([unit, *inside], mesh)

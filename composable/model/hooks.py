@@ -202,18 +202,20 @@ class HookWatch:
         return before and all(map(contains, map(_hooks, self._watched), self._after))
 
 
-def attach(module: nn.Module, name: str, bracket: Bracket) -> Callable[[], None]:
-    """Add an annotation's bracket to `module`; returns the inverse."""
+def attach(module: nn.Module, name: str, bracket: Bracket) -> None:
+    """Add an annotation's bracket to `module`."""
     dispatcher = dispatcher_of(module) or Dispatcher(module)
     dispatcher.add(name, bracket)
     forget_compiled()  # what was compiled around this module calls no hooks of it, and would not notice these
 
-    def undo() -> None:
+
+def detach(module: nn.Module, name: str) -> None:
+    """The inverse of `attach`, however far that came: whoever may be interrupted notes it before."""
+    dispatcher = dispatcher_of(module)
+    if dispatcher is not None:
         dispatcher.drop(name)
         if not dispatcher.brackets:
             dispatcher.detach()
-
-    return undo
 
 
 def after_call(module: nn.Module, callback: Callable[[], None]) -> None:

@@ -15,7 +15,7 @@ there, too. What is registered at one of the places later goes to all of them, a
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -32,6 +32,7 @@ from composable.device.private import agree_on_infinities, in_backward, local_of
 from composable.errors import ForeignParameterError
 from composable.model.hooks import Guard, GuardRow, after_call
 from composable.model.interrupts import calls_of
+from composable.model.transaction import on_undo
 from composable.runtime.loading import StateDictHook
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.pairs import Pair, fits, pair_of, plain_over
@@ -299,28 +300,20 @@ class _CalledAlone:
         self.module = module
 
 
-def rest_as_dtensors(
-    units: Sequence[Unit], mesh: DeviceMesh | None, ties: Sequence[tuple[Unit, Owner, str]] = ()
-) -> Callable[[], None]:
-    """What is replicated stands next to shards on `mesh` from here on; see Note [Next to shards].
+def rest_as_dtensors(units: Sequence[Unit], mesh: DeviceMesh | None, ties: Sequence[tuple[Unit, Owner, str]] = ()) -> None:
+    """What is replicated stands next to shards on `mesh` from here on, until the verb that runs is taken back.
+
+    See Note [Next to shards].
 
     Args:
         ties: places of sharded units that hold a parameter of one of `units`, and their names.
-
-    Returns:
-        What takes it back.
     """
-    changed = [
-        unit
-        for unit in units
-        if mesh is not None and unit.rest_on(mesh, [(owner, name) for other, owner, name in ties if other is unit])
-    ]
-
-    def undo() -> None:
-        for unit in changed:
-            unit.rest_plain()
-
-    return undo
+    if mesh is None:
+        return
+    reason = object()
+    for unit in units:
+        on_undo(partial(unit.rest_plain, reason))
+        unit.rest_on(mesh, [(owner, name) for other, owner, name in ties if other is unit], reason)
 
 
 def serves(mesh: DeviceMesh, replicas: DeviceMesh | None) -> bool:

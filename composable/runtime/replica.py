@@ -64,7 +64,7 @@ class ReplicatedUnit:
         self._depth = 0
         self._newcomers: Newcomers | None = None  # of a copy, from its first call on
         self._mixed: MixedParameters | None = None
-        self._reasons = 0  # annotations around or on this module that cover shards, too
+        self._reasons: dict[object, None] = {}  # annotations around or on this module that cover shards, too
         self._readers = Shown((self,), self.settle)
         self._doubtful = False  # plain parameters were shown while users could act
         self._around: dict[object, None] = {}  # calls and backwards of annotated modules, this one too, that may read
@@ -221,26 +221,26 @@ class ReplicatedUnit:
         held = zip(self._registered, self._lookups, strict=False)
         return not any(lookup for other, lookup in held if other is parameter)
 
-    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]]) -> bool:
+    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]], reason: object) -> None:
         """Let the parameters rest as DTensors on `mesh`, the shards' own; see Note [Next to shards]."""
+        if self._mixed is None and (self.ground is None or not serves(mesh, self.ground.mesh)):
+            return
+        self._reasons[reason] = None
         if self._mixed is None:
-            if self.ground is None or not serves(mesh, self.ground.mesh):
-                return False
             self.rename(known_fqn(self.modules[0]) or self.name)
             self._mixed = MixedParameters(self._owners, self.names, mesh, self.modules, self.name)
             self._renew(self._registered)
         if tied:
             owners, names = zip(*tied, strict=True)
             self._mixed.tie(owners, names)
-        self._reasons += 1
-        return True
 
-    def rest_plain(self) -> None:
+    def rest_plain(self, reason: object) -> None:
         """One reason less to rest as DTensors."""
-        self._reasons -= 1
-        if not self._reasons:
-            self._leave_mixed()
-            self._renew(self._registered)
+        if reason in self._reasons:
+            if len(self._reasons) == 1:
+                self._leave_mixed()
+                self._renew(self._registered)
+            self._reasons.pop(reason)
 
     def _leave_mixed(self) -> None:
         mixed, self._mixed = self._mixed, None

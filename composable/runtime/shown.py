@@ -31,12 +31,11 @@ class Unit(Protocol):
     def open_backward(self) -> None:
         """Take part in the backward that runs, whichever gradients it brings."""
 
-    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]]) -> bool:
-        """Let the parameters rest as DTensors on `mesh`, also where sharded units have `tied` ones; False if they cannot, and
-        `rest_plain` will not be called."""
+    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]], reason: object) -> None:
+        """Let the parameters rest as DTensors on `mesh`, if they can, also where sharded units have `tied` ones."""
 
-    def rest_plain(self) -> None:
-        """Take that back."""
+    def rest_plain(self, reason: object) -> None:
+        """Take that back; nothing if it was not done for this reason."""
 
 
 class Shown:

@@ -19,6 +19,7 @@ from composable.model.hooks import (
     GuardRow,
     HookWatch,
     attach,
+    detach,
     dispatcher_of,
 )
 
@@ -93,13 +94,15 @@ def test_annotations_of_other_authors_nest_inside_ours_in_the_order_of_their_cal
 
 def test_one_pair_of_hooks_serves_all_annotations_and_goes_with_the_last() -> None:
     module, log = Failing(), []
-    undos = [attach(module, name, Noting(name, log)) for name in OUTERMOST_FIRST]
+    for name in OUTERMOST_FIRST:
+        attach(module, name, Noting(name, log))
     assert (len(module._forward_pre_hooks), len(module._forward_hooks)) == (1, 1)
-    undos[1]()
+    detach(module, OUTERMOST_FIRST[1])
     module(X)
     assert log == ["enter fully_shard", "enter checkpoint", "leave checkpoint", "leave fully_shard"]
-    undos[0]()
-    undos[2]()
+    detach(module, OUTERMOST_FIRST[0])
+    detach(module, OUTERMOST_FIRST[2])
+    detach(module, OUTERMOST_FIRST[2])  # done twice is done once
     assert (len(module._forward_pre_hooks), len(module._forward_hooks)) == (0, 0)
     assert dispatcher_of(module) is None
 

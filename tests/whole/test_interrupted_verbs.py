@@ -39,8 +39,8 @@ _CALLS: Final[dict[str, tuple[_Change, _Change, int]]] = {
     "fully_shard": (_nothing, lambda model: fully_shard(model, policy={Line}), 79),
     "replicate": (_nothing, lambda model: replicate(model, policy={Line}), 79),
     "checkpoint": (_nothing, lambda model: checkpoint(model, policy={Line}), 37),
-    "a second verb": (checkpoint, lambda model: fully_shard(model, policy={Line}), 101),
-    "next to replicas": (lambda model: replicate(model.embed), lambda model: fully_shard(model, policy={Line}), 101),
+    "a second verb": (checkpoint, lambda model: fully_shard(model, policy={Line}), 97),
+    "next to replicas": (lambda model: replicate(model.embed), lambda model: fully_shard(model, policy={Line}), 97),
     "remove replicate": (replicate, lambda model: remove(model, replicate), 5),
     "remove checkpoint": (checkpoint, lambda model: remove(model, checkpoint), 1),
 }
