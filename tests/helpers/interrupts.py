@@ -163,9 +163,18 @@ class Interrupter:
         # Python lets nothing in between the end of a `with` block and the context's own end.
         if event == "line" and not getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
             self.seen += 1
-            if self.seen == self._at:
+            if self._at is not None and self.seen >= self._at and not self.where and not _in_del(frame):
                 self._interrupt(frame)
         return self._line
+
+
+def _in_del(frame: FrameType | None) -> bool:
+    """Python drops what is raised there, and stops to trace: no rank would be interrupted."""
+    while frame is not None:
+        if frame.f_code.co_name == "__del__":
+            return True
+        frame = frame.f_back
+    return False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import re
-from typing import Final
 
 import pytest
 import torch
@@ -22,18 +21,9 @@ from tests.helpers.world import Pool
 def test_training_goes_on_after_an_interrupt_as_if_the_step_had_been_left_out(pool: Pool, scheme: str) -> None:
     ranks = 2
     seeds = range(1000, 1000 + 12 // ranks)
-    by_rank = pool.run(ranks, run_seeds, seeds, 20.0, scheme)
-    waited = {seen.seed: None for found in by_rank for seen in found if _WAITED in seen.wrong}
-    for rank, found in enumerate(by_rank):
+    for rank, found in enumerate(pool.run(ranks, run_seeds, seeds, 20.0, scheme)):
         for seen in found:
-            where = f"{plan_of(seen.seed, ranks, scheme)}, rank {rank}, at {seen.where}: {seen}"
-            assert not seen.wrong or seen.seed in waited, where
-            assert not any("differs by" in text for text in seen.wrong), where
-    assert len(waited) <= 1, f"seeds {sorted(waited)} waited for the timeout"
-
-
-# It does not always happen, and decision 18 says so: one interrupted run in some dozens ends with an error by name, but late.
-_WAITED: Final = "waited for the timeout"
+            assert not seen.wrong, f"{plan_of(seen.seed, ranks, scheme)}, rank {rank}, at {seen.where}: {seen}"
 
 
 def test_a_seed_stands_for_the_same_every_time() -> None:

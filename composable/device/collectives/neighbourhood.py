@@ -29,6 +29,7 @@ SWITCH: Final = "COMPOSABLE_SHARED_MEMORY"  # "0" in the environment of any rank
 _LABEL: Final = "exchange of where each rank's shared memory is"
 _DONE: Final = 1  # added to a message's tag: word that it has been read, or will never be
 _FAREWELL: Final = 2  # added to a channel's: where this rank says why it has left a step
+_TOLD: Final = 4  # added to that, if another rank had left the step before
 _REASON_BYTES: Final = 400
 _LONG: Final = 0.1  # seconds from which on the others may look up what this rank waits for
 _FAREWELLS: Final = 16  # kept for those who have yet to read them
@@ -205,7 +206,7 @@ class Neighbourhood:
         if self._left.get(steps) == steps.number:
             return
         self._left[steps] = steps.number
-        tag = channel.farewell() + _FAREWELL
+        tag = channel.farewell() + _FAREWELL + (_TOLD if steps.told == steps.number else 0)
         with suppress(OSError, EOFError):  # who does not hear it notices the end, or waits
             text = why.encode()[:_REASON_BYTES]
             block = self._farewells[0] if len(self._farewells) == _FAREWELLS else Block(self._arena, _REASON_BYTES)
@@ -215,10 +216,16 @@ class Neighbourhood:
                 self._neighbours[peer].outlet.say(tag, block.start, len(text))
 
     def latest_step(self, steps: Steps) -> int:
-        """The last step in which anybody has said something so far."""
+        """The last step that somebody has begun by his own count so far.
+
+        Who has begun the one that this rank has just opened counts as this rank does. If he has left it because others had
+        left one before, this rank must come to it, and be told, too: later ones do not count.
+        """
         latest = steps.number
         for neighbour in self._neighbours.values():
             tags = [tag for tag in neighbour.inbox.pending() if self._steps_of(tag) is steps]
+            if any(Channel.step_in(tag) == steps.number and not tag & (_DONE | _FAREWELL) for tag in tags):
+                tags = [tag for tag in tags if tag & _FAREWELL and not tag & _TOLD]
             latest = max([latest, *map(Channel.step_in, tags)])
         return latest
 
@@ -258,10 +265,12 @@ class Neighbourhood:
             if other & _FAREWELL:
                 word = self.glance(peer, other)
                 if word is not None:
+                    steps.told = steps.number
                     why = bytes(self.look(peer, word).tolist()).decode(errors="replace")
                     raise WentOn(f"rank {peer} has left this step: {why}", step)
             gone_on = max(gone_on, step)
         if gone_on > last:
+            steps.told = steps.number
             raise WentOn(f"rank {peer} has left this step and gone on to a later one", gone_on)
 
     def _refuse_if_hopeless(self, peer: int, tag: int) -> None:

@@ -87,13 +87,14 @@ class Steps:
     Whoever owns it opens a step at points that every rank comes to, wherever it left the step before.
     """
 
-    __slots__ = ("__weakref__", "behind", "by_backward", "met", "number", "oldest")
+    __slots__ = ("__weakref__", "behind", "by_backward", "met", "number", "oldest", "told")
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
         self.number = number
         self.by_backward = by_backward  # each backward is one: ranks may run forwards for themselves
         self.oldest = number  # that is not over on this rank
         self.met = -1  # the last step in which a message of every other rank came
+        self.told = -1  # the last step in which another rank was found to have left one
         self.behind = False  # maybe: an interrupt came, and others have opened more steps since
 
     def open(self, *, going_on: bool = False) -> None:
