@@ -48,18 +48,12 @@ def say_farewell(handles: Sequence[Handle], why: str) -> None:
         handle.say_farewell(why)
 
 
-def look_ahead(handles: Sequence[Handle], steps: Steps) -> None:
-    """After an interrupt: open the step that others are in, as far as they have said so; see Note [Steps]."""
-    if steps.number == steps.oldest:
-        steps.number = steps.oldest = max(handle.ground.wire.latest_step(steps) for handle in handles)
-
-
 def catch_up(handles: Sequence[Handle], steps: Steps, error: CommunicationError) -> bool:
     """After an interrupt: go on to the step that others are in, see Note [Steps]. False if this is no time for it."""
-    fresh = steps.met < steps.number == steps.oldest
-    if not fresh or error.later_step is None or error.later_step <= steps.number:
+    later = error.later_step
+    if later is None or not steps.may_go_on_to(later):
         return False
     for handle in handles:
         handle.withdraw()
-    steps.number = steps.oldest = error.later_step
+    steps.catch_up(later)
     return True

@@ -27,7 +27,7 @@ from composable.model.interrupts import calls_of
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import ForwardOrder
 from composable.runtime.backward_end import end_of_backward
-from composable.runtime.divergence import catch_up, check_order, look_ahead, say_farewell
+from composable.runtime.divergence import catch_up, check_order, say_farewell
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import note_of_mixing
@@ -58,12 +58,12 @@ class Root:
         self.order = ForwardOrder()
         self.iteration: Iteration | None = None
         self.steps = Steps(max(handle.steps.number for handle in handles))
+        self._wires = [handle.ground.wire for handle in handles]
         for handle in handles:
             handle.count_by(self.steps)
         self._running: list[int] = []  # units that are called now, outermost first
         self.call: nn.Module | None = None  # the outermost one whose forward is under way
         self.handled: BaseException | None = None  # when that began
-        self.behind = False  # maybe: an interrupt came, and others have begun more forwards since
         self._doubtful: tuple[Handle, ...] = ()  # showed unsharded parameters while users could act
         self.failure = ""
         self.reason = ""
@@ -127,8 +127,7 @@ class Root:
 
     def _begin_forward(self) -> None:
         self.steps.open(going_on=self.iteration is not None)
-        if self.behind:
-            look_ahead(self.handles, self.steps)
+        self.steps.look_ahead(self._wires)
         doubtful, self._doubtful = self._doubtful, ()
         refuse_doubtful(doubtful, self.handles)
         for handle in self.handles:  # this may raise
@@ -149,7 +148,7 @@ class Root:
                 handle.land()
                 return
             except CommunicationError as error:
-                if not (self.behind and catch_up(self.handles, self.steps, error)):
+                if not catch_up(self.handles, self.steps, error):
                     raise
                 self._gather(index)
 
@@ -201,7 +200,7 @@ class Root:
         iteration = self.iteration
         if not torch.is_grad_enabled() and iteration is not None and not (iteration.finished.next_units(1) or iteration.pinned):
             self.iteration = None
-        self.behind = False
+        self.steps.behind = False
         self.call = None
 
     def abandon(self, handle: Handle) -> None:
@@ -229,7 +228,7 @@ class Root:
 
     def recover_from_interrupt(self) -> None:
         """A forward ended without a word. All of this may be interrupted, and done again."""
-        self.behind = True
+        self.steps.behind = True
         for unit in self.units:
             unit.forget_calls()
         close_interrupted()
@@ -375,7 +374,7 @@ class Root:
 
     def leave_failed_backward(self) -> None:
         """It raised. Who clears gradients or makes an optimizer before the next forward finds the sharded parameters."""
-        self.behind = self.behind or not isinstance(sys.exception(), Exception | None)
+        self.steps.behind = self.steps.behind or not isinstance(sys.exception(), Exception | None)
         iteration = self.iteration
         if iteration is not None and iteration.backward is not None:
             iteration.lose_backward()

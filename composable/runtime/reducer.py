@@ -212,7 +212,7 @@ class Reducer:
     def _open(self) -> None:
         end, steps = end_of_backward(), self._wire.sums.steps
         if end.join(self, steps, self._launch_again):
-            steps.look_ahead(self._wire)
+            steps.look_ahead([self._wire])
         self._backward = ref(end)  # before anything changes: whoever finds it open, and no backward, cleans up
         for bucket in self._buckets:
             bucket.tally.enter(AWAITED)

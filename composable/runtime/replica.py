@@ -326,7 +326,7 @@ class ReplicatedUnit:
                 if self._opens:
                     steps = self.wire.sums.steps
                     steps.open()
-                    steps.look_ahead(self.wire)
+                    steps.look_ahead([self.wire])
                 share_buffers(self._buffers, self.wire, self.name or "root")
         return args, kwargs
 

@@ -261,7 +261,7 @@ class ShardedUnit:
         if root is not None:
             unnoted = root.call is None and any(call.how == "entering" for call in self._calls)
             self.settle()
-            root.behind = True
+            root.steps.behind = True
             if unnoted:
                 root.steps.open()  # the others have
                 say_farewell(root.handles, "its forward was interrupted")

@@ -107,14 +107,14 @@ class Steps:
         if not going_on:
             self.oldest = self.number
 
-    def look_ahead(self, wire: Wire) -> None:
+    def look_ahead(self, wires: Sequence[Wire]) -> None:
         """After an interrupt: a step that has just been opened is the one that others are in, as far as they have said so."""
-        if self.behind:
-            self.number = self.oldest = wire.latest_step(self)
+        if self.behind and self.number == self.oldest:
+            self.number = self.oldest = max(wire.latest_step(self) for wire in wires)
 
-    def may_go_on_to(self, step: int | None) -> bool:
+    def may_go_on_to(self, step: int) -> bool:
         """Whether others are in a later one, after an interrupt, and nothing has come about in this one."""
-        return self.behind and self.met < self.number == self.oldest and step is not None and step > self.number
+        return self.behind and self.met < self.number == self.oldest and step > self.number
 
     def catch_up(self, number: int) -> None:
         """Another rank, or what was counted apart so far, has come to step `number`; all before are over."""
