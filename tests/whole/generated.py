@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tests.helpers.illegal_programs import illegal_plan_of, run_illegal_seeds
+from tests.helpers.illegal_plans import illegal_plan_of
+from tests.helpers.illegal_programs import run_illegal_seeds
 from tests.helpers.programs import plan_of, run_seeds
 from tests.helpers.world import Pool, RanksFailed
 

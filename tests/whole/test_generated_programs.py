@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.illegal_programs import illegal_plan_of
+from tests.helpers.illegal_plans import illegal_plan_of
 from tests.helpers.programs import plan_of
 from tests.helpers.world import Pool
 from tests.whole.generated import failures, illegal_failures

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from composable import fully_shard, replicate
 from composable.device.collectives import wires_wrapped_by
 from composable.errors import CommunicationError, RanksDisagreeError
+from tests.helpers.leaving import Layer, Layers, Planned, in_backward, in_the_third_layer
 from tests.helpers.wires import all_ordered
 from tests.helpers.world import Pool
 
@@ -23,47 +24,15 @@ from tests.helpers.world import Pool
 _PATIENCE: Final = 60.0
 
 
-class _Planned(MemoryError):
-    pass
-
-
-class _Layer(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x))
-
-
-class _Model(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*[_Layer(8, 8) for _ in range(4)])
-
-
-def _raise(*_: object) -> None:
-    raise _Planned("as planned")
-
-
-def _in_the_third_layer(model: nn.Module, x: Tensor) -> None:
-    with model.get_submodule("2").register_forward_pre_hook(_raise):
-        model(x)
-
-
-def _in_backward(model: nn.Module, x: Tensor) -> None:
-    def spoil(module: nn.Module, args: object, output: Tensor) -> None:
-        output.register_hook(_raise)
-
-    with model.get_submodule("1").register_forward_hook(spoil):
-        loss = model(x).square().mean()
-    loss.backward()
-
-
 def _in_the_second_forward_of_a_step(model: nn.Module, x: Tensor) -> None:
     model(x)
-    _in_the_third_layer(model, x)
+    in_the_third_layer(model, x)
 
 
 _WHERE: Final[dict[str, Callable[[nn.Module, Tensor], None]]] = {
-    "in the third layer": _in_the_third_layer,
+    "in the third layer": in_the_third_layer,
     "in the second forward of a step": _in_the_second_forward_of_a_step,
-    "in backward": _in_backward,
+    "in backward": in_backward,
 }
 
 
@@ -72,7 +41,7 @@ def _all_in_one(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _by_policy(model: nn.Module, group: dist.ProcessGroup) -> None:
-    replicate(model, mesh=group, policy={_Layer})
+    replicate(model, mesh=group, policy={Layer})
 
 
 def _side_by_side(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -83,7 +52,7 @@ def _side_by_side(model: nn.Module, group: dist.ProcessGroup) -> None:
 def _among_shards(model: nn.Module, group: dist.ProcessGroup) -> None:
     replicate(model.get_submodule("3"), mesh=group)
     replicate(model.get_submodule("1"), mesh=group)
-    fully_shard(model, mesh=group, policy={_Layer})
+    fully_shard(model, mesh=group, policy={Layer})
 
 
 def _around_shards(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -111,7 +80,7 @@ def _train(model: nn.Module, skip: list[int], fails: Fails | None) -> tuple[list
                 fails(model, x)
             loss = model(x).square().mean()
             loss.backward()
-        except (_Planned, CommunicationError) as error:
+        except (Planned, CommunicationError) as error:
             errors[step] = f"{type(error).__name__}: {error}"
             continue
         optimizer.step()
@@ -126,7 +95,7 @@ def _leave(annotate: str) -> dict[str, tuple[list[float], list[float], dict[int,
         if fails is _in_the_second_forward_of_a_step and "shards" in annotate:
             continue  # the first one has opened a step for shards, which the others never see: see test_steps_left.py
         torch.manual_seed(0)
-        model = _Model()
+        model = Layers()
         plain = copy.deepcopy(model)
         _ANNOTATE[annotate](model, dist.new_group(timeout=timedelta(seconds=_PATIENCE)))
         losses, errors = _train(model, [], fails)
@@ -138,7 +107,7 @@ def _leave(annotate: str) -> dict[str, tuple[list[float], list[float], dict[int,
 _TOLD: Final = re.compile(
     r"CommunicationError: rank \d: the (all-gather|gradient reduction|gradient all-reduce) of unit '\w*'( \(.*\))? failed: "
     r"rank \d has left this step( and gone on to a later one|: its backward did not finish"
-    r"|: unit '\w*' raised (_Planned: as planned|CommunicationError: .*))\n"
+    r"|: unit '\w*' raised (Planned: as planned|CommunicationError: .*))\n"
 )
 
 
@@ -150,7 +119,7 @@ def test_ranks_meet_in_the_step_after_one_that_a_rank_left(pool: Pool, ranks: in
             assert losses == pytest.approx(expected, rel=1e-5), case
             assert [*errors] == [1, 4], case
             for error in errors.values():
-                assert error == "_Planned: as planned" if rank == 0 else _TOLD.match(error), case
+                assert error == "Planned: as planned" if rank == 0 else _TOLD.match(error), case
 
 
 # --- a backward that is left out --------------------------------------------------------------------------------------
@@ -159,7 +128,7 @@ def test_ranks_meet_in_the_step_after_one_that_a_rank_left(pool: Pool, ranks: in
 def _skip(ordered: bool, annotate: str) -> list[str]:
     """What each of five steps ends with, of which rank 1 leaves the second out after its forward."""
     torch.manual_seed(0)
-    model = _Model()
+    model = Layers()
     group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
     with wires_wrapped_by(all_ordered if ordered else lambda wire: wire):
         _ANNOTATE[annotate](model, group)
@@ -195,17 +164,17 @@ def test_a_rank_that_leaves_a_backward_out_is_named_on_all_ranks_before_anybody_
 
 def _lose_a_forward_by_order() -> list[str]:
     torch.manual_seed(0)
-    model = _Model()
+    model = Layers()
     with wires_wrapped_by(all_ordered):
         replicate(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)))
     ended = []
     for step in range(3):
         try:
             if step == 1 and dist.get_rank() == 1:
-                _in_the_third_layer(model, torch.ones(2, 8))
+                in_the_third_layer(model, torch.ones(2, 8))
             model(torch.ones(2, 8)).sum().backward()
             ended.append("well")
-        except _Planned:
+        except Planned:
             ended.append("as planned")
         except RanksDisagreeError as error:
             ended.append(str(error).partition(". ")[0])
@@ -228,8 +197,8 @@ def _live_differently() -> Any:
     """Gradients of each step, where ranks run other forwards, and take losses from other outputs, than the others."""
     torch.manual_seed(0)
     rank = dist.get_rank()
-    model = _Model()
-    replicate(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)), policy={_Layer})
+    model = Layers()
+    replicate(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)), policy={Layer})
     x = torch.ones(2, 8)
     found = []
     for step in range(4):

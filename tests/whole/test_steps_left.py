@@ -16,65 +16,34 @@ from torch import Tensor, nn
 from composable import describe, fully_shard
 from composable.device.collectives.shared import _NEIGHBOURHOODS
 from composable.errors import CommunicationError
+from tests.helpers.leaving import Layer, Layers, Planned, in_backward, in_the_third_layer, leave
 from tests.helpers.world import Pool
 
 # Nobody should wait for as long; a test that does takes all of it and fails.
 _PATIENCE: Final = 45.0
 
 
-class _Planned(MemoryError):
-    pass
-
-
-class _Layer(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(super().forward(x))
-
-
-class _Model(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(*[_Layer(8, 8) for _ in range(4)])
-
-
-def _raise(*_: object) -> None:
-    raise _Planned("as planned")
-
-
 def _before_the_first_unit(model: nn.Module, x: Tensor) -> None:
-    with model.register_forward_pre_hook(_raise):
-        model(x)
-
-
-def _in_the_third_unit(model: nn.Module, x: Tensor) -> None:
-    with model.get_submodule("2").register_forward_pre_hook(_raise):
+    with model.register_forward_pre_hook(leave):
         model(x)
 
 
 def _after_the_last_unit(model: nn.Module, x: Tensor) -> None:
-    with model.register_forward_hook(_raise):
+    with model.register_forward_hook(leave):
         model(x)
 
 
 def _before_backward(model: nn.Module, x: Tensor) -> None:
     model(x)
-    _raise()
-
-
-def _in_backward(model: nn.Module, x: Tensor) -> None:
-    def spoil(module: nn.Module, args: object, output: Tensor) -> None:
-        output.register_hook(_raise)
-
-    with model.get_submodule("1").register_forward_hook(spoil):
-        loss = model(x).square().mean()
-    loss.backward()
+    leave()
 
 
 _WHERE: Final[dict[str, Callable[[nn.Module, Tensor], None]]] = {
     "before the first unit": _before_the_first_unit,
-    "in the third unit": _in_the_third_unit,
+    "in the third unit": in_the_third_layer,
     "after the last unit": _after_the_last_unit,
     "before backward": _before_backward,
-    "in backward": _in_backward,
+    "in backward": in_backward,
 }
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "resharding": {},
@@ -106,7 +75,7 @@ def _train(model: nn.Module, skip: Sequence[int], fails: Fails | None) -> tuple[
                 fails(model, x)
             loss = model(x).square().mean()
             loss.backward()
-        except (_Planned, CommunicationError) as error:
+        except (Planned, CommunicationError) as error:
             errors[step] = f"{type(error).__name__}: {error}"
             continue
         optimizer.step()
@@ -119,9 +88,9 @@ def _leave(options: str, cases: list[str]) -> dict[str, tuple[list[float], list[
     found = {}
     for where in cases:
         torch.manual_seed(0)
-        model = _Model()
+        model = Layers()
         plain = copy.deepcopy(model)
-        fully_shard(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)), policy={_Layer}, **_OPTIONS[options])
+        fully_shard(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)), policy={Layer}, **_OPTIONS[options])
         losses, errors = _train(model, (), _WHERE[where])
         found[where] = _train(plain, [*errors], None)[0], losses, errors
         dist.barrier()
@@ -133,7 +102,7 @@ _SKIPPED: Final = ("after the last unit", "before backward")
 _TOLD: Final = re.compile(
     r"CommunicationError: rank \d: the (all-gather|gradient reduction) of unit '\d?' failed: rank \d has left this step"
     r"( and gone on to a later one|: its backward did not finish"
-    r"|: unit '\d?' raised (_Planned: as planned|CommunicationError: .*))\n"
+    r"|: unit '\d?' raised (Planned: as planned|CommunicationError: .*))\n"
 )
 
 
@@ -146,23 +115,23 @@ def test_ranks_that_leave_a_step_at_different_places_meet_in_a_later_one(pool: P
             assert [*errors] == ([1, 2, 4, 5] if where in _SKIPPED else [1, 4]), case
             for step, error in errors.items():
                 planned = rank == 0 and step in (1, 4)
-                assert error == "_Planned: as planned" if planned else _TOLD.match(error), case
+                assert error == "Planned: as planned" if planned else _TOLD.match(error), case
 
 
 def _leave_often() -> tuple[int, int]:
     """Bytes of shared memory that messages need after a few lost steps, and after many."""
     torch.manual_seed(0)
     group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
-    model = fully_shard(_Model(), mesh=group, policy={_Layer})
+    model = fully_shard(Layers(), mesh=group, policy={Layer})
     near = _NEIGHBOURHOODS[group]
     assert near is not None
     needed = []
     for step in range(24):
         try:
             if step % 2 and dist.get_rank() == 0:
-                _in_backward(model, torch.ones(4, 8))
+                in_backward(model, torch.ones(4, 8))
             model(torch.ones(4, 8)).sum().backward()
-        except (_Planned, CommunicationError):
+        except (Planned, CommunicationError):
             assert step % 2, "the step before was lost, this one is not"
         needed.append(near.outbox.nbytes)
     return needed[5], needed[-1]
@@ -175,13 +144,13 @@ def test_messages_of_steps_that_were_left_give_their_memory_back(pool: Pool) -> 
 
 def _look_at_a_copy_on_rank_0() -> tuple[float, float]:
     torch.manual_seed(0)
-    first, second = _Model(), _Model()
+    first, second = Layers(), Layers()
     plain = copy.deepcopy(second)
     group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
     fully_shard(first, mesh=group)
     if dist.get_rank() == 0:
         assert str(describe(copy.deepcopy(first)))
-    fully_shard(second, mesh=group, policy={_Layer})
+    fully_shard(second, mesh=group, policy={Layer})
     x = torch.ones(4, 8)
     return second(x).sum().item(), plain(x).sum().item()
 
