@@ -12,10 +12,10 @@ from typing import Final
 
 from tests.helpers.programs import Node, tree_of
 
-# Who leaves a backward of them out is named by all ranks, but stays one batch behind (docs/decisions/0019-rounds.md), so that its last
-# slot has no partner. tests/whole/test_replicated_steps_left.py has those.
+# Who leaves a backward of them out is named by all ranks, but stays one batch behind (docs/decisions/0019-rounds.md), so that its
+# last slot has no partner. tests/whole/test_replicated_steps_left.py has those.
 REPLICATED: Final = "replicated units"
-# Each counts its own steps: a rank that raises between two of them has opened fewer of the second (docs/decisions/0016-steps.md).
+# Each counts its own steps: a rank that raises between two of them has opened fewer of the second (decision 16).
 ROOTS: Final = "several roots"
 
 LEAVES_OUT: Final[set[str]] = {REPLICATED, ROOTS}  # see Note [What is left out]
