@@ -12,7 +12,7 @@ from typing import Final
 
 from tests.helpers.programs import Node, tree_of
 
-# Who leaves a backward of them out is named by all ranks, but stays one batch behind (docs/decisions/0019-rounds.md), so that its
+# Who leaves a backward of them out is named by all ranks, but stays one batch behind (docs/decisions/0019-rounds.md), so its
 # last slot has no partner. tests/whole/test_replicated_steps_left.py has those.
 REPLICATED: Final = "replicated units"
 # Each counts its own steps: a rank that raises between two of them has opened fewer of the second (decision 16).
