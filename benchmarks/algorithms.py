@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives import GatherPart, ReducePart, SharedWire, shared_wire
+from composable.device.collectives import GatherPart, ReducePart
+from composable.device.collectives.host.communicator import HostCommunicator, host_communicator
 from composable.device.memory import MemoryPool
 
 Finish = Callable[[], object]
@@ -113,9 +114,9 @@ def reduce_all(source: Tensor, out: Tensor) -> Move:
     return move
 
 
-def _shared() -> SharedWire:
+def _shared() -> HostCommunicator:
     """The library's own wire through shared memory, used for messages of every size."""
-    wire = shared_wire(dist.group.WORLD, torch.device("cpu"))
+    wire = host_communicator(dist.group.WORLD, torch.device("cpu"))
     if wire is None:
         raise RuntimeError("these ranks do not see each other's memory")
     return wire

@@ -5,11 +5,11 @@ Every forward of a root opens a step, and tags hold its number: messages of one 
 left a step half-way and one that went through all of it open the next one with the same number, so they meet there. Who still
 waits in the step before would wait for good: a rank that leaves one tells why, and whatever it says in a later step tells as
 much. Both raise where somebody waits, and that rank leaves the step, too.
-Ranks that run different units in one step come to wait for each other, and are told by the neighbourhood that sees both wait.
+Ranks that run different units in one step come to wait for each other, and are told where one sees that both wait.
 An interrupt that reaches all ranks finds them in different forwards of the same step of the program, if gradients are
 accumulated, or before and after they have opened one. So their numbers differ afterwards. A rank that was interrupted, and
 finds the others in a later step before anything of its own has come about, goes on to theirs.
-Where words do not travel by themselves (sockets, NCCL) the group's timeout ends the waiting, by name.
+Where messages do not travel by themselves (sockets, NCCL) the group's timeout ends the waiting, by name.
 docs/decisions/0016-steps.md has the whole story.
 """
 
@@ -43,7 +43,7 @@ def check_order(handles: Sequence[Handle], index: int, ground: Ground) -> None:
 
 
 def say_farewell(handles: Sequence[Handle], why: str) -> None:
-    """Those who wait for this rank in the step that it leaves are told, where words travel by themselves."""
+    """Those who wait for this rank in the step that it leaves are told, where messages travel by themselves."""
     for handle in handles:
         handle.say_farewell(why)
 

@@ -16,7 +16,6 @@ from composable.device.collectives import (
     LocalWire,
     PairsWire,
     ReducePart,
-    SharedWire,
     Wire,
     backend_of,
     communicator_like,
@@ -25,6 +24,7 @@ from composable.device.collectives import (
     wires_wrapped_by,
     world_group,
 )
+from composable.device.collectives.host.communicator import HostCommunicator
 from composable.device.memory import MemoryPool
 from composable.device.private import timeout_of
 from tests.helpers.world import Pool, spmd
@@ -52,8 +52,8 @@ def test_without_a_group_a_wire_talks_to_nobody() -> None:
 @spmd(ranks=2)
 def test_gloo_groups_on_one_host_use_its_memory_and_a_rank_alone_uses_nothing() -> None:
     assert backend_of(world_group(), CPU) == "gloo"
-    assert isinstance(wire_of(world_group(), CPU), SharedWire)
-    assert isinstance(wire_of(world_group(), torch.device("meta")), SharedWire)
+    assert isinstance(wire_of(world_group(), CPU), HostCommunicator)
+    assert isinstance(wire_of(world_group(), torch.device("meta")), HostCommunicator)
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     assert isinstance(wire_of(alone, CPU), LocalWire)
 
@@ -125,7 +125,7 @@ def _use_in_any_order(backend: str) -> list[float]:
         wires = [wire_of(group, CPU, apart=True) for _ in range(2)]
     finally:
         os.environ.pop("COMPOSABLE_SHARED_MEMORY", None)
-    assert all(isinstance(wire, PairsWire if backend == "sockets" else SharedWire) for wire in wires)
+    assert all(isinstance(wire, PairsWire if backend == "sockets" else HostCommunicator) for wire in wires)
     tensors = [torch.tensor([1.0]), torch.tensor([10.0])]
     order = [0, 1] if dist.get_rank() == 0 else [1, 0]
     arrivals = {i: wires[i].all_reduce(tensors[i], label="") for i in order}

@@ -22,10 +22,10 @@ from composable.device.collectives import (
     StreamsWire,
     TensorsWire,
     Wire,
-    shared_wire,
     tensors,
     world_group,
 )
+from composable.device.collectives.host import host_communicator
 from composable.device.memory import MemoryPool
 from composable.device.streams import streams_of
 from composable.errors import CommunicationError
@@ -35,13 +35,13 @@ CPU = torch.device("cpu")
 
 
 def _shared(group: dist.ProcessGroup, device: torch.device) -> Wire:
-    wire = shared_wire(group, device)
+    wire = host_communicator(group, device)
     assert wire is not None, "the ranks of this test run on one host"
     return wire
 
 
 def _apart(group: dist.ProcessGroup, device: torch.device) -> Wire:
-    wire = shared_wire(group, device, apart=True)
+    wire = host_communicator(group, device, apart=True)
     assert wire is not None
     return wire
 

@@ -31,7 +31,7 @@ from composable.errors import ComposableError
 from tests.helpers.quiet import errors_only
 
 _LIBRARY: Final = str(Path(composable.__file__).parent)
-_WAITING: Final = ("words.py",)  # how often those lines run is a matter of time
+_WAITING: Final = ("pipes.py",)  # how often those lines run is a matter of time
 _STEPS: Final = 6
 _INTERRUPTED: Final = 2
 

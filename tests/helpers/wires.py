@@ -18,13 +18,12 @@ from composable.device.collectives import (
     Pending,
     ReducePart,
     Scratch,
-    SharedWire,
     TensorsWire,
     Term,
     Wire,
     communicator_like,
 )
-from composable.device.collectives.shared import ApartWire
+from composable.device.collectives.host.communicator import HostCommunicator
 
 
 @dataclass
@@ -184,11 +183,11 @@ def all_shared(wire: Wire) -> Wire:
 
 def all_sockets(wire: Wire) -> Wire:
     """A wire that moves everything from point to point, in place of one that uses shared memory."""
-    return PairsWire(wire.group, wire.device) if isinstance(wire, SharedWire) else wire
+    return PairsWire(wire.group, wire.device) if isinstance(wire, HostCommunicator) else wire
 
 
 def all_ordered(wire: Wire) -> Wire:
     """A wire whose collectives are told apart by nothing but their order, as NCCL's are."""
-    if isinstance(wire, ApartWire):
+    if isinstance(wire, HostCommunicator) and wire.apart:
         return TensorsWire(communicator_like(wire.group, wire.device), wire.device)
-    return TensorsWire(wire.group, wire.device) if isinstance(wire, SharedWire) else wire
+    return TensorsWire(wire.group, wire.device) if isinstance(wire, HostCommunicator) else wire

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import describe, fully_shard
-from composable.device.collectives.shared import _NEIGHBOURHOODS
+from composable.device.collectives.host.discovery import host_group_of
 from composable.errors import CommunicationError
 from tests.helpers.leaving import Layer, Layers, Planned, in_backward, in_the_third_layer, leave
 from tests.helpers.world import Pool
@@ -123,8 +123,8 @@ def _leave_often() -> tuple[int, int]:
     torch.manual_seed(0)
     group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
     model = fully_shard(Layers(), mesh=group, policy={Layer})
-    near = _NEIGHBOURHOODS[group]
-    assert near is not None
+    host = host_group_of(group, torch.device("cpu"))
+    assert host is not None
     needed = []
     for step in range(24):
         try:
@@ -133,7 +133,7 @@ def _leave_often() -> tuple[int, int]:
             model(torch.ones(4, 8)).sum().backward()
         except (Planned, CommunicationError):
             assert step % 2, "the step before was lost, this one is not"
-        needed.append(near.outbox.nbytes)
+        needed.append(host.outbox.nbytes)
     return needed[5], needed[-1]
 
 

@@ -1,7 +1,7 @@
 """The only rooms that call torch.distributed's collectives: one algorithm per backend. Know flat tensors, not modules.
 
 Note [Algorithms per backend]
-gloo, all ranks on one host: each rank copies what another needs into memory that both see; only word of it goes through pipes.
+gloo, all ranks on one host: each rank copies what another needs into memory that both see; pipes tell where (`host/`).
 gloo, several hosts: point-to-point pairs, straight from the shard into its final place; in large groups gloo's own collectives.
 NCCL and other accelerator backends: tensor collectives on a stream of their own, many of them in one launch.
 Anything else: plain tensor collectives, asynchronous where the backend is.
@@ -12,7 +12,6 @@ from composable.device.collectives.group import backwards_of
 from composable.device.collectives.groups import backend_of, communicator_like, is_distributed, neighbours, world_group
 from composable.device.collectives.numbers import reduce_numbers
 from composable.device.collectives.pairs import PairsWire
-from composable.device.collectives.shared import SharedWire, shared_wire
 from composable.device.collectives.tensors import StreamsWire, TensorsWire
 from composable.device.collectives.wire import (
     Arrival,
@@ -37,7 +36,6 @@ __all__ = [
     "Pending",
     "ReducePart",
     "Scratch",
-    "SharedWire",
     "Steps",
     "StreamsWire",
     "TensorsWire",
@@ -49,7 +47,6 @@ __all__ = [
     "is_distributed",
     "neighbours",
     "reduce_numbers",
-    "shared_wire",
     "wire_of",
     "wires_wrapped_by",
     "world_group",

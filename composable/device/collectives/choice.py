@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from composable.device.collectives.groups import backend_of, communicator_like
+from composable.device.collectives.host import host_communicator
 from composable.device.collectives.pairs import PairsWire
-from composable.device.collectives.shared import shared_wire
 from composable.device.collectives.tensors import StreamsWire, TensorsWire
 from composable.device.collectives.wire import LocalWire, Wire
 from composable.device.streams import streams_of
@@ -50,7 +50,7 @@ def wire_of(group: dist.ProcessGroup | None, device: torch.device, *, apart: boo
         wire = StreamsWire(mine(group, device), device, streams_of(device))
     elif backend_of(group, cpu) == "gloo":
         pairs = PairsWire if dist.get_world_size(group) <= PAIRS_UP_TO else TensorsWire
-        wire = shared_wire(group, cpu, apart=apart) or pairs(mine(group, cpu), cpu)
+        wire = host_communicator(group, cpu, apart=apart) or pairs(mine(group, cpu), cpu)
     else:
         wire = TensorsWire(mine(group, cpu), cpu)
     for wrapper in _WRAPPERS:

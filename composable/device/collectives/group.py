@@ -75,7 +75,7 @@ class GroupWire:
         _CHANNELS.setdefault(self.group, _Channels()).opened = count
 
     def leave(self, channel: Channel, why: str) -> None:
-        """Backends carry no words of their own: who waits for this rank waits until its group's timeout."""
+        """Backends carry no messages of ours: who waits for this rank waits until its group's timeout."""
 
     def latest_step(self, steps: Steps) -> int:
         return steps.number

@@ -225,10 +225,10 @@ class Wire(Protocol):
         """As if this rank had opened so many: a rank that failed has opened less than the others."""
 
     def leave(self, channel: Channel, why: str) -> None:
-        """Tell the others, if words travel by themselves, that this rank says nothing more in the channel's step."""
+        """Tell the others, if messages travel by themselves, that this rank says nothing more in the channel's step."""
 
     def latest_step(self, steps: Steps) -> int:
-        """The last step in which others have said something so far, where words travel by themselves."""
+        """The last step in which others have said something so far, where messages travel by themselves."""
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         """What `all_gather` needs, made once."""

@@ -24,7 +24,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from composable.device.board import BYTES, Board
+from composable.device.collectives.host.board import BYTES, Board
 
 GRAIN: Final = 2 << 20  # blocks start and end where huge pages do
 ROOM: Final = 1 << 36  # addresses of an arena; memory is another matter
@@ -149,7 +149,7 @@ class Window:
         self.board = _board_in(self._mapped)
         self._seen: dict[tuple[int, int], Tensor] = {}
 
-    def look(self, start: int, nbytes: int) -> Tensor:
+    def view(self, start: int, nbytes: int) -> Tensor:
         """What the other rank shows there, as uint8."""
         found = self._seen.get((start, nbytes))
         if found is None:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
-from composable.device.collectives import GatherPart, PairsWire, shared_wire, wire_of, world_group
+from composable.device.collectives import GatherPart, PairsWire, wire_of, world_group
 from composable.device.collectives import group as group_module
-from composable.device.collectives.neighbourhood import Neighbourhood
-from composable.device.words import Outlet, Process
+from composable.device.collectives.host import host_communicator
+from composable.device.collectives.host.host_group import HostGroup
+from composable.device.collectives.host.pipes import PipeWriter, Process
 from composable.errors import CommunicationError
 from tests.helpers.world import Pool, RanksFailed, set_timeout, spmd
 
@@ -53,7 +54,7 @@ def _train(model: nn.Module, seed: int) -> list[float]:
 
 def _gather(group: dist.ProcessGroup) -> tuple[Any, Tensor]:
     """A gather of each rank's number, launched."""
-    wire = shared_wire(group, CPU)
+    wire = host_communicator(group, CPU)
     assert wire is not None
     whole = torch.empty(100 * wire.ways)
     plan = wire.prepare([GatherPart(torch.full((100,), float(wire.rank)), whole, whole.numel())])
@@ -73,7 +74,7 @@ def test_a_model_after_a_collective_that_failed_computes_what_one_process_comput
     _train(first, 1)
     set_timeout(group, 0.3)
     if dist.get_rank() == 0:
-        with pytest.raises(CommunicationError, match="no word from rank 1 within"):
+        with pytest.raises(CommunicationError, match="no message from rank 1 within"):
             _train(first, 2)
     dist.barrier()
     set_timeout(group, 60.0)
@@ -82,29 +83,29 @@ def test_a_model_after_a_collective_that_failed_computes_what_one_process_comput
     assert _train(model, 3) == pytest.approx(_train(plain, 3), rel=1e-5)
 
 
-def _say(near: Neighbourhood, words: int) -> None:
-    for _ in range(words):
-        near.say_done(8)
+def _send(group: HostGroup, messages: int) -> None:
+    for _ in range(messages):
+        group.acknowledge(8)
 
 
 @spmd(ranks=2)
-def test_words_that_nobody_reads_end_with_an_error_when_the_pipe_is_full() -> None:
+def test_messages_that_nobody_reads_end_with_an_error_when_the_pipe_is_full() -> None:
     group = dist.new_group()
-    wire = shared_wire(group, CPU)
+    wire = host_communicator(group, CPU)
     assert wire is not None
     set_timeout(group, 0.3)
     dist.barrier()
     if dist.get_rank() == 0:
-        with pytest.raises(TimeoutError, match=r"^rank 1 has read no word within 0:00:00\.300000$"):
-            _say(wire._near, 1 << 20)
+        with pytest.raises(TimeoutError, match=r"^rank 1 has read no message within 0:00:00\.300000$"):
+            _send(wire.host_group, 1 << 20)
     dist.barrier()
 
 
 @spmd(ranks=2)
 def test_ranks_that_fill_each_others_pipes_read_what_is_in_their_own() -> None:
-    wire = shared_wire(world_group(), CPU)
+    wire = host_communicator(world_group(), CPU)
     assert wire is not None
-    _say(wire._near, 10_000)
+    _send(wire.host_group, 10_000)
     message = torch.ones(10)
     wire.all_reduce(message, label="").wait()
     assert message[0].item() == 2.0
@@ -122,7 +123,7 @@ def _without(what: str) -> AbstractContextManager[object]:
     if what == "descriptors for pipes":
         return mock.patch.object(os, "pipe", side_effect=full)
     if what == "descriptors of others":
-        return mock.patch.object(Outlet, "__init__", side_effect=full)
+        return mock.patch.object(PipeWriter, "__init__", side_effect=full)
     return mock.patch.object(Path, "readlink", side_effect=OSError(errno.EACCES, "Permission denied"))
 
 
@@ -145,6 +146,7 @@ def test_memory_that_is_missing_later_is_an_error_that_names_the_unit() -> None:
     group = dist.new_group()
     model = fully_shard(_model(), mesh=group)
     set_timeout(group, 0.3)
+    dist.barrier()  # blocks of the checks so far have come back: the next check needs no new one
     with _without("memory"), pytest.raises(CommunicationError) as failed:
         model(torch.ones(4, 64))
     assert "the all-gather of unit '' failed: [Errno 28] No space left on device" in str(failed.value)

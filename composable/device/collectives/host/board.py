@@ -1,4 +1,4 @@
-"""What a process waits for, where others of its host can look it up; knows no ranks and no words.
+"""What a process waits for, where others of its host can look it up; knows no ranks and no pipes.
 
 A board lies in the arena's first page, which all others see from the start. It is written to only in waits that take long,
 so it costs nothing while all goes well, and nothing piles up where nobody looks.
@@ -31,7 +31,7 @@ class Board:
         self._lock = Lock()
 
     def write(self, tag: int, text: str) -> None:
-        """Say that this process waits for the word `tag`, which is not 0."""
+        """Say that this process waits for the message `tag`, which is not 0."""
         said = text.encode()[: BYTES - _TEXT]
         memory = self._memory
         with self._lock:

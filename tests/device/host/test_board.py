@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composable.device.board import BYTES, Board
+from composable.device.collectives.host.board import BYTES, Board
 
 
 def test_a_board_shows_what_was_written_last_until_that_is_cleared() -> None:

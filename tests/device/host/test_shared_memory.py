@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.device.collectives import GatherPart, PairsWire, ReducePart, SharedWire, shared_wire, wire_of, world_group
+from composable.device.collectives import GatherPart, PairsWire, ReducePart, wire_of, world_group
+from composable.device.collectives.host.communicator import HostCommunicator, host_communicator
+from composable.device.collectives.host.shared_memory import GRAIN, SPARE_BLOCKS, Arena, Block, Identity, Outbox, Window
 from composable.device.memory import MemoryPool
-from composable.device.shared_memory import GRAIN, SPARE_BLOCKS, Arena, Block, Identity, Outbox, Window
 from tests.helpers.world import Pool, spmd
 
 CPU = torch.device("cpu")
@@ -30,13 +31,13 @@ def test_a_window_shows_what_a_block_holds_also_after_it_grew() -> None:
     block, window = Block(arena, 10), Window(arena.identity)
     assert block.nbytes == GRAIN, "whole huge pages"
     block.memory[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    assert window.look(block.start, block.nbytes)[:3].tolist() == [1, 2, 3]
+    assert window.view(block.start, block.nbytes)[:3].tolist() == [1, 2, 3]
     block.memory[1] = 7
-    assert window.look(block.start, block.nbytes)[:3].tolist() == [1, 7, 3], "the same memory, not a copy"
+    assert window.view(block.start, block.nbytes)[:3].tolist() == [1, 7, 3], "the same memory, not a copy"
     block.make_room(GRAIN + 1)
     assert block.nbytes == 2 * GRAIN
     block.memory[GRAIN] = 9
-    assert window.look(block.start, block.nbytes)[GRAIN].item() == 9
+    assert window.view(block.start, block.nbytes)[GRAIN].item() == 9
 
 
 def test_blocks_of_one_arena_never_overlap_and_what_was_given_back_is_used_again() -> None:
@@ -55,7 +56,7 @@ def test_a_window_outlives_the_arena() -> None:
     block.memory[0] = 5
     start, nbytes = block.start, block.nbytes
     del arena, block
-    assert window.look(start, nbytes)[0].item() == 5
+    assert window.view(start, nbytes)[0].item() == 5
 
 
 def test_memory_that_is_missing_is_an_error_and_the_block_comes_back() -> None:
@@ -184,7 +185,7 @@ def test_a_block_whose_collective_failed_is_left_alone() -> None:
 @spmd(ranks=[2, 3])
 def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
     """Blocks are used again, grow, and serve gathers, reductions and all-reduces in turns."""
-    wire = shared_wire(world_group(), CPU)
+    wire = host_communicator(world_group(), CPU)
     assert wire is not None
     ways, rank, channel, scratch = wire.ways, wire.rank, wire.open_channel(), MemoryPool()
     for step, numel in enumerate([10, 100_000, 7, 1_000_000, 3, 700_001, 1_000_000, 50]):
@@ -207,7 +208,7 @@ def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
 
 @spmd(ranks=2)
 def test_a_gather_may_be_used_in_inference_mode_first_and_outside_of_it_later() -> None:
-    wire = shared_wire(dist.new_group(), CPU)
+    wire = host_communicator(dist.new_group(), CPU)
     assert wire is not None
     channel, whole = wire.open_channel(), torch.empty(200)
     plan = wire.prepare([GatherPart(torch.ones(100), whole, 200)])
@@ -220,7 +221,7 @@ def test_a_gather_may_be_used_in_inference_mode_first_and_outside_of_it_later() 
 
 @spmd(ranks=3)
 def test_an_all_reduce_adds_in_the_order_of_ranks_and_gives_everybody_the_same() -> None:
-    wire = shared_wire(world_group(), CPU)
+    wire = host_communicator(world_group(), CPU)
     assert wire is not None
     values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [1e4], [1e-4]])
     message = values[wire.rank].clone()
@@ -232,7 +233,7 @@ def test_an_all_reduce_adds_in_the_order_of_ranks_and_gives_everybody_the_same()
 def test_readers_of_a_wire_that_is_gone_still_say_that_they_have_finished() -> None:
     """A model may be dropped right after its last step; the next one on the same group uses its blocks."""
     for step in range(40):
-        wire = shared_wire(world_group(), CPU)
+        wire = host_communicator(world_group(), CPU)
         assert wire is not None
         message = torch.full((100_000,), float(step))
         wire.all_reduce(message, label="").wait()
@@ -242,7 +243,7 @@ def test_readers_of_a_wire_that_is_gone_still_say_that_they_have_finished() -> N
 
 @spmd(ranks=2)
 def test_an_all_reduce_of_a_tensor_that_is_not_contiguous_changes_it_in_place() -> None:
-    wire = shared_wire(world_group(), CPU)
+    wire = host_communicator(world_group(), CPU)
     assert wire is not None
     message = torch.arange(6.0).view(2, 3).t()
     wire.all_reduce(message, label="").wait()
@@ -261,13 +262,13 @@ def _wires_when_switched_off_on(rank: int) -> str:
 
 def test_one_rank_without_shared_memory_makes_all_of_them_use_sockets(pool: Pool) -> None:
     assert pool.run(2, _wires_when_switched_off_on, 1) == [PairsWire.__name__] * 2
-    assert pool.run(2, _wires_when_switched_off_on, -1) == [SharedWire.__name__] * 2
+    assert pool.run(2, _wires_when_switched_off_on, -1) == [HostCommunicator.__name__] * 2
 
 
 def _use_and_leave() -> None:
     """A group that is used and destroyed at once: what its ranks had yet to tell each other is never told."""
     group = dist.new_group()
-    wire = shared_wire(group, CPU)
+    wire = host_communicator(group, CPU)
     assert wire is not None
     channel = wire.open_channel()
     for _ in range(SPARE_BLOCKS + 3):
@@ -291,6 +292,6 @@ def test_tensors_in_an_arena_own_no_more_than_their_block() -> None:
     block = Block(arena, 100)
     assert block.memory.untyped_storage().nbytes() == block.nbytes == GRAIN
     block.memory[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
-    shown = Window(arena.identity).look(block.start, 3)
+    shown = Window(arena.identity).view(block.start, 3)
     assert shown.tolist() == [1, 2, 3]
     assert shown.untyped_storage().nbytes() == 3

@@ -1,4 +1,4 @@
-"""One all-gather among ranks of one host, prepared: who copies what from where; says no word and waits for nobody."""
+"""One all-gather among ranks of one host, prepared: who copies what from where; sends nothing and waits for nobody."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from composable.device.collectives.host.pipes import Message
+from composable.device.collectives.host.shared_memory import Block
 from composable.device.collectives.wire import GatherPart
-from composable.device.shared_memory import Block
-from composable.device.words import Word
 
 _ALIGN: Final = 64  # bytes
 
@@ -56,15 +56,15 @@ class GatherPlan:
                 ]
         torch._foreach_copy_(self.shown[key], self.shards)
 
-    def copy_from(self, words: Mapping[int, Word], look: Callable[[int, Word], Tensor]) -> None:
+    def copy_from(self, messages: Mapping[int, Message], view: Callable[[int, Message], Tensor]) -> None:
         """Copy what the others show, wherever it is."""
-        for peer, word in words.items():
+        for peer, message in messages.items():
             wanted = self.wanted[peer]
             if not wanted:
                 continue
-            key = peer, word[0]
+            key = peer, message[0]
             if key not in self.seen:
-                memory = look(peer, word)
+                memory = view(peer, message)
                 self.seen[key] = [view_of(memory, start, to.numel(), to.dtype) for to, start in wanted]
             torch._foreach_copy_([target for target, _ in wanted], self.seen[key])
 

@@ -1,10 +1,10 @@
-"""Ranks of one host: bytes go through memory that both ends see, and word of them through pipes; calls no backend.
+"""The collectives of ranks of one host: bytes through memory that both ends see, messages about them through pipes; no backend.
 
 Note [Shared memory]
 A message over the loopback device is copied into the kernel and out again, by threads that compete with the model for the
-cores. Here the sender copies it into a block of shared memory and says which in a word; the receiver reads it at the first
+cores. Here the sender copies it into a block of shared memory and says which in a message; the receiver reads it at the first
 use of the result, straight into its final place (gathers) or straight into the sum (reductions), and says that the block may
-be filled again. Words carry tags like all messages, so ranks that diverge still wait and time out by name.
+be filled again. Messages carry tags, so ranks that diverge still wait and time out by name.
 Nothing that anybody computes with lives in shared memory, only messages: an optimizer may write to a shard while others read
 the last message, and whatever a user's code writes to on one rank is that rank's own.
 """
@@ -13,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.gathers import GatherPlan, offsets, plan_gather, view_of
 from composable.device.collectives.group import GroupWire
-from composable.device.collectives.neighbourhood import Neighbourhood, look_around
+from composable.device.collectives.host.discovery import host_group_of
+from composable.device.collectives.host.gathers import GatherPlan, offsets, plan_gather, view_of
+from composable.device.collectives.host.host_group import HostGroup
+from composable.device.collectives.host.pipes import Message
+from composable.device.collectives.host.shared_memory import Block
 from composable.device.collectives.wire import (
     FAILURES,
     Arrival,
@@ -34,34 +36,32 @@ from composable.device.collectives.wire import (
     Term,
     failed,
 )
-from composable.device.shared_memory import Block
-from composable.device.words import Word
 from composable.plan.scaling import may_scale_terms
 
 DIRECT_BYTES: Final = 32 << 10  # bytes in a shard from which copying it by itself pays; benchmarks/collectives.py
 
 Fill = Callable[[Block], object]
-Receive = Callable[[dict[int, Word]], Pending | None]  # of the words of the peers, by rank; what it returns is the rest
+Receive = Callable[[dict[int, Message]], Pending | None]  # of the messages of the peers, by rank; what it returns is the rest
 
 
-class _Handover:
+class _Transfer:
     """A message that this rank has shown, and those that it waits for from all others."""
 
-    __slots__ = ("_block", "_label", "_near", "_receive", "_rest", "_steps", "_tag", "_words")
+    __slots__ = ("_block", "_host_group", "_label", "_messages", "_receive", "_rest", "_steps", "_tag")
 
     def __init__(
-        self, near: Neighbourhood, block: Block, tag: int, label: str, receive: Receive, steps: Steps, *, in_step: bool
+        self, host_group: HostGroup, block: Block, tag: int, label: str, receive: Receive, steps: Steps, *, in_step: bool
     ) -> None:
         self._receive: Receive | None = None
         self._rest: Pending | None = None
-        self._words: dict[int, Word] = {}
-        self._near = near
+        self._messages: dict[int, Message] = {}
+        self._host_group = host_group
         self._block = block
         self._tag = tag
         self._label = label
         self._steps = steps
         self._receive = receive
-        near.show(block, tag, in_step=in_step)
+        host_group.show(block, tag, in_step=in_step)
 
     def progress(self) -> bool:
         if self._receive is not None:
@@ -73,14 +73,14 @@ class _Handover:
     def _is_here(self) -> bool:
         """Whether all peers have shown theirs."""
         try:
-            for peer in self._near.peers:
-                if peer not in self._words:
-                    word = self._near.glance(peer, self._tag)
-                    if word is None:
+            for peer in self._host_group.peers:
+                if peer not in self._messages:
+                    message = self._host_group.poll(peer, self._tag)
+                    if message is None:
                         return False
-                    self._words[peer] = word
+                    self._messages[peer] = message
         except FAILURES as error:
-            raise failed(self._label, self._near.rank, error) from error
+            raise failed(self._label, self._host_group.rank, error) from error
         return True
 
     def wait(self) -> None:
@@ -90,18 +90,18 @@ class _Handover:
             self._rest.wait()
 
     def _take(self, receive: Receive) -> None:
-        near, heard = self._near, self._words
+        host_group, received = self._host_group, self._messages
         try:
-            for peer in near.peers:
-                if peer not in heard:
-                    heard[peer] = near.hear(peer, self._tag, self._label)
+            for peer in host_group.peers:
+                if peer not in received:
+                    received[peer] = host_group.receive(peer, self._tag, self._label)
             self._steps.met = Channel.step_in(self._tag)
             with torch.no_grad():
-                self._rest = receive(heard)
-            near.say_done(self._tag)
+                self._rest = receive(received)
+            host_group.acknowledge(self._tag)
         except FAILURES as error:
             self.give_up()
-            raise failed(self._label, near.rank, error) from error
+            raise failed(self._label, host_group.rank, error) from error
         except BaseException:
             self.give_up()
             raise
@@ -119,26 +119,39 @@ class _Handover:
         self.give_up()  # an interrupt left nobody who holds it
 
     def _leave(self) -> None:
-        self._near.give_up(self._block, self._tag, self._words, self._steps)
+        self._host_group.give_up(self._block, self._tag, self._messages, self._steps)
 
 
-class SharedWire(GroupWire):
-    """All ranks on one host. Make it with `shared_wire`, which finds out whether the ranks see each other's memory."""
+class HostCommunicator(GroupWire):
+    """All ranks on one host. Make it with `host_communicator`, which finds out whether the ranks see each other's memory.
+
+    Args:
+        apart: all of its collectives are told from those of other communicators of the group, also the ones that have no unit's
+            tag. Checks of ordinary ones have tags in common: ranks that have come to different units must meet in a check of
+            their order.
+    """
 
     even_only = False
     direct_bytes = DIRECT_BYTES
     reads_terms = True
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, near: Neighbourhood) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, host_group: HostGroup, *, apart: bool = False) -> None:
         super().__init__(group, device)
-        self._near = near
-        self._checks = near.checks
+        self.host_group = host_group
+        self.apart = apart
+        self._broadcasts: Channel | None = self.open_channel() if apart else None
+        self._checks: Channel = self.open_channel() if apart else host_group.checks
+
+    def count_by(self, steps: Steps) -> None:
+        super().count_by(steps)
+        if self._broadcasts is not None:
+            self._broadcasts.steps = self._checks.steps = steps
 
     def leave(self, channel: Channel, why: str) -> None:
-        self._near.say_farewell(channel, why)
+        self.host_group.tell_leaving(channel, why)
 
     def latest_step(self, steps: Steps) -> int:
-        return self._near.latest_step(steps)
+        return self.host_group.latest_step(steps)
 
     # --- gathers ----------------------------------------------------------------------------------------------------
 
@@ -148,10 +161,10 @@ class SharedWire(GroupWire):
     def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
         plan: GatherPlan = prepared
 
-        def receive(words: dict[int, Word]) -> None:
-            plan.copy_from(words, self._near.look)
+        def receive(messages: dict[int, Message]) -> None:
+            plan.copy_from(messages, self.host_group.view)
 
-        arrival = self._hand_over(plan.nbytes, plan.fill, receive, label, channel, in_step=True)
+        arrival = self._transfer(plan.nbytes, plan.fill, receive, label, channel, in_step=True)
         plan.copy_own()
         return arrival
 
@@ -166,20 +179,20 @@ class SharedWire(GroupWire):
             return (reader - (reader > owner)) * stride
 
         def fill(block: Block) -> None:
-            for peer in self._near.peers:
+            for peer in self.host_group.peers:
                 for part, start in zip(parts, starts, strict=True):
                     piece = part.source[peer * part.chunk : (peer + 1) * part.chunk]
                     if piece.numel():
                         place = view_of(block.memory, column(peer, me) + start, piece.numel(), piece.dtype)
                         _scale(piece, part.scale if part.early else 1.0, out=place)
 
-        def receive(words: dict[int, Word]) -> None:
+        def receive(messages: dict[int, Message]) -> None:
             for part, start in zip(parts, starts, strict=True):
                 numel = part.out.numel()
                 own = part.source[me * part.chunk : me * part.chunk + numel]
                 terms = {me: own}
-                for peer, message in self._messages(words):
-                    terms[peer] = view_of(message, column(me, peer) + start, numel, own.dtype)
+                for peer, block in self._blocks(messages):
+                    terms[peer] = view_of(block, column(me, peer) + start, numel, own.dtype)
                 if self.ways == 2 and part.early:
                     torch.add(terms[1 - me], own, alpha=part.scale, out=part.out)
                     continue
@@ -189,7 +202,7 @@ class SharedWire(GroupWire):
                 if not part.early and part.scale != 1.0:
                     part.out.mul_(part.scale)
 
-        return self._hand_over(stride * len(self._near.peers), fill, receive, label, channel, in_step=True)
+        return self._transfer(stride * len(self.host_group.peers), fill, receive, label, channel, in_step=True)
 
     def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
         flat = tensor.detach().contiguous().view(-1)
@@ -205,37 +218,57 @@ class SharedWire(GroupWire):
         def fill(block: Block) -> None:
             _scale(mine, factor, out=view_of(block.memory, 0, flat.numel(), flat.dtype))
 
-        def receive(words: dict[int, Word]) -> Pending | None:
+        def receive(messages: dict[int, Message]) -> Pending | None:
             own, first = mine[start : start + chunk], start * flat.element_size()
-            terms = {peer: view_of(message, first, sums.numel(), flat.dtype) for peer, message in self._messages(words)}
+            terms = {peer: view_of(block, first, sums.numel(), flat.dtype) for peer, block in self._blocks(messages)}
             if at_once:
                 torch.add(terms[1 - self.rank], own, alpha=factor, out=sums)
             else:
                 terms[self.rank] = own if factor == 1.0 else torch.mul(own, factor, out=sums)
                 add_up([terms[rank] for rank in range(self.ways)], out=sums)
             if self.ways > 2:
-                return self._hand_over(chunk * flat.element_size(), fill_sum, receive_sums, label, self.sums, next_tag)
+                return self._transfer(chunk * flat.element_size(), fill_sum, receive_sums, label, self.sums, next_tag)
             put_in_place()
             return None
 
         def fill_sum(block: Block) -> None:
             view_of(block.memory, 0, sums.numel(), flat.dtype).copy_(sums)
 
-        def receive_sums(words: dict[int, Word]) -> None:
-            for peer, message in self._messages(words):
+        def receive_sums(messages: dict[int, Message]) -> None:
+            for peer, block in self._blocks(messages):
                 chunk_of_peer = flat[peer * chunk : (peer + 1) * chunk]
-                chunk_of_peer.copy_(view_of(message, 0, chunk_of_peer.numel(), flat.dtype))
+                chunk_of_peer.copy_(view_of(block, 0, chunk_of_peer.numel(), flat.dtype))
             put_in_place()
 
         def put_in_place() -> None:
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view(tensor.shape))
 
-        return self._hand_over(flat.numel() * flat.element_size(), fill, receive, label, self.sums, tag)
+        return self._transfer(flat.numel() * flat.element_size(), fill, receive, label, self.sums, tag)
 
-    def _messages(self, words: dict[int, Word]) -> list[tuple[int, Tensor]]:
+    def _blocks(self, messages: dict[int, Message]) -> list[tuple[int, Tensor]]:
         """What the peers show, as uint8."""
-        return [(peer, self._near.look(peer, word)) for peer, word in words.items()]
+        return [(peer, self.host_group.view(peer, message)) for peer, message in messages.items()]
+
+    # --- broadcasts -------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor, *, label: str) -> None:
+        if self._broadcasts is None or tensor.device.type != "cpu":
+            super().broadcast(tensor, label=label)
+            return
+        flat = tensor.detach().contiguous().view(-1)
+
+        def fill(block: Block) -> None:
+            if self.rank == 0:
+                view_of(block.memory, 0, flat.numel(), flat.dtype).copy_(flat)
+
+        def receive(messages: dict[int, Message]) -> None:
+            if self.rank:
+                shown = view_of(self.host_group.view(0, messages[0]), 0, flat.numel(), flat.dtype)
+                tensor.detach().copy_(shown.view(tensor.shape))
+
+        nbytes = flat.numel() * flat.element_size() if self.rank == 0 else 0
+        self._transfer(nbytes, fill, receive, label, self._broadcasts).wait()
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
@@ -250,18 +283,18 @@ class SharedWire(GroupWire):
         def fill(block: Block) -> None:
             view_of(block.memory, 0, 1 + count, torch.int64).copy_(torch.tensor([count, *values], dtype=torch.int64))
 
-        def receive(words: dict[int, Word]) -> None:
-            for peer, message in self._messages(words):
-                said, *rows[peer] = view_of(message, 0, 1 + count, torch.int64).tolist()
+        def receive(messages: dict[int, Message]) -> None:
+            for peer, block in self._blocks(messages):
+                said, *rows[peer] = view_of(block, 0, 1 + count, torch.int64).tolist()
                 if said != count:
                     raise RuntimeError(f"rank {peer} takes part in another check, of {said} values and not of {count}")
 
-        self._hand_over(8 * (1 + count), fill, receive, label, channel or self._checks).wait()
+        self._transfer(8 * (1 + count), fill, receive, label, channel or self._checks).wait()
         return rows
 
     # --- all of them ------------------------------------------------------------------------------------------------
 
-    def _hand_over(
+    def _transfer(
         self,
         nbytes: int,
         fill: Fill,
@@ -271,51 +304,16 @@ class SharedWire(GroupWire):
         tag: int = 0,
         *,
         in_step: bool = False,
-    ) -> _Handover:
-        near = self._near
+    ) -> _Transfer:
+        host_group = self.host_group
         tag = tag or channel.next_tag()
         try:
-            block = near.outbox.take(max(1, nbytes))
+            block = host_group.outbox.take(max(1, nbytes))
             with torch.no_grad():
                 fill(block)
-            return _Handover(near, block, tag, label, receive, channel.steps, in_step=in_step)
+            return _Transfer(host_group, block, tag, label, receive, channel.steps, in_step=in_step)
         except FAILURES as error:
             raise failed(label, self.rank, error) from error
-
-
-class ApartWire(SharedWire):
-    """A wire all of whose collectives are told from those of other wires of the group, also the ones that have no unit's tag.
-
-    Checks of ordinary wires have tags in common: ranks that have come to different units must meet in a check of their order.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, near: Neighbourhood) -> None:
-        super().__init__(group, device, near)
-        self._broadcasts: Channel = self.open_channel()
-        self._checks = self.open_channel()
-
-    def count_by(self, steps: Steps) -> None:
-        super().count_by(steps)
-        self._checks.steps = steps
-        self._broadcasts.steps = steps
-
-    def broadcast(self, tensor: Tensor, *, label: str) -> None:
-        if tensor.device.type != "cpu":
-            super().broadcast(tensor, label=label)
-            return
-        flat = tensor.detach().contiguous().view(-1)
-
-        def fill(block: Block) -> None:
-            if self.rank == 0:
-                view_of(block.memory, 0, flat.numel(), flat.dtype).copy_(flat)
-
-        def receive(words: dict[int, Word]) -> None:
-            if self.rank:
-                shown = view_of(self._near.look(0, words[0]), 0, flat.numel(), flat.dtype)
-                tensor.detach().copy_(shown.view(tensor.shape))
-
-        nbytes = flat.numel() * flat.element_size() if self.rank == 0 else 0
-        self._hand_over(nbytes, fill, receive, label, self._broadcasts).wait()
 
 
 def _scale(tensor: Tensor, factor: float, *, out: Tensor) -> None:
@@ -336,13 +334,7 @@ def add_up(terms: Sequence[Tensor], *, out: Tensor) -> None:
     torch.add(total, terms[-1], out=out)
 
 
-_NEIGHBOURHOODS: WeakKeyDictionary[dist.ProcessGroup, Neighbourhood | None] = WeakKeyDictionary()
-
-
-def shared_wire(group: dist.ProcessGroup, device: torch.device, *, apart: bool = False) -> SharedWire | None:
-    """The wire for a group whose ranks all see each other's memory, None for any other. All ranks call it together."""
-    if group not in _NEIGHBOURHOODS:
-        _NEIGHBOURHOODS[group] = look_around(GroupWire(group, device))
-    near = _NEIGHBOURHOODS[group]
-    kind = ApartWire if apart else SharedWire
-    return kind(group, device, near) if near is not None else None
+def host_communicator(group: dist.ProcessGroup, device: torch.device, *, apart: bool = False) -> HostCommunicator | None:
+    """For a group whose ranks all see each other's memory; None for any other. All ranks call it together."""
+    host = host_group_of(group, device)
+    return HostCommunicator(group, device, host, apart=apart) if host is not None else None
