@@ -134,9 +134,9 @@ def fully_shard(
         left_out = ids_of_ignored(modules, ignored_params) | {id(managed.parameter): None for _, managed in tied}
         picked = _picked(modules, policy)
         shares = parameters_by_unit(modules, list(picked), left_out)
+        refuse_wrapped(modules, "fully_shard", [managed for share in shares for managed in share])
         for parameters in shares:
             refuse_taken("fully_shard", modules, parameters)
-            refuse_wrapped(modules, "fully_shard", parameters)
         options = [common, *({**common, **overrides} for overrides in picked.values())]
         # Asked from the innermost unit outwards, as units are made, and once: the function is the user's.
         placements = [_placements(share, o["shard_placement_fn"]) for share, o in zip(shares[::-1], options[::-1], strict=True)]
@@ -280,7 +280,8 @@ def _attach_unit(
     for module in modules:
         on_undo(partial(detach, module, SHARD))
         attach(module, SHARD, unit)
-        on_undo(refuse_wrapping(module, "fully_shard"))
+    for undo in refuse_wrapping(modules, "fully_shard", [owner for owners in recipe.owners for owner in owners]):
+        on_undo(undo)
 
 
 def _leave_alone(modules: Sequence[nn.Module], left_out: Collection[int]) -> None:

@@ -118,8 +118,8 @@ def replicate(
         resolved, group = group_of("replicate", mesh, device)
         ignored = ids_of_ignored(modules, ignored_params)
         (parameters,) = parameters_by_unit(modules, [], ignored)
-        refuse_taken("replicate", modules, parameters)
         refuse_wrapped(modules, "replicate", parameters)
+        refuse_taken("replicate", modules, parameters)
         refuse_other_mesh(parameters, resolved)
         buffers = buffers_of(modules) if broadcast_buffers else []
         if resolved is not None:
@@ -170,11 +170,12 @@ def _attach(
     unit = replicate.state(modules[0])
     assert unit is not None
     places = [place for p in parameters for place in p.places]
+    owners = [Owner(place.module, place.name) for place in places]
     on_undo(unit.dissolve)
     unit.rename(known_fqn(modules[0]) or "")
     unit.take_charge(
         modules,
-        [Owner(place.module, place.name) for place in places],
+        owners,
         [place.fqn for place in places],
         buffers,
         ground,
@@ -183,7 +184,8 @@ def _attach(
     for each in modules:
         on_undo(partial(detach, each, REPLICATE))
         attach(each, REPLICATE, unit)
-        on_undo(refuse_wrapping(each, "replicate"))
+    for undo in refuse_wrapping(modules, "replicate", owners):
+        on_undo(undo)
     inside = [state for each in modules for state in get_replicated_states(each)]
     unit.contains(inside)
     sharded = [state for each in modules for state in get_all_sharded_states(each)]

@@ -6,18 +6,22 @@ Checked with torch 2.13.0 (CPU build). Where a name is missing in another versio
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, wraps
 from operator import attrgetter
-from typing import Any, ParamSpec, TypeVar
+from types import FrameType
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed._composable
 import torch.utils.checkpoint
+from torch import nn
 from torch._functorch import pyfunctorch
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
@@ -119,6 +123,91 @@ def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
 def active_ddp() -> Any:
     """The `DistributedDataParallel` whose forward is running; None where there is none, or this torch does not tell."""
     return getattr(DistributedDataParallel, "_active_ddp_module", None)
+
+
+# Under which attributes of a module torch's own verbs (`fully_shard`, `replicate`) note a state of theirs, and that they were
+# applied. There is no public way to ask, or to tell them; where a torch has none, nobody is told.
+_contract: Final = sys.modules.get("torch.distributed._composable.contract")
+_STATE: Final[str | None] = getattr(_contract, "STATE_KEY", None)
+_REGISTRY: Final[str | None] = getattr(_contract, "REGISTRY_KEY", None)
+
+
+def applied_by_torch(module: nn.Module) -> tuple[str, ...]:
+    """The names of torch's own verbs that were applied to `module`."""
+    return tuple(vars(module).get(_REGISTRY, ())) if _REGISTRY is not None else ()
+
+
+_AVERAGING: Final = ("fully_shard", "replicate")  # torch's verbs
+
+
+_FRAMES: Final = 8  # further away nobody asks
+
+
+def _asked_by_fsdp1(note: object) -> bool:
+    """Whether a `FullyShardedDataParallel` asks that is being made around the module with `note`. It asks all modules below in
+    the same way, and some functions that only read ask so, too."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        seen = frame.f_locals
+        if frame.f_code.co_name == "__init__" and type(seen.get("self")).__name__ == "FullyShardedDataParallel":
+            wrapped = seen.get("module")
+            return isinstance(wrapped, nn.Module) and any(held is note for held in vars(wrapped).values())
+        frame = frame.f_back
+    return False
+
+
+class _Note(dict[Any, Any]):
+    """What torch's verbs keep about a module. One that is about to be applied looks itself up in it, by its function first.
+    One that is applied further above looks for the name of the other, and leaves the module alone, and all below it."""
+
+    def __init__(self, held: Mapping[Any, Any], refuse: Callable[[str], None], travels: bool) -> None:
+        super().__init__(held)
+        self._refuse = refuse
+        self._travels = travels
+
+    def __contains__(self, verb: object) -> bool:
+        name = getattr(verb, "__name__", None)
+        if name in _AVERAGING:
+            self._refuse(name)
+        if verb in _AVERAGING and _asked_by_fsdp1(self):
+            self._refuse("FullyShardedDataParallel")
+        return verb in _AVERAGING or super().__contains__(verb)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Note, (dict(self), self._refuse, True)) if self._travels else (dict, (dict(self),))
+
+
+def keep_from_torch(module: nn.Module, refuse: Callable[[str], None], *, travels: bool) -> Callable[[], None]:
+    """Let torch's `fully_shard`, `replicate` and `FullyShardedDataParallel`, applied further above, leave `module` and all
+    below it alone; returns the inverse.
+
+    Args:
+        refuse: called with the name of a verb of torch's that is about to be applied to `module` itself. May raise.
+        travels: whether all this holds for copies of the module, too.
+    """
+    held = vars(module)
+    if _STATE is None or _REGISTRY is None or isinstance(held.get(_STATE), _Note):
+        return _nothing
+    keys = (_STATE, _REGISTRY)
+    before = {key: held.get(key) for key in keys}
+    for key in keys:
+        held[key] = _Note(before[key] or {}, refuse, travels)
+
+    def undo() -> None:
+        for key in keys:
+            content = dict(held.get(key, ()))  # with what else was applied in the meantime
+            held.pop(key, None)
+            if content or before[key] is not None:
+                held[key] = content
+
+    return undo
+
+
+def flattened_by_torch(parameter: torch.Tensor) -> bool:
+    """Whether a `FullyShardedDataParallel` has a part of `parameter` in a flat one of its own."""
+    return bool(getattr(parameter, "_fsdp_flattened", False))
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:

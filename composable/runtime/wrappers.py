@@ -1,4 +1,4 @@
-"""Refuses `DistributedDataParallel` around modules that average their gradients themselves; knows no gradient.
+"""Refuses wrappers and verbs of torch's around modules that average their gradients themselves; knows no gradient.
 
 Note [A second average]
 Trainers wrap whatever they are given: accelerate's `prepare`, and with it the Trainer of transformers. Of gradients that two
@@ -6,72 +6,131 @@ average some are divided twice, and nobody says so. DDP looks for a list of name
 stands there instead refuses to be read, so that the call that wraps is the one that fails. A wrapper around a module *above*
 ours reads no such list, so each call of a replicated module asks, too. A wrapper that was there before is found at annotation:
 where ours is around its forward, each call would ask before the wrapper runs.
+torch's own verbs (`fully_shard`, two called `replicate`) and `FullyShardedDataParallel` look for notes of each other on
+modules. What stands there instead refuses the verb on the module itself; from further above they leave the module and all below
+it alone, as they do with each other's, and both train what is theirs.
+Modules inside hold our parameters, too, and are marked alike. A copy of such a one alone is nobody's: it is not marked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composable.device.private import active_ddp
+from composable.device.parameters import Owner
+from composable.device.private import active_ddp, applied_by_torch, flattened_by_torch, keep_from_torch
 from composable.errors import ClashError
 from composable.model.traversal import ManagedParameter
 
+_DDP: Final = "DistributedDataParallel"
+_TORCHS: Final = ("fully_shard", "replicate")  # verbs that average
+_TWICE: Final = "and gradients would be averaged twice"
 _IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # on a module: the names that DDP leaves alone
 
 
-def _refused(verb: str, module: str) -> ClashError:
+def _refused(wrapper: str, verb: str, module: str) -> ClashError:
+    cure = "train the module as it is"
+    if wrapper == _DDP:
+        cure += ". With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap"
+    else:
+        cure += f", or call remove(module, {verb}) before"
     return ClashError(
-        f"DistributedDataParallel around {module}: {verb} averages its gradients already, and they would be averaged twice. "
-        "Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, "
-        "evaluation_mode=True), which does not wrap"
+        f"{wrapper} around {module}: {verb} averages its gradients already, and they would be averaged twice. "
+        f"Do not wrap it: {cure}"
     )
 
 
 class _Unreadable:
     """In place of names to ignore."""
 
-    def __init__(self, verb: str, module: str) -> None:
+    def __init__(self, verb: str, module: str, travels: bool) -> None:
         self._verb = verb
         self._module = module
+        self._travels = travels
 
     def __iter__(self) -> Iterator[str]:
-        raise _refused(self._verb, self._module)
+        raise _refused(_DDP, self._verb, self._module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Unreadable, (self._verb, self._module, True)) if self._travels else (list, ())
 
 
-def refuse_wrapping(module: nn.Module, verb: str) -> Callable[[], None]:
-    """Let `DistributedDataParallel(module)` raise; returns the inverse. Names that the user gave DDP to ignore stay."""
+def _refuse_torch(verb: str, module: str, name: str) -> None:
+    raise _refused(f"torch's {name}", verb, module)
+
+
+def refuse_wrapping(modules: Sequence[nn.Module], verb: str, places: Sequence[Owner]) -> Iterator[Callable[[], None]]:
+    """Let `DistributedDataParallel` and torch's verbs raise on `modules`, and on those inside that hold parameters.
+
+    Yields:
+        what takes it back, one after the other.
+    """
+    inside = {id(place.module): place.module for place in places}
+    for module in modules:
+        inside.pop(id(module), None)
+        yield _mark(module, verb, annotated=True)
+    for module in inside.values():
+        yield _mark(module, verb, annotated=False)
+
+
+def _mark(module: nn.Module, verb: str, *, annotated: bool) -> Callable[[], None]:
+    """Let all that average on `module` raise; returns the inverse. Names that the user gave DDP to ignore stay."""
+    said = f"this {type(module).__name__}"
+    undo_notes = keep_from_torch(module, partial(_refuse_torch, verb, said), travels=annotated)
     if _IGNORED in vars(module):
-        return _nothing
-    setattr(module, _IGNORED, _Unreadable(verb, f"this {type(module).__name__}"))
+        return undo_notes
+    setattr(module, _IGNORED, _Unreadable(verb, said, annotated))
 
     def undo() -> None:
         vars(module).pop(_IGNORED, None)
+        undo_notes()
 
     return undo
 
 
 def refuse_wrapped(modules: Sequence[nn.Module], verb: str, parameters: Sequence[ManagedParameter]) -> None:
-    """Raise when a wrapper on or below `modules` averages what `verb` is about to take.
+    """Raise when something of torch's, on or below `modules`, averages what `verb` is about to take.
 
     Raises:
-        ClashError: the module of the wrapper has been wrapped before it is annotated.
+        ClashError: the module has been wrapped before it is annotated.
     """
     managed = {id(each.parameter): None for each in parameters}
     for module in modules:
-        for fqn, wrapper in module.named_modules():
-            if isinstance(wrapper, DistributedDataParallel) and any(id(p) in managed for p in _averaged_by(wrapper)):
-                where = f"'{fqn}' is" if fqn else "the module is"
+        for fqn, below in module.named_modules():
+            wrapper = _wrapper_on(below)
+            if wrapper is None or not any(id(p) in managed for p in _averaged_by(below)):
+                continue
+            where = f"'{fqn}'" if fqn else "the module"
+            if wrapper == _DDP:
+                inside = type(below.get_submodule("module")).__name__
+                said = f"is a {wrapper} already, {_TWICE}. Do not wrap: annotate the {inside} in its place"
+            else:
+                said = f"is managed by torch's {wrapper} already, {_TWICE}. Leave one of the two out"
+            raise ClashError(f"{verb}: {where} {said}")
+        for fqn, parameter in module.named_parameters():
+            if id(parameter) in managed and flattened_by_torch(parameter):
                 raise ClashError(
-                    f"{verb}: {where} a DistributedDataParallel already, and gradients would be averaged twice. Do not wrap: "
-                    f"annotate the {type(wrapper.module).__name__} in its place"
+                    f"{verb}: parameter '{fqn}' is managed by torch's FullyShardedDataParallel already, {_TWICE}. Leave one of "
+                    "the two out"
                 )
 
 
+def _wrapper_on(module: nn.Module) -> str | None:
+    """What of torch's was applied to `module` itself."""
+    if isinstance(module, DistributedDataParallel):
+        return _DDP
+    return next((name for name in applied_by_torch(module) if name in _TORCHS), None)
+
+
 def _averaged_by(wrapper: nn.Module) -> list[nn.Parameter]:
+    if not isinstance(wrapper, DistributedDataParallel):
+        shards = "fully_shard" in applied_by_torch(wrapper)
+        return [parameter for parameter in wrapper.parameters() if isinstance(parameter, DTensor) or not shards]
     ignored = getattr(wrapper, "parameters_to_ignore", ())
     inside = wrapper.get_submodule("module")
     return [parameter for fqn, parameter in inside.named_parameters() if fqn not in ignored]
@@ -88,7 +147,7 @@ def refuse_inside(module: nn.Module, verb: str, name: str, parameters: Collectio
         return
     taken = {id(p): None for p in _averaged_by(wrapper)}
     if any(id(parameter) in taken for parameter in parameters):
-        raise _refused(verb, f"unit '{name}' ({type(module).__name__})")
+        raise _refused(_DDP, verb, f"unit '{name}' ({type(module).__name__})")
 
 
 def _nothing() -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, remove, replicate
@@ -125,6 +126,101 @@ def test_a_wrapper_that_was_told_to_ignore_a_replicated_part_trains_the_rest() -
     expected = averaged_gradients(plain)
     for name, parameter in ours.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])
+
+
+# --- torch's own verbs ------------------------------------------------------------------------------------------------
+
+
+_TORCHS: Final = ("replicate", "newer replicate", "fully_shard", "FullyShardedDataParallel")
+
+
+def _torchs(kind: str) -> Callable[[nn.Module], nn.Module]:
+    from torch.distributed import _composable, fsdp  # noqa: PLC0415, slow
+    from torch.distributed._composable import replicate_with_fsdp  # noqa: PLC0415
+
+    return {
+        "replicate": _composable.replicate,
+        "newer replicate": replicate_with_fsdp.replicate,
+        "fully_shard": fsdp.fully_shard,
+        "FullyShardedDataParallel": partial(fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
+    }[kind]
+
+
+def _layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def _refused_by_torchs(kind: str, verb: str) -> dict[str, str]:
+    theirs, ours = _torchs(kind), _VERBS[verb]
+    said = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        model = _layers()
+        before = anatomy(model)
+        ours(model)
+        said["around ours"] = refusal(lambda: theirs(model))
+        said["inside ours"] = refusal(lambda: theirs(model[0]))
+        remove(model, verb)
+        assert anatomy(model) == before
+        theirs(model)  # again
+        for name, wrap in (("the same", lambda m: theirs(m)), ("below", lambda m: nn.Sequential(theirs(m)))):
+            model = wrap(_layers())
+            before = anatomy(model)
+            said[f"ours on {name}"] = refusal(lambda m=model: ours(m))
+            assert anatomy(model) == before
+    return said
+
+
+@pytest.mark.parametrize("verb", list(_VERBS))
+def test_torchs_own_verbs_and_ours_on_one_module_exclude_each_other(pool: Pool, verb: str) -> None:
+    outcomes = pool.run(2, _refused_by_all_of_torchs, verb)
+    assert outcomes[0] == outcomes[1]
+    for kind in _TORCHS:
+        _check_refusals(kind.removeprefix("newer "), verb, outcomes[0][kind])
+
+
+def _check_refusals(name: str, verb: str, said: dict[str, str]) -> None:
+    around = f"{verb} averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is, or call remove(module, {verb}) before"
+    assert said["around ours"] == f"ClashError: torch's {name} around this Sequential: {around}"
+    assert said["inside ours"] == f"ClashError: torch's {name} around this Linear: {around}"
+    tail = f"is managed by torch's {name} already, and gradients would be averaged twice. Leave one of the two out"
+    what = {"the same": "the module", "below": "'0'"}
+    if name == "FullyShardedDataParallel":
+        what = {"the same": "parameter '_fsdp_wrapped_module.0.weight'", "below": "parameter '0._fsdp_wrapped_module.0.weight'"}
+    for where, seen in what.items():
+        assert said[f"ours on {where}"] == f"ClashError: {verb}: {seen} {tail}"
+
+
+def _refused_by_all_of_torchs(verb: str) -> dict[str, dict[str, str]]:
+    return {kind: _refused_by_torchs(kind, verb) for kind in _TORCHS}
+
+
+def _next_to_torchs(kind: str, verb: str) -> None:
+    plain, model = _layers(), _layers()
+    _VERBS[verb](model[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        wrapped = _torchs(kind)(model)
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for each in (plain, wrapped):
+            each(x).square().mean().backward()
+    expected = averaged_gradients(plain)
+    for name, parameter in model[0].named_parameters("0"):
+        assert parameter.grad is not None
+        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(found, expected[name])
+    if kind != "FullyShardedDataParallel":  # which cuts them in ways of its own
+        for name, parameter in model[2].named_parameters("2"):
+            found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            torch.testing.assert_close(found, expected[name])
+
+
+@spmd(ranks=2)
+def test_torchs_own_verbs_above_leave_alone_what_is_annotated_and_both_are_right() -> None:
+    for kind in _TORCHS:
+        for verb in _VERBS:
+            _next_to_torchs(kind, verb)
 
 
 # --- trained ----------------------------------------------------------------------------------------------------------
