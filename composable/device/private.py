@@ -9,19 +9,17 @@ import inspect
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import cache, wraps
 from operator import attrgetter
-from types import FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed._composable
 import torch.utils.checkpoint
-from torch import nn
 from torch._functorch import pyfunctorch
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
@@ -128,81 +126,8 @@ def active_ddp() -> Any:
 # Under which attributes of a module torch's own verbs (`fully_shard`, `replicate`) note a state of theirs, and that they were
 # applied. There is no public way to ask, or to tell them; where a torch has none, nobody is told.
 _contract: Final = sys.modules.get("torch.distributed._composable.contract")
-_STATE: Final[str | None] = getattr(_contract, "STATE_KEY", None)
-_REGISTRY: Final[str | None] = getattr(_contract, "REGISTRY_KEY", None)
-
-
-def applied_by_torch(module: nn.Module) -> tuple[str, ...]:
-    """The names of torch's own verbs that were applied to `module`."""
-    return tuple(vars(module).get(_REGISTRY, ())) if _REGISTRY is not None else ()
-
-
-_AVERAGING: Final = ("fully_shard", "replicate")  # torch's verbs
-
-
-_FRAMES: Final = 8  # further away nobody asks
-
-
-def _asked_by_fsdp1(note: object) -> bool:
-    """Whether a `FullyShardedDataParallel` asks that is being made around the module with `note`. It asks all modules below in
-    the same way, and some functions that only read ask so, too."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_FRAMES):
-        if frame is None:
-            break
-        seen = frame.f_locals
-        if frame.f_code.co_name == "__init__" and type(seen.get("self")).__name__ == "FullyShardedDataParallel":
-            wrapped = seen.get("module")
-            return isinstance(wrapped, nn.Module) and any(held is note for held in vars(wrapped).values())
-        frame = frame.f_back
-    return False
-
-
-class _Note(dict[Any, Any]):
-    """What torch's verbs keep about a module. One that is about to be applied looks itself up in it, by its function first.
-    One that is applied further above looks for the name of the other, and leaves the module alone, and all below it."""
-
-    def __init__(self, held: Mapping[Any, Any], refuse: Callable[[str], None], travels: bool) -> None:
-        super().__init__(held)
-        self._refuse = refuse
-        self._travels = travels
-
-    def __contains__(self, verb: object) -> bool:
-        name = getattr(verb, "__name__", None)
-        if name in _AVERAGING:
-            self._refuse(name)
-        if verb in _AVERAGING and _asked_by_fsdp1(self):
-            self._refuse("FullyShardedDataParallel")
-        return verb in _AVERAGING or super().__contains__(verb)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_Note, (dict(self), self._refuse, True)) if self._travels else (dict, (dict(self),))
-
-
-def keep_from_torch(module: nn.Module, refuse: Callable[[str], None], *, travels: bool) -> Callable[[], None]:
-    """Let torch's `fully_shard`, `replicate` and `FullyShardedDataParallel`, applied further above, leave `module` and all
-    below it alone; returns the inverse.
-
-    Args:
-        refuse: called with the name of a verb of torch's that is about to be applied to `module` itself. May raise.
-        travels: whether all this holds for copies of the module, too.
-    """
-    held = vars(module)
-    if _STATE is None or _REGISTRY is None or isinstance(held.get(_STATE), _Note):
-        return _nothing
-    keys = (_STATE, _REGISTRY)
-    before = {key: held.get(key) for key in keys}
-    for key in keys:
-        held[key] = _Note(before[key] or {}, refuse, travels)
-
-    def undo() -> None:
-        for key in keys:
-            content = dict(held.get(key, ()))  # with what else was applied in the meantime
-            held.pop(key, None)
-            if content or before[key] is not None:
-                held[key] = content
-
-    return undo
+STATES_OF_VERBS: Final[str | None] = getattr(_contract, "STATE_KEY", None)
+NAMES_OF_VERBS: Final[str | None] = getattr(_contract, "REGISTRY_KEY", None)
 
 
 def flattened_by_torch(parameter: torch.Tensor) -> bool:
@@ -235,6 +160,30 @@ def when_destroyed(group: dist.ProcessGroup, method: weakref.WeakMethod[Callable
     with suppress(AttributeError, KeyError, TypeError, ValueError):
         _, watched = dist.distributed_c10d._world.pg_map[group]
     weakref.finalize(watched, call).atexit = False
+
+
+def _store_of(group: dist.ProcessGroup) -> Any:
+    """What the ranks of `group` found each other through: the one place that a rank reaches by itself. Nothing public gives it;
+    without it, nothing is written and nothing found."""
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
+        _, store = dist.distributed_c10d._world.pg_map[group]
+        return store
+    return None
+
+
+def write_to_store(group: dist.ProcessGroup, place: str, text: str) -> None:
+    store = _store_of(group)
+    if store is not None:
+        with suppress(RuntimeError):  # a store may be gone before its group
+            store.set(place, text)
+
+
+def read_from_store(group: dist.ProcessGroup, place: str) -> str:
+    store = _store_of(group)
+    if store is not None:
+        with suppress(RuntimeError):
+            return store.get(place).decode() if store.check([place]) else ""
+    return ""
 
 
 def launchers(group: dist.ProcessGroup) -> tuple[tuple[Launch, Any], tuple[Launch, Any], tuple[Launch, Any]]:

@@ -28,17 +28,13 @@ from torch.utils.hooks import RemovableHandle
 from composable.device.buckets import GradientBucket, gradient_strides
 from composable.device.collectives import Wire
 from composable.errors import CommunicationError, PhaseError
-from composable.plan.buckets import fill_buckets
 from composable.plan.scaling import division_factors
-from composable.runtime.agreement import Agreement, agree
+from composable.runtime.agreement import Agreement, agree, known_to_others
 from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
-from composable.runtime.bucket import AWAITED, IDLE, SENT, Bucket
+from composable.runtime.bucket import AWAITED, IDLE, SENT, Bucket, grouped_in_order
 from composable.runtime.gradients import weakly
 from composable.runtime.rounds import NUMBERS, Forwards, Round
 from composable.runtime.sparse import SparseGradients
-
-FIRST_BUCKET_BYTES: Final = 1 << 20  # communication starts early
-ALONE_BYTES: Final = 1 << 20  # a gradient from this size on waits for no other one
 
 HOST_IN_FLIGHT: Final = 4  # buckets; each has a message in memory that ranks of one host share
 
@@ -104,6 +100,10 @@ class Reducer:
         self._on_host = wire.ways > 1 and all(p.device.type == "cpu" for p in parameters)
         self._arrivals: list[int] = []
         self._hooks: list[RemovableHandle] = []
+        self._adopting: Agreement | None = None  # is being put into effect
+        self._sure = False  # that all ranks know of the same agreement
+        self._missed: int | None = None  # the step in which the others may have agreed without this rank
+        self._round.agreed = self.agreement.digest
         self._recording = not all(i in self.agreement.order for i in self._trainable)
         if wire.ways > 1:
             self._buckets = self._make_buckets()
@@ -119,22 +119,8 @@ class Reducer:
         known = dict.fromkeys(i for i in self.agreement.order if i in trainable)
         return [*known, *(i for i in reversed(self._trainable) if i not in known)]
 
-    def _grouped(self) -> list[list[int]]:
-        order = self._order()
-        parameters = [self.parameters[i] for i in order]
-        sizes = [p.numel() * p.element_size() for p in parameters]
-        kinds = [
-            (p.dtype, p.device, index if size >= ALONE_BYTES else -1)
-            for index, (p, size) in enumerate(zip(parameters, sizes, strict=True))
-        ]
-        first_cap = min(self._cap_bytes, FIRST_BUCKET_BYTES)
-        grouped = fill_buckets(sizes, kinds, cap=self._cap_bytes, first_cap=first_cap)
-        # A bucket is complete when its last gradient is, so that is where it stands in the order.
-        grouped.sort(key=lambda positions: positions[-1])
-        return [[order[position] for position in positions] for positions in grouped]
-
     def _make_buckets(self) -> list[Bucket]:
-        grouped = self._grouped()
+        grouped = grouped_in_order(self._order(), self.parameters, self._cap_bytes)
         buckets = []
         for number, members in enumerate(grouped, start=1):
             gradients = GradientBucket(
@@ -337,11 +323,14 @@ class Reducer:
 
     def _check_round(self) -> None:
         numbers = self._buckets[-1].gradients.flags[-NUMBERS:]
-        if numbers.device.type == "cpu":  # elsewhere reading them would hold up the host in every step
+        if numbers.device.type == "cpu" or not self._sure:  # elsewhere reading them would hold up the host in every step
             self._round.check(numbers.tolist())
+            self._sure = not self._recording
 
     def leave_failed_backward(self) -> None:
         """The next forward, or backward, unwinds; who waits for this one is told."""
+        if self._recording and self._missed is None:
+            self._missed = self._wire.sums.steps.number
         if self._backward is not None:
             self._backward = gone
         for bucket in self._buckets:
@@ -353,11 +342,28 @@ class Reducer:
     def _agree(self) -> None:
         """Find out in which order gradients become ready, and fill the buckets in that order from now on."""
         strides = {i: gradient_strides(self.parameters[i]) for i in self._trainable}
-        self.agreement = agree(self.agreement, self._arrivals, self._order(), strides, self._wire, self.unit)
+        count = len(self.parameters)
+        self._adopt(agree(self.agreement, self._arrivals, self._order(), strides, self._wire, self.unit, count))
+
+    @torch.no_grad()
+    def _adopt(self, agreement: Agreement) -> None:
+        self._adopting = agreement  # before anything changes: after an interrupt it is done again
+        self.agreement = agreement
+        self._sure = False
+        self._wire.sums.agreed = self._round.agreed = agreement.digest
         self._recording = False
         self.detach()
         self._refill()
         self._attach()
+        self._adopting = self._missed = None
+
+    def prepare(self) -> None:
+        """Before a forward: forget a backward that raised. See Note [An agreement that not all ranks know of]."""
+        self.unwind()
+        if self._missed is not None and self._adopting is None:
+            self._adopting = known_to_others(self.agreement, self._wire, self._missed, len(self.parameters))
+        if self._adopting is not None:
+            self._adopt(self._adopting)
 
     def _refill(self) -> None:
         views = {p: v for b in self._buckets for p, v in zip(b.gradients.parameters, b.gradients.views, strict=True)}

@@ -322,7 +322,7 @@ class ReplicatedUnit:
                 if self._on_meta:
                     self._refuse_meta()
                 refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
-                reducer.unwind()  # if the backward before this forward raised
+                reducer.prepare()
                 if self._opens:
                     steps = self.wire.sums.steps
                     steps.open()

@@ -8,6 +8,8 @@ one forward more. Ranks may run different numbers of forwards, and one may call 
 together count: some rank leaves a forward out of its backward, and the ranks ran different numbers of them. Forwards that
 nobody trains on are not counted (in evaluation mode, without gradients, in a recomputation): one rank may evaluate alone.
 
+What the ranks have agreed on about the order of gradients is compared, too, see Note [An agreement that not all ranks know of].
+
 All of that travels at the end of a unit's last bucket, in numbers that are zero or one on each rank: a sum of such tells in any
 dtype which of them were one somewhere.
 """
@@ -20,11 +22,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from composable.device.collectives import Wire
+from composable.device.collectives import Channel, Wire
 from composable.errors import RanksDisagreeError
 
 _MODULUS: Final = 4  # of backwards and of forwards: ranks that differ have differed by one first
-NUMBERS: Final = 2 * _MODULUS + 1
+_FIRST: Final = 2 * _MODULUS + 1  # number of the digest's: for each bit one if it is set, and one if it is not
+_BITS: Final = range(Channel.DIGESTS.bit_length())
+NUMBERS: Final = _FIRST + 2 * len(_BITS)
 
 
 class Forwards:
@@ -84,6 +88,7 @@ class Round:
         self._wire = wire
         self._unit = unit
         self._rows: dict[tuple[int, ...], Tensor] = {}
+        self.agreed = 0  # digest of what this rank knows to be agreed on
 
     @property
     def incomplete(self) -> bool:
@@ -96,10 +101,11 @@ class Round:
     def write(self, numbers: Tensor) -> None:
         """Say which backward this is."""
         backward, forwards, incomplete = self._state()
-        key = backward % _MODULUS, forwards % _MODULUS, incomplete
+        key = backward % _MODULUS, forwards % _MODULUS, incomplete, self.agreed
         if key not in self._rows:
             row = [float(key[0] == k) for k in range(_MODULUS)] + [float(key[1] == k) for k in range(_MODULUS)]
-            self._rows[key] = torch.tensor([*row, float(incomplete)], dtype=numbers.dtype, device=numbers.device)
+            digest = [float(self.agreed >> bit & 1 == value) for bit in _BITS for value in (1, 0)]
+            self._rows[key] = torch.tensor([*row, float(incomplete), *digest], dtype=numbers.dtype, device=numbers.device)
         numbers.copy_(self._rows[key])
 
     def check(self, numbers: Sequence[Any]) -> None:
@@ -109,9 +115,15 @@ class Round:
             numbers: what all wrote, summed; the same on every rank.
         """
         backwards, forwards = numbers[:_MODULUS], numbers[_MODULUS : 2 * _MODULUS]
-        several = _MODULUS - forwards.count(0) > 1 and numbers[-1] != 0
+        several = _MODULUS - forwards.count(0) > 1 and numbers[_FIRST - 1] != 0
         if several or _MODULUS - backwards.count(0) > 1:
             self._refuse()
+        if numbers[_FIRST:].count(0) != len(_BITS):
+            raise RanksDisagreeError(
+                f"replicate(unit '{self._unit}'): an interrupt reached some ranks while all agreed on the order in which "
+                "gradients are sent, and this backward mixed up those of different parameters. Clear them and go on: the order "
+                "is looked up where the others left it. If this comes again, call remove(module, replicate) and annotate again"
+            )
 
     def _refuse(self) -> None:
         label = f"exchange of what the ranks did before a backward of unit '{self._unit}'"

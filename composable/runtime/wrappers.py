@@ -14,8 +14,10 @@ Modules inside hold our parameters, too, and are marked alike. A copy of such a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 from torch import nn
@@ -23,12 +25,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composable.device.parameters import Owner
-from composable.device.private import active_ddp, applied_by_torch, flattened_by_torch, keep_from_torch
+from composable.device.private import NAMES_OF_VERBS, STATES_OF_VERBS, active_ddp, flattened_by_torch
 from composable.errors import ClashError
 from composable.model.traversal import ManagedParameter
 
 _DDP: Final = "DistributedDataParallel"
 _TORCHS: Final = ("fully_shard", "replicate")  # verbs that average
+_FRAMES: Final = 8  # further away nobody asks
 _TWICE: Final = "and gradients would be averaged twice"
 _IGNORED: Final = "_ddp_params_and_buffers_to_ignore"  # on a module: the names that DDP leaves alone
 
@@ -81,7 +84,7 @@ def refuse_wrapping(modules: Sequence[nn.Module], verb: str, places: Sequence[Ow
 def _mark(module: nn.Module, verb: str, *, annotated: bool) -> Callable[[], None]:
     """Let all that average on `module` raise; returns the inverse. Names that the user gave DDP to ignore stay."""
     said = f"this {type(module).__name__}"
-    undo_notes = keep_from_torch(module, partial(_refuse_torch, verb, said), travels=annotated)
+    undo_notes = _keep_from_torch(module, partial(_refuse_torch, verb, said), travels=annotated)
     if _IGNORED in vars(module):
         return undo_notes
     setattr(module, _IGNORED, _Unreadable(verb, said, annotated))
@@ -124,12 +127,12 @@ def _wrapper_on(module: nn.Module) -> str | None:
     """What of torch's was applied to `module` itself."""
     if isinstance(module, DistributedDataParallel):
         return _DDP
-    return next((name for name in applied_by_torch(module) if name in _TORCHS), None)
+    return next((name for name in _applied_by_torch(module) if name in _TORCHS), None)
 
 
 def _averaged_by(wrapper: nn.Module) -> list[nn.Parameter]:
     if not isinstance(wrapper, DistributedDataParallel):
-        shards = "fully_shard" in applied_by_torch(wrapper)
+        shards = "fully_shard" in _applied_by_torch(wrapper)
         return [parameter for parameter in wrapper.parameters() if isinstance(parameter, DTensor) or not shards]
     ignored = getattr(wrapper, "parameters_to_ignore", ())
     inside = wrapper.get_submodule("module")
@@ -148,6 +151,76 @@ def refuse_inside(module: nn.Module, verb: str, name: str, parameters: Collectio
     taken = {id(p): None for p in _averaged_by(wrapper)}
     if any(id(parameter) in taken for parameter in parameters):
         raise _refused(_DDP, verb, f"unit '{name}' ({type(module).__name__})")
+
+
+# --- torch's own verbs ----------------------------------------------------------------------------------------------------
+
+
+def _applied_by_torch(module: nn.Module) -> tuple[str, ...]:
+    """The names of torch's own verbs that were applied to `module`."""
+    return tuple(vars(module).get(NAMES_OF_VERBS, ())) if NAMES_OF_VERBS is not None else ()
+
+
+def _asked_by_fsdp1(note: object) -> bool:
+    """Whether a `FullyShardedDataParallel` asks that is being made around the module with `note`. It asks all modules below in
+    the same way, and some functions that only read ask so, too."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        seen = frame.f_locals
+        if frame.f_code.co_name == "__init__" and type(seen.get("self")).__name__ == "FullyShardedDataParallel":
+            wrapped = seen.get("module")
+            return isinstance(wrapped, nn.Module) and any(held is note for held in vars(wrapped).values())
+        frame = frame.f_back
+    return False
+
+
+class _Note(dict[Any, Any]):
+    """What torch's verbs keep about a module. One that is about to be applied looks itself up in it, by its function first.
+    One that is applied further above looks for the name of the other, and leaves the module alone, and all below it."""
+
+    def __init__(self, held: Mapping[Any, Any], refuse: Callable[[str], None], travels: bool) -> None:
+        super().__init__(held)
+        self._refuse = refuse
+        self._travels = travels
+
+    def __contains__(self, verb: object) -> bool:
+        name = getattr(verb, "__name__", None)
+        if name in _TORCHS:
+            self._refuse(name)
+        if verb in _TORCHS and _asked_by_fsdp1(self):
+            self._refuse("FullyShardedDataParallel")
+        return verb in _TORCHS or super().__contains__(verb)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Note, (dict(self), self._refuse, True)) if self._travels else (dict, (dict(self),))
+
+
+def _keep_from_torch(module: nn.Module, refuse: Callable[[str], None], *, travels: bool) -> Callable[[], None]:
+    """Let torch's `fully_shard`, `replicate` and `FullyShardedDataParallel`, applied further above, leave `module` and all
+    below it alone; returns the inverse.
+
+    Args:
+        refuse: called with the name of a verb of torch's that is about to be applied to `module` itself. May raise.
+        travels: whether all this holds for copies of the module, too.
+    """
+    held = vars(module)
+    if STATES_OF_VERBS is None or NAMES_OF_VERBS is None or isinstance(held.get(STATES_OF_VERBS), _Note):
+        return _nothing
+    keys = (STATES_OF_VERBS, NAMES_OF_VERBS)
+    before = {key: held.get(key) for key in keys}
+    for key in keys:
+        held[key] = _Note(before[key] or {}, refuse, travels)
+
+    def undo() -> None:
+        for key in keys:
+            content = dict(held.get(key, ()))  # with what else was applied in the meantime
+            held.pop(key, None)
+            if content or before[key] is not None:
+                held[key] = content
+
+    return undo
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from composable.device.collectives.groups import backend_of
 from composable.device.collectives.wire import Channel, ReducePart, Steps, failed
+from composable.device.private import read_from_store, write_to_store
 
 # torch 2.13 renamed these two; both names mean the same collective.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,6 +80,16 @@ class GroupWire:
 
     def latest_step(self, steps: Steps) -> int:
         return steps.number
+
+    def publish(self, text: str) -> None:
+        write_to_store(self.group, self._place, text)
+
+    def published(self) -> str:
+        return read_from_store(self.group, self._place)
+
+    @property
+    def _place(self) -> str:
+        return f"composable/{self.sums.number}"
 
     def _is_mean(self, parts: Sequence[ReducePart]) -> bool:
         """Whether the backend can scale the sums, too."""

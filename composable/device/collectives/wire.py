@@ -87,7 +87,7 @@ class Steps:
     Whoever owns it opens a step at points that every rank comes to, wherever it left the step before.
     """
 
-    __slots__ = ("__weakref__", "behind", "by_backward", "met", "number", "oldest", "told")
+    __slots__ = ("__weakref__", "behind", "by_backward", "met", "mutual", "number", "oldest", "told")
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
         self.number = number
@@ -95,6 +95,7 @@ class Steps:
         self.oldest = number  # that is not over on this rank
         self.met = -1  # the last step in which a message of every other rank came
         self.told = -1  # the last step in which another rank was found to have left one
+        self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
         self.behind = False  # maybe: an interrupt came, and others have opened more steps since
 
     def open(self, *, going_on: bool = False) -> None:
@@ -128,7 +129,8 @@ class Channel:
     unit, of another kind or of another step can never be taken for the expected ones: ranks that diverge wait (and time out by
     name, or are told). Gathers and reductions are of different kinds, since a rank that left out a collective would otherwise
     take the next one's bytes for it. Ranks that left a step at different places meet again in the next one.
-    The running number leaps with `decisions`, so that ranks which decide differently do not meet one message later either.
+    The running number leaps with `decisions`, so that ranks which decide differently do not meet one message later either, and
+    with what was `agreed` before the step, so that those which do not know of it yet do not meet the others.
     Tags do not repeat within a million channels and two milliards of messages a step. Backends whose tags are C ints get the
     lowest 31 bits, which repeat after a thousand of either.
     """
@@ -136,18 +138,21 @@ class Channel:
     PARTS: Final = 1 << 10
     LOWEST: Final = (1 << 31) - 1
     BITS: Final = 62  # below the step
+    DIGESTS: Final = 1021
     _FLAG: Final = 1 << 30  # apart from the small tags that users choose
 
     _APART: Final = 1_000_003  # odd in the lowest bits, too: one decision more is many messages away
     _STRIDE: Final = 101  # messages of one step and the next, where the lowest bits must tell them apart
 
-    __slots__ = ("__weakref__", "_base", "_count", "_first", "_step", "decisions", "number", "steps")
+    __slots__ = ("__weakref__", "_apart", "_base", "_count", "_first", "_step", "agreed", "decisions", "number", "steps")
 
     def __init__(self, number: int) -> None:
         high, low = divmod(number, 1 << 10)
         self.number = number % (1 << 20)
         self.steps = Steps()
         self.decisions = 0  # that ranks take by themselves and must take alike; if not, their messages do not meet
+        self.agreed = 0  # a number below `DIGESTS` for what the ranks have agreed on; it counts from the next step on
+        self._apart = 0
         self._base = self._FLAG | low << 20 | (high % (1 << 10)) << 52
         self._step = 0
         self._count = 0
@@ -159,8 +164,9 @@ class Channel:
             self._step = step
             self._count = 0
             self._first = self.decisions
+            self._apart = self.agreed * self._APART + step * self._STRIDE
         self._count += 1
-        count = self._count + self.decisions * self._APART + step * self._STRIDE
+        count = self._count + self.decisions * self._APART + self._apart
         return self._base | (count >> 10 & (1 << 21) - 1) << 31 | (count & (1 << 10) - 1) << 10 | step << self.BITS
 
     def has_come_to(self, tag: int) -> bool:
@@ -169,7 +175,7 @@ class Channel:
         if step != self._step:
             return step < self._step
         count = tag >> 10 & (1 << 10) - 1 | (tag >> 31 & (1 << 21) - 1) << 10
-        first, last = (known * self._APART + step * self._STRIDE for known in (self._first, self.decisions))
+        first, last = (known * self._APART + self._apart for known in (self._first, self.decisions))
         # Who decided otherwise before the step sends messages that this rank never comes to.
         return first & self.LOWEST < count <= self._count + last & self.LOWEST
 
@@ -229,6 +235,12 @@ class Wire(Protocol):
 
     def latest_step(self, steps: Steps) -> int:
         """The last step in which others have said something so far, where messages travel by themselves."""
+
+    def publish(self, text: str) -> None:
+        """Leave `text`, in place of the last one, where all ranks can look it up, each when it likes."""
+
+    def published(self) -> str:
+        """What was left last; nothing where nothing was, or nothing can be."""
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         """What `all_gather` needs, made once."""
@@ -327,6 +339,12 @@ class LocalWire:
 
     def latest_step(self, steps: Steps) -> int:
         return steps.number
+
+    def publish(self, text: str) -> None:
+        return None
+
+    def published(self) -> str:
+        return ""
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return tuple(parts)

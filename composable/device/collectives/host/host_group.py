@@ -24,6 +24,7 @@ from composable.device.private import timeout_of, when_destroyed
 _ACK: Final = 1  # added to a message's tag: what it told of has been read, or never will be
 _LEAVING: Final = 2  # added to a channel's: where this rank says why it has left a step
 _TOLD: Final = 4  # added to that, if another rank had left the step before
+_MUTUAL: Final = 8  # added to that, if this rank and one that waits for it are both in the step
 _REASON_BYTES: Final = 400
 _LONG: Final = 0.1  # seconds from which on the others may look up what this rank waits for
 _REASONS: Final = 16  # kept for those who have yet to read them
@@ -201,6 +202,7 @@ class HostGroup:
             return
         self._left[steps] = steps.number
         tag = channel.farewell() + _LEAVING + (_TOLD if steps.told == steps.number else 0)
+        tag += _MUTUAL if steps.mutual == steps.number else 0
         with suppress(OSError, EOFError):  # who does not get it notices the end, or waits
             text = why.encode()[:_REASON_BYTES]
             block = self._reasons[0] if len(self._reasons) == _REASONS else Block(self._arena, _REASON_BYTES)
@@ -261,7 +263,8 @@ class HostGroup:
                 if message is not None:
                     steps.told = steps.number
                     why = bytes(self.view(peer, message).tolist()).decode(errors="replace")
-                    raise WentOn(f"rank {peer} has left this step: {why}", step)
+                    # Who was in this step together with this rank is not ahead of it, even if an interrupt came before.
+                    raise WentOn(f"rank {peer} has left this step: {why}", None if other & _MUTUAL else step)
             gone_on = max(gone_on, step)
         if gone_on > last:
             steps.told = steps.number
@@ -295,6 +298,7 @@ class HostGroup:
         if channel is None or channel.steps is not steps:
             return
         if Channel.step_in(waits_for) == steps.number and not channel.has_come_to(waits_for):
+            steps.mutual = steps.number
             raise WentOn(
                 f"rank {peer} waits for the {label}, and neither rank comes to what the other waits for: in this step they run "
                 "different units, or run them in another order or another number of times, or one of them has cast the model"
