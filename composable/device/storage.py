@@ -7,7 +7,7 @@ all our writes go through tensors made from `.data`, whose version counters are 
 Note [A storage per shard]
 What torch saves is storages, and a `DTensor` whose local tensor starts inside its storage can neither be detached and copied
 nor saved. So a sharded parameter does not hold a view of the shard buffer, but a tensor over the same memory with a storage
-of its own, as DLPack makes it: a saved shard is as large as the shard. Its version counter is its own, too.
+of its own, as DLPack makes it: a saved shard is as large as the shard. Its version counter is the buffer's.
 """
 
 from __future__ import annotations
@@ -130,11 +130,14 @@ class FlatParameters:
         return shape_like_rows(self.shard, self.layout.slots[index], self.rank)
 
     def local(self, index: int) -> Tensor:
-        """The shard of parameter `index` as the sharded parameter holds it: the same memory, a storage of its own."""
+        """The shard of parameter `index` as the sharded parameter holds it: the same memory, a storage of its own, and the
+        buffer's version counter, so that one look tells whether any of them was written to."""
         with torch.inference_mode(False):
             slot = self.layout.slots[index]
             shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.rank)]
-            return as_parameter(with_own_storage(shard, self.shard).view(slot.local_shape(self.rank)), slot).data
+            local = shard.detach()
+            local.data = as_parameter(with_own_storage(shard, self.shard).view(slot.local_shape(self.rank)), slot)
+            return local
 
     def _full_view(self, index: int) -> Tensor:
         slot = self.layout.slots[index]

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import compress
-from operator import ne, or_, sub
+from itertools import compress, repeat
+from operator import add, ne, sub
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
-from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import Arrival, Channel, GatherPart, Wire
 from composable.device.gradients import take_gradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameters import ParameterSlots
-from composable.device.private import innermost, local_of, outside_transforms
+from composable.device.private import innermost, outside_transforms
 from composable.device.storage import FlatParameters
 from composable.plan.layout import Route
 from composable.runtime.ground import Ground
@@ -35,18 +34,24 @@ class Part:
         self._unsharded = [member.unsharded for member in members]
         # Unsharded parameters to which nobody should write. An embedding with a largest norm does so whenever it is used; what
         # every rank holds whole is the shard itself, and not lost.
-        watched = [
-            (slot.name, member.unsharded)
-            for slot, member in zip(flat.layout.slots, members, strict=True)
+        self._watched = [
+            index
+            for index, (slot, member) in enumerate(zip(flat.layout.slots, members, strict=True))
             if slot.route is not Route.WHOLE and not any(getattr(o.module, "max_norm", None) is not None for o in member.owners)
         ]
-        self._watched = [name for name, _ in watched], [unsharded for _, unsharded in watched]
-        self._versions = list(map(_version, self._watched[1]))
+        self._watched_ones = [self._unsharded[index] for index in self._watched]
+        self._versions = list(map(_version, self._watched_ones))
         self._for_user = False  # whether what is gathered is the user's to write to
-        # Whose version counters tell of writes to shards: to the parameters, to their local tensors, to all of them together.
-        self.counted = [*self.sharded, *(local_of(p) for p in self.sharded if isinstance(p, DTensor)), flat.shard]
+        # Whose version counters tell of writes to shards: to each parameter, and to local tensors, which count with the buffer.
+        self.counted = [*self.sharded, flat.shard]
         self._wire = ground.wire
         self._full = flat.full
+        # Where the unsharded parameters lie from the start of their buffer, which moves; what every rank holds whole stays.
+        moving = [slot.route is not Route.WHOLE and slot.numel > 0 for slot in flat.layout.slots]
+        self._moving = list(compress(self._unsharded, moving))
+        self._offsets = [slot.full_start * flat.dtype.itemsize for slot in compress(flat.layout.slots, moving)]
+        self._staying = [parameter for parameter, moves in zip(self._unsharded, moving, strict=True) if not moves]
+        self._addresses = list(map(_address, self._staying))
         self._gathered = flat.layout.gathered
         self.trainable: tuple[bool, ...] = ()  # for each parameter, as `follow` was told
         self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
@@ -99,18 +104,22 @@ class Part:
 
     def find_writes(self) -> Sequence[str]:
         """The unsharded parameters that somebody has written to in place since they were gathered: it will be lost."""
-        names, unsharded = self._watched
-        versions = list(map(_version, unsharded))
+        versions = list(map(_version, self._watched_ones))
         if versions == self._versions:
             return ()
         before, self._versions = self._versions, versions
         if self._for_user:
             return ()
-        return [name for name, old, new in zip(names, before, versions, strict=True) if old != new]
+        slots = self.flat.layout.slots
+        return [slots[i].name for i, old, new in zip(self._watched, before, versions, strict=True) if old != new]
 
     def moved(self) -> bool:
         """Whether somebody gave an unsharded parameter other memory: what is gathered would never reach it again."""
-        return list(map(_address, self._unsharded)) != list(map(_address, self.flat.full_views))
+        start = _address(self._full.tensor)
+        return (
+            list(map(sub, map(_address, self._moving), repeat(start))) != self._offsets
+            or list(map(_address, self._staying)) != self._addresses
+        )
 
     def move_back(self) -> list[tuple[str, torch.dtype]]:
         """Give the unsharded parameters their memory again; names those that had other, with the dtype that they had."""
@@ -124,10 +133,9 @@ class Part:
 
     def outdate(self, before: Sequence[int], now: Sequence[int]) -> None:
         """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""
-        watched = self._watched[1]
-        undue = list(map(sub, map(_version, watched), self._versions))
-        increment_version(list(compress(self._unsharded, _written(before, now))))
-        self._versions = list(map(sub, map(_version, watched), undue))
+        written = _written(before, now)
+        increment_version(list(compress(self._unsharded, written)))
+        self._versions = list(map(add, self._versions, [written[index] for index in self._watched]))
 
     def written_since(self, before: Sequence[int], now: Sequence[int]) -> list[str]:
         """The names of the parameters that `outdate` would outdate."""
@@ -196,9 +204,6 @@ class Part:
 
 
 def _written(before: Sequence[int], now: Sequence[int]) -> list[bool]:
-    """For each parameter, whether its version counter, or its local tensor's, or that of all shards, has changed."""
-    count = len(before) // 2
-    if before[-1] != now[-1]:
-        return [True] * count
-    changed = list(map(ne, before, now))
-    return list(map(or_, changed[:count], changed[count:]))
+    """For each parameter, whether its version counter, or that of all shards, has changed."""
+    *changed, of_all = map(ne, before, now)
+    return [True] * len(changed) if of_all else changed

@@ -121,7 +121,10 @@ def test_a_write_to_a_shard_is_noticed_on_the_buffer(plan: Planned) -> None:
     for index in range(len(plan.layout.slots)):
         before = flat.shard._version
         flat.shard_view(index).add_(1)
-        assert flat.shard._version > before
+        between = flat.shard._version
+        assert between > before
+        flat.local(index).add_(1)
+        assert flat.shard._version > between
 
 
 @_SETTINGS
