@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives import GatherPart, ReducePart
-from composable.device.collectives.host.communicator import HostCommunicator, host_communicator
+from composable.device.collectives import GatherPart, ReducePart, Wire, wire_of
 from composable.device.memory import MemoryPool
 
 Finish = Callable[[], object]
@@ -114,10 +113,10 @@ def reduce_all(source: Tensor, out: Tensor) -> Move:
     return move
 
 
-def _shared() -> HostCommunicator:
+def _shared() -> Wire:
     """The library's own wire through shared memory, used for messages of every size."""
-    wire = host_communicator(dist.group.WORLD, torch.device("cpu"))
-    if wire is None:
+    wire = wire_of(dist.group.WORLD, torch.device("cpu"))
+    if not wire.capabilities.tells_of_leaving:
         raise RuntimeError("these ranks do not see each other's memory")
     return wire
 

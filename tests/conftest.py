@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the pool of ranks, and the devices that tests run on; knows no test."""
+"""Fixtures of all tests: the pool of ranks, the devices and the transport that tests run on; knows no test."""
 
 from __future__ import annotations
 
@@ -7,9 +7,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.helpers import host
 from tests.helpers.world import Pool
 
 pytest.register_assert_rewrite("tests.helpers.compare", "tests.helpers.models")
+
+if host.is_left_out():
+    collect_ignore = ["device/host"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not host.is_used():
+        for item in items:
+            if item.get_closest_marker("host") is not None:
+                item.add_marker(pytest.mark.skip(reason="ranks of one host use sockets here"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

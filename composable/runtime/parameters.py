@@ -129,7 +129,7 @@ class UnitParameters:
             order, dim = memory_order(tensor), self._placements[index]
             shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
             specs.append(ParamSpec(self._names[index], shape, order.index(dim) if order and dim is not None else dim, order))
-        direct = -(-wire.direct_bytes // dtype.itemsize)
+        direct = -(-wire.capabilities.direct_bytes // dtype.itemsize)
         if len(specs) > Channel.PARTS // 2:
             direct = max(direct, sorted(max(1, math.prod(s.shape)) // wire.ways for s in specs)[-Channel.PARTS // 2])
         align = max(1, _CACHE_LINE // dtype.itemsize)

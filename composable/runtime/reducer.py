@@ -129,7 +129,7 @@ class Reducer:
                 divide_by=self._factors(self.parameters[members[0]].dtype),
                 # One flag per parameter, one that says that this rank had a gradient for all of them, and which backward it is.
                 flags=len(self._trainable) + 1 + NUMBERS if number == len(grouped) else 0,
-                terms=self._wire.reads_terms,
+                terms=self._wire.capabilities.reads_terms,
             )
             names = self.names[members[0]], self.names[members[-1]]
             label = f"gradient all-reduce of unit '{self.unit}' ('{names[0]}' to '{names[1]}')"

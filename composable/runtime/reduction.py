@@ -27,7 +27,7 @@ class Reduction:
         self.flat = flat
         self._sharded = sharded
         self._wire = wire
-        self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=wire.even_only)
+        self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=wire.capabilities.even_only)
         self._rows = GradientRows(flat, self._plan, wire.ways) if wire.ways > 1 else None
         self._before, after = division_factors(_dtype_name(flat.dtype), wire.ways)
         self._share = 1.0 / after

@@ -6,18 +6,16 @@ from collections.abc import Sequence
 
 import torch
 
-from composable.device.collectives import Channel, GatherPart, ReducePart
+from composable.device.collectives import Capabilities, Channel, GatherPart, ReducePart
 
 
 class Seat:
     """The wire of one of several ranks in this process. What it prepares is gathered by `gather`, for all at once."""
 
-    direct_bytes = 0
-
     def __init__(self, rank: int, ways: int, *, even_only: bool = False) -> None:
         self.rank = rank
         self.ways = ways
-        self.even_only = even_only
+        self.capabilities = Capabilities(even_only=even_only)
 
     def open_channel(self) -> Channel:
         return Channel(0)

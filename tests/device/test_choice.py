@@ -24,9 +24,9 @@ from composable.device.collectives import (
     wires_wrapped_by,
     world_group,
 )
-from composable.device.collectives.host.communicator import HostCommunicator
 from composable.device.memory import MemoryPool
 from composable.device.private import timeout_of
+from tests.helpers.wires import all_shared
 from tests.helpers.world import Pool, spmd
 
 CPU = torch.device("cpu")
@@ -49,11 +49,12 @@ def test_without_a_group_a_wire_talks_to_nobody() -> None:
     assert wire.open_channel().next_tag() >= 0
 
 
+@pytest.mark.host
 @spmd(ranks=2)
 def test_gloo_groups_on_one_host_use_its_memory_and_a_rank_alone_uses_nothing() -> None:
     assert backend_of(world_group(), CPU) == "gloo"
-    assert isinstance(wire_of(world_group(), CPU), HostCommunicator)
-    assert isinstance(wire_of(world_group(), torch.device("meta")), HostCommunicator)
+    for device in (CPU, torch.device("meta")):
+        all_shared(wire_of(world_group(), device))
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
     assert isinstance(wire_of(alone, CPU), LocalWire)
 
@@ -118,14 +119,13 @@ def test_a_second_communicator_has_the_same_ranks_and_its_own_order() -> None:
 
 def _use_in_any_order(backend: str) -> list[float]:
     group = world_group()
+    switches = {}
     if backend == "sockets":
         group = dist.new_group()
-        os.environ["COMPOSABLE_SHARED_MEMORY"] = "0"
-    try:
+        switches["COMPOSABLE_SHARED_MEMORY"] = "0"
+    with mock.patch.dict(os.environ, switches):
         wires = [wire_of(group, CPU, apart=True) for _ in range(2)]
-    finally:
-        os.environ.pop("COMPOSABLE_SHARED_MEMORY", None)
-    assert all(isinstance(wire, PairsWire if backend == "sockets" else HostCommunicator) for wire in wires)
+    assert [isinstance(wire, PairsWire) for wire in wires] == [backend == "sockets"] * 2
     tensors = [torch.tensor([1.0]), torch.tensor([10.0])]
     order = [0, 1] if dist.get_rank() == 0 else [1, 0]
     arrivals = {i: wires[i].all_reduce(tensors[i], label="") for i in order}
@@ -135,11 +135,12 @@ def _use_in_any_order(backend: str) -> list[float]:
     return [tensor.item() for tensor in tensors]
 
 
-@pytest.mark.parametrize("backend", ["shared memory", "sockets"])
+@pytest.mark.parametrize("backend", [pytest.param("shared memory", marks=pytest.mark.host), "sockets"])
 def test_wires_that_are_apart_may_be_used_in_any_order(pool: Pool, backend: str) -> None:
     assert pool.run(2, _use_in_any_order, backend) == [[2.0, 20.0]] * 2
 
 
+@pytest.mark.host
 def test_ranks_of_one_host_need_no_second_communicator(pool: Pool) -> None:
     assert pool.run(2, _groups_made_for_a_wire_apart) == [0, 0]
 

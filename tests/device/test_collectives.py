@@ -23,35 +23,33 @@ from composable.device.collectives import (
     TensorsWire,
     Wire,
     tensors,
+    wire_of,
     world_group,
 )
-from composable.device.collectives.host import host_communicator
 from composable.device.memory import MemoryPool
 from composable.device.streams import streams_of
 from composable.errors import CommunicationError
+from tests.helpers import host
+from tests.helpers.wires import all_shared
 from tests.helpers.world import Pool, spmd
 
 CPU = torch.device("cpu")
 
 
 def _shared(group: dist.ProcessGroup, device: torch.device) -> Wire:
-    wire = host_communicator(group, device)
-    assert wire is not None, "the ranks of this test run on one host"
-    return wire
+    return all_shared(wire_of(group, device))
 
 
 def _apart(group: dist.ProcessGroup, device: torch.device) -> Wire:
-    wire = host_communicator(group, device, apart=True)
-    assert wire is not None
-    return wire
+    return all_shared(wire_of(group, device, apart=True))
 
 
-KINDS: Final[dict[str, Callable[..., Wire]]] = {
+KINDS: dict[str, Callable[..., Wire]] = {
     "pairs": PairsWire,
     "tensors": TensorsWire,
-    "shared": _shared,
-    "apart": _apart,
 }
+if host.is_used():
+    KINDS |= {"shared": _shared, "apart": _apart}
 DTYPES: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -103,7 +101,7 @@ def _reduce(kind: str, early: bool = False) -> None:
     for dtype in DTYPES:
         parts = []
         for index, (chunk, numel) in enumerate([(4, 4 * ways), (3, 3 * ways - 2), (2, 3)]):
-            if wire.even_only:
+            if wire.capabilities.even_only:
                 numel = chunk * ways
             mine = max(0, min(chunk, numel - rank * chunk))
             out = torch.full((mine,), 99.0).to(dtype)

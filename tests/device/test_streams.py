@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 import pytest
@@ -156,7 +157,7 @@ def _train(scheme: str, forgetful: bool, **options: bool) -> tuple[list[str], di
         if group is None:
             return wire
         twin = (_Forgetful if forgetful else StreamsWire)(group, CPU, streams)
-        twin.direct_bytes = 256  # type: ignore[misc]  # so that some parameters travel by themselves
+        twin.capabilities = replace(twin.capabilities, direct_bytes=256)  # so that some parameters travel by themselves
         return twin
 
     model = _model()

@@ -23,7 +23,6 @@ from composable.device.collectives import (
     Wire,
     communicator_like,
 )
-from composable.device.collectives.host.communicator import HostCommunicator
 
 
 @dataclass
@@ -177,17 +176,18 @@ def _spoil(tensor: Tensor) -> None:
 
 def all_shared(wire: Wire) -> Wire:
     """The wire that ranks of one host have anyway; that it is the one through shared memory is made sure of."""
-    assert not isinstance(wire, (PairsWire, TensorsWire))
+    assert wire.capabilities.tells_of_leaving
     return wire
 
 
 def all_sockets(wire: Wire) -> Wire:
     """A wire that moves everything from point to point, in place of one that uses shared memory."""
-    return PairsWire(wire.group, wire.device) if isinstance(wire, HostCommunicator) else wire
+    return PairsWire(wire.group, wire.device) if wire.capabilities.tells_of_leaving else wire
 
 
 def all_ordered(wire: Wire) -> Wire:
     """A wire whose collectives are told apart by nothing but their order, as NCCL's are."""
-    if isinstance(wire, HostCommunicator) and wire.apart:
+    if wire.capabilities.tells_of_leaving and wire.apart:
         return TensorsWire(communicator_like(wire.group, wire.device), wire.device)
-    return TensorsWire(wire.group, wire.device) if isinstance(wire, HostCommunicator) else wire
+    sent_by_pairs = wire.capabilities.tells_of_leaving or isinstance(wire, PairsWire)
+    return TensorsWire(wire.group, wire.device) if sent_by_pairs else wire

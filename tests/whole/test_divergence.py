@@ -104,7 +104,7 @@ def _diverge(way: str, cases: list[tuple[str, str]]) -> dict[str, tuple[str, lis
     return ended
 
 
-@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("way", [pytest.param("shared memory", marks=pytest.mark.host), "sockets"])
 def test_ranks_that_go_on_from_different_places_wait_and_compute_nothing_wrong(pool: Pool, way: str) -> None:
     cases = list(product(_VERBS if way == "shared memory" else ("fully_shard",), _PROGRAMS))
     for rank, ended in enumerate(pool.run(2, _diverge, way, cases, spoils=True)):

@@ -69,8 +69,8 @@ def test_training_does_not_depend_on_when_collectives_arrive(
 @pytest.mark.parametrize(
     ("ranks", "way"),
     [
-        (2, "all through shared memory"),
-        (3, "all through shared memory"),
+        pytest.param(2, "all through shared memory", marks=pytest.mark.host),
+        pytest.param(3, "all through shared memory", marks=pytest.mark.host),
         (3, "all through sockets"),
     ],
 )

@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import describe, fully_shard
-from composable.device.collectives.host.discovery import host_group_of
+from composable.device.collectives import wire_of
 from composable.errors import CommunicationError
 from tests.helpers.leaving import Layer, Layers, Planned, in_backward, in_the_third_layer, leave
+from tests.helpers.wires import all_shared
 from tests.helpers.world import Pool
 
 # Nobody should wait for as long; a test that does takes all of it and fails.
@@ -123,8 +124,7 @@ def _leave_often() -> tuple[int, int]:
     torch.manual_seed(0)
     group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
     model = fully_shard(Layers(), mesh=group, policy={Layer})
-    host = host_group_of(group, torch.device("cpu"))
-    assert host is not None
+    outbox = all_shared(wire_of(group, torch.device("cpu"))).host_group.outbox  # type: ignore[attr-defined]
     needed = []
     for step in range(24):
         try:
@@ -133,10 +133,11 @@ def _leave_often() -> tuple[int, int]:
             model(torch.ones(4, 8)).sum().backward()
         except (Planned, CommunicationError):
             assert step % 2, "the step before was lost, this one is not"
-        needed.append(host.outbox.nbytes)
+        needed.append(outbox.nbytes)
     return needed[5], needed[-1]
 
 
+@pytest.mark.host
 def test_messages_of_steps_that_were_left_give_their_memory_back(pool: Pool) -> None:
     for few, many in pool.run(2, _leave_often):
         assert many <= few + (6 << 20), "of some 12 lost steps"

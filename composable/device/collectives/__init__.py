@@ -15,6 +15,7 @@ from composable.device.collectives.pairs import PairsWire
 from composable.device.collectives.tensors import StreamsWire, TensorsWire
 from composable.device.collectives.wire import (
     Arrival,
+    Capabilities,
     Channel,
     GatherPart,
     LocalWire,
@@ -29,6 +30,7 @@ from composable.device.collectives.wire import (
 __all__ = [
     "PAIRS_UP_TO",
     "Arrival",
+    "Capabilities",
     "Channel",
     "GatherPart",
     "LocalWire",

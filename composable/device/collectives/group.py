@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.groups import backend_of
-from composable.device.collectives.wire import Channel, ReducePart, Steps, failed
+from composable.device.collectives.wire import Capabilities, Channel, ReducePart, Steps, failed
 from composable.device.private import read_from_store, write_to_store
 
 # torch 2.13 renamed these two; both names mean the same collective.
@@ -47,7 +47,7 @@ def backwards_of(group: dist.ProcessGroup) -> Steps:
 class GroupWire:
     """What every real process group does the same way."""
 
-    reads_terms = False
+    capabilities = Capabilities()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group

@@ -17,6 +17,7 @@ from torch import Tensor
 from composable.device.collectives.group import GroupWire
 from composable.device.collectives.wire import (
     Arrival,
+    Capabilities,
     Channel,
     GatherPart,
     Pending,
@@ -35,8 +36,7 @@ DIRECT_BYTES: Final = 512 << 10  # bytes in a shard from which its own message p
 class PairsWire(GroupWire):
     """gloo: every pair of ranks exchanges exactly the bytes that it must, straight between shard and unsharded buffer."""
 
-    even_only = False
-    direct_bytes = DIRECT_BYTES
+    capabilities = Capabilities(DIRECT_BYTES)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)

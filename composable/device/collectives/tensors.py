@@ -14,6 +14,7 @@ from torch import Tensor
 from composable.device.collectives.group import GroupWire, all_gather_single, reduce_scatter_single
 from composable.device.collectives.wire import (
     Arrival,
+    Capabilities,
     Channel,
     GatherPart,
     Pending,
@@ -34,8 +35,7 @@ DIRECT_BYTES: Final = 1 << 20  # bytes in a shard from which its own message pay
 class TensorsWire(GroupWire):
     """Plain tensor collectives; `async_op` keeps those of a host backend off this thread."""
 
-    even_only = True
-    direct_bytes = DIRECT_BYTES
+    capabilities = Capabilities(DIRECT_BYTES, even_only=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -93,8 +93,7 @@ class _OnStream:
 class StreamsWire(GroupWire):
     """An accelerator's tensor collectives, many in one launch, each kind on a stream of its own."""
 
-    even_only = True
-    direct_bytes = DIRECT_BYTES
+    capabilities = Capabilities(DIRECT_BYTES, even_only=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         super().__init__(group, device)

@@ -192,6 +192,22 @@ class Channel:
         return tag >> Channel.BITS
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What wires differ in. Callers ask for these, and never for the class of a wire.
+
+    direct_bytes: bytes in a shard from which a message of its own pays.
+    even_only: tensors can only be cut into equal chunks.
+    reads_terms: `all_reduce` reads a term where it lies; the others copy it first, which can be done earlier.
+    tells_of_leaving: who waits for a rank that has left the step is told (`leave`); otherwise the group's timeout ends it.
+    """
+
+    direct_bytes: int = 0
+    even_only: bool = False
+    reads_terms: bool = False
+    tells_of_leaving: bool = False
+
+
 class Wire(Protocol):
     """What handles ask of a process group. Tests pass slow, recording or failing ones in its place."""
 
@@ -202,16 +218,7 @@ class Wire(Protocol):
     def ways(self) -> int: ...
 
     @property
-    def even_only(self) -> bool:
-        """Whether tensors can only be cut into equal chunks."""
-
-    @property
-    def direct_bytes(self) -> int:
-        """Bytes in a shard from which a message of its own pays."""
-
-    @property
-    def reads_terms(self) -> bool:
-        """Whether `all_reduce` reads a term where it lies; the others copy it first, which can be done earlier."""
+    def capabilities(self) -> Capabilities: ...
 
     @property
     def sums(self) -> Channel:
@@ -231,10 +238,10 @@ class Wire(Protocol):
         """As if this rank had opened so many: a rank that failed has opened less than the others."""
 
     def leave(self, channel: Channel, why: str) -> None:
-        """Tell the others, if messages travel by themselves, that this rank says nothing more in the channel's step."""
+        """Tell the others, if the wire `tells_of_leaving`, that this rank sends nothing more in the channel's step."""
 
     def latest_step(self, steps: Steps) -> int:
-        """The last step in which others have said something so far, where messages travel by themselves."""
+        """The last step in which others have said something so far, where the wire `tells_of_leaving`."""
 
     def publish(self, text: str) -> None:
         """Leave `text`, in place of the last one, where all ranks can look it up, each when it likes."""
@@ -316,10 +323,7 @@ class LocalWire:
 
     rank = 0
     ways = 1
-    even_only = False
-    direct_bytes = 0
-    reads_terms = False
-
+    capabilities = Capabilities()
     channels = 0
 
     def __init__(self) -> None:

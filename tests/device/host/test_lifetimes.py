@@ -31,7 +31,7 @@ from tests.helpers.world import Pool, RanksFailed, set_timeout, spmd
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
+pytestmark = pytest.mark.host
 
 _VERBS: Final[dict[str, Callable[..., Any]]] = {"fully_shard": fully_shard, "replicate": replicate}
 

@@ -20,7 +20,7 @@ from tests.helpers.world import Pool, spmd
 
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memory without a name")
+pytestmark = pytest.mark.host
 
 
 # --- arenas, blocks and windows ---------------------------------------------------------------------------------------

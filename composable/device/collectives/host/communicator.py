@@ -27,6 +27,7 @@ from composable.device.collectives.host.shared_memory import Block
 from composable.device.collectives.wire import (
     FAILURES,
     Arrival,
+    Capabilities,
     Channel,
     GatherPart,
     Pending,
@@ -131,9 +132,7 @@ class HostCommunicator(GroupWire):
             their order.
     """
 
-    even_only = False
-    direct_bytes = DIRECT_BYTES
-    reads_terms = True
+    capabilities = Capabilities(DIRECT_BYTES, reads_terms=True, tells_of_leaving=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, host_group: HostGroup, *, apart: bool = False) -> None:
         super().__init__(group, device)
