@@ -92,6 +92,7 @@ class BackwardEnd:
             steps.behind = steps.behind or not isinstance(sys.exception(), Exception | None)
         for participant in self._participants:
             participant.leave_failed_backward()
+        self.counted = {}  # whoever keeps the error keeps this as well: later backwards do not run inside of it
 
 
 def gone() -> None:

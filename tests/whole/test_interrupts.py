@@ -17,6 +17,7 @@ from tests.helpers.interrupts import ON_TWO, Model, plan_of, run_seeds
 from tests.helpers.world import Pool
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("scheme", ON_TWO)
 def test_training_goes_on_after_an_interrupt_as_if_the_step_had_been_left_out(pool: Pool, scheme: str) -> None:
     ranks = 2

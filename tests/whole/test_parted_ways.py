@@ -84,6 +84,7 @@ _MUTUAL: Final = re.compile(
 _TOLD: Final = re.compile(r"CommunicationError: rank \d: the .* of unit '[a-z0-9.]*' failed: rank \d has left this step: ")
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("what", _CALLS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_that_run_different_units_after_the_first_step_are_told_and_meet_in_a_later_one(
@@ -119,6 +120,7 @@ def _cast_on_rank_0(dtype: torch.dtype, steps: int) -> tuple[str, float, float]:
     return said, model(x.to(dtype)).item(), plain.to(dtype)(x.to(dtype)).item()
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("steps", [0, 1])
 def test_a_rank_that_casts_the_model_alone_takes_nobodys_bytes_for_values(pool: Pool, steps: int, dtype: torch.dtype) -> None:
@@ -127,6 +129,7 @@ def test_a_rank_that_casts_the_model_alone_takes_nobodys_bytes_for_values(pool: 
         assert value == pytest.approx(expected, rel=1e-2)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_others_are_told_of_a_rank_that_raises_in_the_first_forward(pool: Pool, ranks: int) -> None:
     for rank, (expected, seen, errors) in enumerate(pool.run(ranks, _part, (), 0)):

@@ -111,6 +111,7 @@ _TOLD: Final = re.compile(
 )
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(("ranks", "annotate"), [*((2, name) for name in _ANNOTATE), (4, "_by_policy")])
 def test_ranks_meet_in_the_step_after_one_that_a_rank_left(pool: Pool, ranks: int, annotate: str) -> None:
     for rank, found in enumerate(pool.run(ranks, _leave, annotate)):

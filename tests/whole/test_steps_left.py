@@ -107,6 +107,7 @@ _TOLD: Final = re.compile(
 )
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(("ranks", "options"), [(2, "resharding"), (2, "keeping"), (4, "regrouping")])
 def test_ranks_that_leave_a_step_at_different_places_meet_in_a_later_one(pool: Pool, ranks: int, options: str) -> None:
     for rank, found in enumerate(pool.run(ranks, _leave, options, [*_WHERE])):

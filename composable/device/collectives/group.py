@@ -91,6 +91,9 @@ class GroupWire:
     def _place(self) -> str:
         return f"composable/{self.sums.number}"
 
+    def release(self) -> None:
+        """Backends keep what they keep."""
+
     def _is_mean(self, parts: Sequence[ReducePart]) -> bool:
         """Whether the backend can scale the sums, too."""
         if not self._averaging:

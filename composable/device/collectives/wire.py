@@ -249,6 +249,9 @@ class Wire(Protocol):
     def published(self) -> str:
         """What was left last; nothing where nothing was, or nothing can be."""
 
+    def release(self) -> None:
+        """Return memory that is kept for messages to come. Not a collective; what is in flight is not affected."""
+
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         """What `all_gather` needs, made once."""
 
@@ -349,6 +352,9 @@ class LocalWire:
 
     def published(self) -> str:
         return ""
+
+    def release(self) -> None:
+        return None
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return tuple(parts)

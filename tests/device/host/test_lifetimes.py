@@ -7,10 +7,11 @@ import errno
 import gc
 import mmap
 import os
+import resource
 import signal
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -142,6 +143,75 @@ def test_what_one_rank_lacks_while_ranks_meet_makes_all_of_them_use_sockets(what
     assert _train(model, 3) == pytest.approx(_train(plain, 3), rel=1e-5)
 
 
+@contextmanager
+def _at_limit(kind: int, value: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (value, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, (soft, hard))
+
+
+def _limits() -> Iterator[tuple[int, int]]:
+    """Real ones, each reached at another point of meeting."""
+    unused = os.dup(0)  # descriptors are given out from the lowest, and the limit is about their numbers
+    os.close(unused)
+    yield from ((resource.RLIMIT_NOFILE, unused + more) for more in range(6))
+    addresses = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    yield from ((resource.RLIMIT_AS, addresses + (gibibytes << 30)) for gibibytes in (1, 65))
+    yield resource.RLIMIT_FSIZE, 1 << 30
+
+
+@spmd(ranks=2)
+def test_ranks_use_sockets_if_one_of_them_reaches_a_limit_of_its_process_while_they_meet() -> None:
+    held = []
+    for kind, value in _limits():
+        group = dist.new_group()
+        dist.barrier(group)
+        with _at_limit(kind, value) if dist.get_rank() == 1 else nullcontext():
+            wire = wire_of(group, CPU)
+        assert isinstance(wire, PairsWire), f"limit {kind} of {value}"
+        message = torch.ones(10)
+        wire.all_reduce(message, label="").wait()
+        assert message[0] == 2.0
+        del wire
+        dist.destroy_process_group(group)
+        del group
+        held.append(_holdings()["descriptors"])
+    assert held[-1] <= held[0], "nothing that was opened on the way is left open"
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("seen", ["nothing", "another process"])
+def test_ranks_that_do_not_see_each_others_processes_use_sockets(seen: str) -> None:
+    """As in containers that share a kernel but not /proc: a number means nothing, or somebody else."""
+    number = 1 << 22 if seen == "nothing" else os.getppid()
+    group = dist.new_group()
+    with mock.patch.object(os, "getpid", return_value=number) if dist.get_rank() == 1 else nullcontext():
+        assert isinstance(wire_of(group, CPU), PairsWire)
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("verb", _VERBS)
+def test_memory_that_one_rank_lacks_later_is_an_error_at_once_on_all_ranks(verb: str) -> None:
+    group = dist.new_group()
+    model = _VERBS[verb](nn.Linear(64, 64), mesh=group)
+    x = torch.ones(4, 64)
+    model(x).sum().backward()
+    dist.barrier()
+    wire_of(group, CPU).release()  # so that the next message needs memory
+    with _without("memory") if dist.get_rank() == 1 else nullcontext(), pytest.raises(CommunicationError) as failed:
+        model(x).sum().backward()
+    if dist.get_rank() == 1:
+        assert "[Errno 28] No space left on device" in str(failed.value)
+    else:
+        assert "failed: rank 1 has left this step: " in str(failed.value)
+    dist.barrier()
+    model.zero_grad()
+    model(x).sum().backward()
+
+
 def _without_memory_for_more_than_a_page() -> AbstractContextManager[object]:
     provide = os.posix_fallocate
 
@@ -234,6 +304,21 @@ def _use_the_group() -> None:
     replicated = replicate(nn.Linear(512, 512))
     for model in (sharded, replicated):
         model(torch.ones(2, 512)).sum().backward()
+
+
+@spmd(ranks=2)
+def test_a_group_that_was_destroyed_gives_its_memory_back_though_a_model_still_holds_it() -> None:
+    group = dist.new_group()
+    wire = wire_of(group, CPU)
+    for arrival in [wire.all_reduce(torch.ones(4_000_000), label="") for _ in range(3)]:
+        arrival.wait()
+    dist.barrier()
+    wire.all_reduce(torch.ones(1), label="").wait()
+    arena = wire.host_group._arena  # type: ignore[attr-defined]
+    held = os.fstat(arena.identity.descriptor).st_blocks * 512
+    dist.destroy_process_group(group)
+    assert os.fstat(arena.identity.descriptor).st_blocks * 512 <= held - 2 * 16_000_000, "the last message may be read still"
+    dist.barrier()
 
 
 def _come_and_go() -> list[dict[str, int]]:

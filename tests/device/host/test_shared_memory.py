@@ -179,6 +179,29 @@ def test_a_block_whose_collective_failed_is_left_alone() -> None:
     assert all(block is not lost for block in taken)
 
 
+def _bytes_in(arena: Arena) -> int:
+    """Of memory, not of addresses."""
+    return os.fstat(arena.identity.descriptor).st_blocks * 512
+
+
+def test_memory_that_nobody_reads_goes_back_on_request_and_is_there_again_for_the_next_message() -> None:
+    arena = Arena()
+    outbox = Outbox(arena)
+    read = _lent(outbox, GRAIN, _Readers())
+    idle = _lent(outbox, 4 * GRAIN, _Readers(finished=True))
+    read.memory.fill_(7)
+    idle.memory.fill_(8)
+    before = _bytes_in(arena)
+    outbox.release()
+    assert _bytes_in(arena) == before - 4 * GRAIN
+    assert read.memory.eq(7).all(), "what is being read stays"
+    missing = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(os, "posix_fallocate", side_effect=missing), pytest.raises(OSError, match="No space left"):
+        outbox.take(3 * GRAIN)
+    assert outbox.take(3 * GRAIN) is idle
+    assert _bytes_in(arena) == before - GRAIN
+
+
 # --- between ranks ----------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +227,22 @@ def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
         assert torch.equal(whole, torch.arange(ways, dtype=torch.float32).repeat_interleave(numel) + step)
         assert torch.equal(out, torch.full_like(out, rank * ways * (ways + 1) / 2))
         assert torch.equal(message, torch.full_like(message, 2.0**ways - 1))
+
+
+@spmd(ranks=2)
+def test_messages_arrive_whole_after_memory_was_given_back() -> None:
+    group = dist.new_group()
+    wire = wire_of(group, CPU)
+    channel, shard, whole = wire.open_channel(), torch.empty(100_000), torch.empty(200_000)
+    plan = wire.prepare([GatherPart(shard, whole, 200_000)])
+    for step in range(4):
+        shard.fill_(step + 10.0 * wire.rank)
+        arrival = wire.all_gather(plan, label="", channel=channel)
+        wire.release()  # with the message in flight
+        arrival.wait()
+        assert torch.equal(whole, torch.tensor([step, step + 10.0]).repeat_interleave(100_000))
+        dist.barrier()  # the block has come back
+        wire.release()
 
 
 @spmd(ranks=2)

@@ -152,6 +152,9 @@ class HostCommunicator(GroupWire):
     def latest_step(self, steps: Steps) -> int:
         return self.host_group.latest_step(steps)
 
+    def release(self) -> None:
+        self.host_group.outbox.release()
+
     # --- gathers ----------------------------------------------------------------------------------------------------
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import itertools
 import time
 import weakref
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from composable.device.collectives.group import GroupWire, channel_of
@@ -25,9 +23,7 @@ _ACK: Final = 1  # added to a message's tag: what it told of has been read, or n
 _LEAVING: Final = 2  # added to a channel's: where this rank says why it has left a step
 _TOLD: Final = 4  # added to that, if another rank had left the step before
 _MUTUAL: Final = 8  # added to that, if this rank and one that waits for it are both in the step
-_REASON_BYTES: Final = 400
 _LONG: Final = 0.1  # seconds from which on the others may look up what this rank waits for
-_REASONS: Final = 16  # kept for those who have yet to read them
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,17 +113,18 @@ class HostGroup:
         self._closed = False
         _ALL[next(_NUMBERS)] = self
         self._left: weakref.WeakKeyDictionary[Steps, int] = weakref.WeakKeyDictionary()
-        self._reasons: deque[Block] = deque(maxlen=_REASONS)
+        self._notes = 0  # left for the others so far
         self._group = weakref.ref(wire.group)
         self._device = wire.device
         when_destroyed(wire.group, weakref.WeakMethod(self.close))
 
     def close(self) -> None:
-        """Neither send nor receive anything any more. Memory stays as long as somebody may read it."""
+        """Neither send nor receive anything any more. Memory stays where somebody may read it."""
         self._closed = True
         for connection in self._connections.values():
             connection.writer.close()
             connection.reader.close()
+        self.outbox.close()  # last: what nobody can be told of, nobody will read
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
@@ -204,12 +201,10 @@ class HostGroup:
         tag = channel.farewell() + _LEAVING + (_TOLD if steps.told == steps.number else 0)
         tag += _MUTUAL if steps.mutual == steps.number else 0
         with suppress(OSError, EOFError):  # who does not get it notices the end, or waits
-            text = why.encode()[:_REASON_BYTES]
-            block = self._reasons[0] if len(self._reasons) == _REASONS else Block(self._arena, _REASON_BYTES)
-            block.memory[: len(text)].copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-            self._reasons.append(block)  # who reads it, and when, is of no interest
+            start, length = self._arena.write_note(self._notes, why.encode())  # who reads it, and when, is of no interest
+            self._notes += 1
             for peer in self.peers:
-                self._connections[peer].writer.send(tag, block.start, len(text))
+                self._connections[peer].writer.send(tag, start, length)
 
     def latest_step(self, steps: Steps) -> int:
         """The last step that somebody has begun by his own count so far.
@@ -262,7 +257,7 @@ class HostGroup:
                 message = self.poll(peer, other)
                 if message is not None:
                     steps.told = steps.number
-                    why = bytes(self.view(peer, message).tolist()).decode(errors="replace")
+                    why = self._connections[peer].window.read_note(*message).decode(errors="replace")
                     # Who was in this step together with this rank is not ahead of it, even if an interrupt came before.
                     raise WentOn(f"rank {peer} has left this step: {why}", None if other & _MUTUAL else step)
             gone_on = max(gone_on, step)

@@ -28,7 +28,10 @@ from composable.device.collectives.host.board import BYTES, Board
 
 GRAIN: Final = 2 << 20  # blocks start and end where huge pages do
 ROOM: Final = 1 << 36  # addresses of an arena; memory is another matter
-_BOARD_AT: Final = 64  # in an arena's first page, behind its mark
+_BOARD_AT: Final = 64  # in an arena, behind its mark
+_NOTES_AT: Final = _BOARD_AT + BYTES
+NOTE_BYTES: Final = 400
+NOTES: Final = 16  # kept for those who have yet to read them
 SPARE_BLOCKS: Final = 2  # beyond those that are being read, before a rank waits for its readers
 
 # Otherwise every mapping has a file open for as long as it lives.
@@ -86,7 +89,7 @@ class Arena:
         self._end = GRAIN
         self._gaps: list[tuple[int, int]] = []  # start and size, once used and given back
         mark = int.from_bytes(os.urandom(7), "little")
-        self.provide(0, mmap.PAGESIZE)
+        self.provide(0, _NOTES_AT + NOTES * NOTE_BYTES)
         _mark_in(self._mapped).fill_(mark)
         self.identity = Identity(_host(), os.getpid(), self._descriptor, mark)
 
@@ -98,6 +101,12 @@ class Arena:
     def board(self) -> Board:
         """This rank's; others see it without having been told of a block."""
         return _board_in(self._mapped)
+
+    def write_note(self, number: int, text: bytes) -> tuple[int, int]:
+        """Leave a text where all others can read it, in memory that is there from the start: where it is, how long it is."""
+        start, text = _NOTES_AT + number % NOTES * NOTE_BYTES, text[:NOTE_BYTES]
+        self._mapped[start : start + len(text)] = text
+        return start, len(text)
 
     def reserve(self, nbytes: int) -> tuple[int, Tensor]:
         """Addresses that nobody uses: where they start, and what will be there."""
@@ -119,10 +128,14 @@ class Arena:
         """
         os.posix_fallocate(self._descriptor, start, nbytes)
 
-    def give_back(self, start: int, nbytes: int) -> None:
+    def drop(self, start: int, nbytes: int) -> None:
         """Return memory to the system. Nobody may be reading."""
         with suppress(OSError, AttributeError):
             self._mapped.madvise(mmap.MADV_REMOVE, start, nbytes)
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """Return memory and addresses, for other blocks of that size. Nobody may be reading."""
+        self.drop(start, nbytes)
         with self._lock:
             self._gaps.append((start, nbytes))
 
@@ -148,6 +161,9 @@ class Window:
             raise OSError(errno.ESTALE, "this is somebody else's arena")
         self.board = _board_in(self._mapped)
         self._seen: dict[tuple[int, int], Tensor] = {}
+
+    def read_note(self, start: int, nbytes: int) -> bytes:
+        return self._mapped[start : start + nbytes]
 
     def view(self, start: int, nbytes: int) -> Tensor:
         """What the other rank shows there, as uint8."""
@@ -192,6 +208,11 @@ class Block:
             wanted = min(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE, self.nbytes)
             self._arena.provide(self.start + self._provided, wanted - self._provided)
             self._provided = wanted
+
+    def release(self) -> None:
+        """Return the memory to the system, and keep the addresses. Nobody may be reading; `make_room` before the next use."""
+        self._provided = 0
+        self._arena.drop(self.start, self.nbytes)
 
     def _move(self, nbytes: int) -> None:
         before, size = self.start, self.nbytes
@@ -270,6 +291,21 @@ class Outbox:
         block.in_step = in_step
         with self._lock:
             self._read.append(block)
+
+    def release(self) -> None:
+        """Return memory that nobody reads to the system, until messages need it again."""
+        with self._lock:
+            self._collect()
+            for block in self._idle:
+                block.release()
+
+    def close(self) -> None:
+        """Return what memory is known to be idle. No block may be shown any more.
+
+        A finalizer comes here, perhaps in the middle of anything else, so no lock is waited for.
+        """
+        for block in tuple(self._idle):
+            block.release()
 
     def lost(self, block: Block) -> None:
         """Some readers may never finish: leave `block` to them."""
