@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, Final
 from weakref import ref
 
@@ -26,27 +26,18 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.device.buckets import GradientBucket, gradient_strides
-from composable.device.collectives import Wire
+from composable.device.collectives import Channel, Wire
 from composable.errors import CommunicationError, PhaseError
 from composable.plan.scaling import division_factors
 from composable.runtime.agreement import Agreement, agree, known_to_others
 from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
 from composable.runtime.bucket import AWAITED, IDLE, SENT, Bucket, grouped_in_order
 from composable.runtime.gradients import weakly
+from composable.runtime.kinds import Kinds
 from composable.runtime.rounds import NUMBERS, Forwards, Round
 from composable.runtime.sparse import SparseGradients
 
 HOST_IN_FLIGHT: Final = 4  # buckets; each has a message in memory that ranks of one host share
-
-
-_trainability = attrgetter("requires_grad")
-_dtype = attrgetter("dtype")
-_device = attrgetter("device")
-
-
-def _kinds(parameters: Sequence[nn.Parameter]) -> list[Any]:
-    """What buckets depend on, and users may change without our hearing of it. Runs in C: it is asked at every forward."""
-    return [*map(_trainability, parameters), *map(_dtype, parameters), *map(_device, parameters)]
 
 
 class Reducer:
@@ -61,6 +52,7 @@ class Reducer:
         sparse: indices of parameters whose gradients are sparse.
         deliver: told of parameters whose gradients are complete; whoever wants them elsewhere may take them.
         forwards: of the unit and of those around it, that a backward should go through.
+        before: kinds of the parameters of the reducer before this one.
     """
 
     def __init__(
@@ -77,6 +69,7 @@ class Reducer:
         sparse: frozenset[int] = frozenset(),
         deliver: Callable[[Sequence[nn.Parameter]], None] | None = None,
         forwards: Sequence[Forwards] = (),
+        before: Kinds | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
@@ -88,7 +81,6 @@ class Reducer:
         self._deliver = deliver
         self._wire = wire
         self._cap_bytes = cap_bytes
-        self._kinds = _kinds(self.parameters)
         self.elsewhere = elsewhere
         mine = [i for i, p in enumerate(parameters) if p.requires_grad and i not in elsewhere]
         self._trainable = [i for i in mine if i not in sparse]
@@ -103,7 +95,7 @@ class Reducer:
         self._adopting: Agreement | None = None  # is being put into effect
         self._sure = False  # that all ranks know of the same agreement
         self._missed: int | None = None  # the step in which the others may have agreed without this rank
-        self._round.agreed = self.agreement.digest
+        self.kinds = Kinds(self.parameters, self.names, before)
         self._recording = not all(i in self.agreement.order for i in self._trainable)
         if wire.ways > 1:
             self._buckets = self._make_buckets()
@@ -174,7 +166,7 @@ class Reducer:
         return (
             len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
-            and _kinds(parameters) == self._kinds
+            and self.kinds.hold_for(parameters)
         )
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -199,6 +191,8 @@ class Reducer:
         end, steps = end_of_backward(), self._wire.sums.steps
         if end.join(self, steps, self._launch_again):
             steps.look_ahead([self._wire])
+        self._wire.sums.agreed = self._round.agreed = (self.agreement.digest + self.kinds.digest) % Channel.DIGESTS
+        self.kinds.tell(self._wire)
         self._backward = ref(end)  # before anything changes: whoever finds it open, and no backward, cleans up
         for bucket in self._buckets:
             bucket.tally.enter(AWAITED)
@@ -318,13 +312,14 @@ class Reducer:
                 end = self._backward() if self._backward is not None else None
                 steps, later = self._wire.sums.steps, error.later_step
                 if end is None or later is None or not steps.by_backward or not steps.may_go_on_to(later):
+                    self.kinds.refuse_others(self._wire, self.unit)
                     raise
                 end.go_on(steps, later)
 
     def _check_round(self) -> None:
         numbers = self._buckets[-1].gradients.flags[-NUMBERS:]
         if numbers.device.type == "cpu" or not self._sure:  # elsewhere reading them would hold up the host in every step
-            self._round.check(numbers.tolist())
+            self._round.check(numbers.tolist(), self.kinds)
             self._sure = not self._recording
 
     def leave_failed_backward(self) -> None:
@@ -350,7 +345,6 @@ class Reducer:
         self._adopting = agreement  # before anything changes: after an interrupt it is done again
         self.agreement = agreement
         self._sure = False
-        self._wire.sums.agreed = self._round.agreed = agreement.digest
         self._recording = False
         self.detach()
         self._refill()

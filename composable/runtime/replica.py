@@ -146,6 +146,7 @@ class ReplicatedUnit:
             sparse=only_looked_up(registered, self._lookups),
             deliver=self._mixed.deliver if self._mixed is not None else None,
             forwards=self._forwards,
+            before=last.kinds if last is not None else None,
         )
         tell_the_next(self, before ^ self.held)
         return reducer

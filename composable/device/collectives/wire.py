@@ -243,11 +243,15 @@ class Wire(Protocol):
     def latest_step(self, steps: Steps) -> int:
         """The last step in which others have said something so far, where the wire `tells_of_leaving`."""
 
-    def publish(self, text: str) -> None:
-        """Leave `text`, in place of the last one, where all ranks can look it up, each when it likes."""
+    def publish(self, text: str, *, of_rank: bool = False) -> None:
+        """Leave `text`, in place of the last one, where all ranks can look it up, each when it likes.
 
-    def published(self) -> str:
-        """What was left last; nothing where nothing was, or nothing can be."""
+        Args:
+            of_rank: it is this rank's own; otherwise all leave the same.
+        """
+
+    def published(self, rank: int | None = None) -> str:
+        """What was left last, of all or as a rank's own; nothing where nothing was, or nothing can be."""
 
     def release(self) -> None:
         """Return memory that is kept for messages to come. Not a collective; what is in flight is not affected."""
@@ -347,10 +351,10 @@ class LocalWire:
     def latest_step(self, steps: Steps) -> int:
         return steps.number
 
-    def publish(self, text: str) -> None:
+    def publish(self, text: str, *, of_rank: bool = False) -> None:
         return None
 
-    def published(self) -> str:
+    def published(self, rank: int | None = None) -> str:
         return ""
 
     def release(self) -> None:
