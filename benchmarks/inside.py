@@ -53,7 +53,7 @@ PIECES = (
     Piece("parameters out of the message", ("device.storage:FlatParameters.copy_out",), True),
     Piece("gradients into the message", ("device.gradients:GradientRows.copy_in",), True),
     Piece("gradients onto parameters", ("device.gradients:GradientShards.deliver",)),
-    Piece("checks before forward", ("runtime.handle:Handle.prepare",), True),
+    Piece("checks before forward", ("runtime.preparation:Preparation.prepare",), True),
     Piece("who keeps gradients", ("device.gradients:GradientShards.refresh",), True),
     Piece("which form modules see", ("device.parameters:Stage.show", "device.parameters:Stage.hide")),
     Piece("guards", ("model.hooks:GuardRow.step_aside", "model.hooks:GuardRow.stand")),

@@ -62,6 +62,7 @@ class UnitGradients:
     Attributes:
         on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
         watch: what autograd calls when a gradient is there.
+        waiting: parameters with hooks to be called when this backward has ended, by their ids.
         rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
     """
 
@@ -74,7 +75,7 @@ class UnitGradients:
         self._label = ""
         self.rounds = 0
         self._reduced = False  # in this backward
-        self._waiting: dict[int, nn.Parameter] = {}  # with hooks to be called when this backward has ended
+        self.waiting: dict[int, nn.Parameter] = {}
         self.watch = Watch(self._take_note)
 
     def rename(self, unit: str) -> None:
@@ -96,12 +97,13 @@ class UnitGradients:
 
     def end(self) -> None:
         """Backward has ended, and whatever arrived was reduced."""
-        self.finish()
+        if self.phase is GradPhase.REDUCING:
+            self.finish()
         self._end_round()
 
     def call_hooks(self) -> None:
         """After `end`: hooks of the user's on sharded parameters, which find the gradients of the whole backward there."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for parameter in waiting.values():
             call_hooks_after_accumulation(parameter)
 
@@ -138,13 +140,13 @@ class UnitGradients:
             return
         for part in self.parts:
             for parameter in part.finish():
-                self._waiting[id(parameter)] = parameter
+                self.waiting[id(parameter)] = parameter
         self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self._unit)
 
     def drop(self) -> None:
         """After an error: nothing in flight, no unreduced gradient."""
         self.phase = GradPhase.EMPTY
-        self._waiting = {}
+        self.waiting = {}
         self._end_round()
         for part in self.parts:
             part.forget_gradients()

@@ -153,8 +153,8 @@ class Handle:
 
     # --- between steps ----------------------------------------------------------------------------------------------
 
-    def prepare(self) -> None:
-        """Before a forward of the root: notice what users did to parameters and gradients since the last one."""
+    def look_into_parameters(self) -> None:
+        """Notice what users did to parameters since the last forward of the root, and refuse what nobody can compute with."""
         parameters = self.parameters
         if not parameters.intact():
             self.on_foreigners()
@@ -162,9 +162,13 @@ class Handle:
         if parameters.on_meta:
             raise PhaseError(still_on_meta(parameters.on_meta[0], self.name))
         parameters.follow()
-        parameters.release_gradients()
+
+    def refresh(self) -> None:
+        """Before a forward of the root: nothing is kept that nobody holds, or that may be out of date."""
+        self.parameters.release_gradients()
         self._gathered_anew = 0
-        self.drop_if_stale()
+        if self.phase is not Phase.SHARDED:
+            self.drop_if_stale()
 
     def _take_in_foreigners(self) -> None:
         """Parameters that were moved, cast or replaced become the unit's own."""
@@ -220,7 +224,8 @@ class Handle:
             return
         near = self._from_neighbours = before is Phase.REGROUPED
         self._gathered = self.look_up_edition()
-        self.open_channels()
+        if self._channel is None:
+            self.open_channels()
         channel = self._near_channel if near else self._channel
         assert channel is not None
         channel.decisions = self._gathered_anew + self._dtypes

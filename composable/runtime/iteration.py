@@ -32,6 +32,7 @@ from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import note_of_mixing
 from composable.runtime.outputs import watch
+from composable.runtime.preparation import Preparation
 from composable.runtime.recompute import close_interrupted
 from composable.runtime.replica import ReplicatedUnit
 from composable.runtime.shown import Shown
@@ -68,6 +69,7 @@ class Root:
         self.failure = ""
         self.reason = ""
         self._watch = HookWatch(module for unit in units for module in unit.modules)
+        self._preparation = Preparation(handles)
         self._verified = all(handle.ground.wire.ways == 1 for handle in handles)
         for index, handle in enumerate(handles):
             handle.on_foreigners = membership.check_ties
@@ -130,8 +132,7 @@ class Root:
         self.steps.look_ahead(self._wires)
         doubtful, self._doubtful = self._doubtful, ()
         refuse_doubtful(doubtful, self.handles)
-        for handle in self.handles:  # this may raise
-            handle.prepare()
+        self._preparation.prepare()  # this may raise
         self.replicated.enter_call()
         if self.iteration is None:
             self.iteration = Iteration()
@@ -348,7 +349,7 @@ class Root:
             self._go_on(iteration)
         else:
             self._conclude(iteration)
-        for handle in self.handles:
+        for handle in [handle for handle in self.handles if handle.gradients.waiting]:
             handle.gradients.call_hooks()
 
     def _conclude(self, iteration: Iteration) -> None:
@@ -357,7 +358,7 @@ class Root:
         for handle in self.handles:
             handle.gradients.end()
             handle.uses = 0
-            if not handle.pins:
+            if handle.phase is not Phase.SHARDED and not handle.pins:
                 handle.reshard()
         self.iteration = None
 

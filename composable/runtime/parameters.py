@@ -68,9 +68,9 @@ class UnitParameters:
         self.stage = Stage(())
         self.trainable = False  # any of them
         self.on_meta: tuple[str, ...] = ()  # names of those that have no values yet
-        self._sharded: tuple[DTensor, ...] = ()
-        self._locals: tuple[Tensor, ...] = ()  # where the sharded parameters' data should be
-        self._numels: list[int] = []
+        self.sharded: tuple[DTensor, ...] = ()
+        self.locals: tuple[Tensor, ...] = ()  # where the sharded parameters' data should be
+        self.numels: list[int] = []  # of these
         self._unit = ""
         self.rebuild()
 
@@ -100,9 +100,9 @@ class UnitParameters:
         self.rename(self._unit)
         self.trainable = False
         self.stage = Stage(self.slots)
-        self._sharded = tuple(slot.sharded for slot in self.slots if isinstance(slot.sharded, DTensor))
-        self._locals = tuple(map(local_of, self._sharded))
-        self._numels = list(map(Tensor.numel, self._locals))
+        self.sharded = tuple(slot.sharded for slot in self.slots if isinstance(slot.sharded, DTensor))
+        self.locals = tuple(map(local_of, self.sharded))
+        self.numels = list(map(Tensor.numel, self.locals))
         self.follow()
 
     def _flat(self, dtype: torch.dtype, device: torch.device, indices: Sequence[int]) -> FlatParameters:
@@ -170,9 +170,9 @@ class UnitParameters:
         """Whether modules hold the parameters that we put there, and these hold our memory."""
         if self._ground.mesh is None:
             return False  # they are the user's own: what they are is looked up each time
-        if not self.stage.intact() or not all(map(is_, map(local_of, self._sharded), self._locals)):
+        if not self.stage.intact() or not all(map(is_, map(local_of, self.sharded), self.locals)):
             return False
-        return list(map(Tensor.numel, self._locals)) == self._numels
+        return list(map(Tensor.numel, self.locals)) == self.numels
 
     def accept(self) -> bool:
         """Take parameters that somebody registered, or moved, for the unit's own; True when `rebuild` has to follow."""
@@ -198,7 +198,7 @@ class UnitParameters:
             for position, sharded in enumerate(part.sharded):
                 assert isinstance(sharded, DTensor)
                 local, view = local_of(sharded), part.flat.shard_view(position)
-                if local.numel() != view.numel() and any(local is ours for ours in self._locals):
+                if local.numel() != view.numel() and any(local is ours for ours in self.locals):
                     local.as_strided_(view.shape, view.stride())
                     resized = resized or part.flat.layout.slots[position].name
         if resized:

@@ -40,6 +40,7 @@ class Part:
             if slot.route is not Route.WHOLE and not any(getattr(o.module, "max_norm", None) is not None for o in member.owners)
         ]
         self._watched_ones = [self._unsharded[index] for index in self._watched]
+        self._is_watched = [index in self._watched for index in range(len(members))]
         self._versions = list(map(_version, self._watched_ones))
         self._for_user = False  # whether what is gathered is the user's to write to
         # Whose version counters tell of writes to shards: to each parameter, and to local tensors, which count with the buffer.
@@ -135,7 +136,7 @@ class Part:
         """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""
         written = _written(before, now)
         increment_version(list(compress(self._unsharded, written)))
-        self._versions = list(map(add, self._versions, [written[index] for index in self._watched]))
+        self._versions = list(map(add, self._versions, compress(written, self._is_watched)))
 
     def written_since(self, before: Sequence[int], now: Sequence[int]) -> list[str]:
         """The names of the parameters that `outdate` would outdate."""

@@ -157,7 +157,8 @@ class ShardedUnit:
     @property
     @untraced
     def outermost(self) -> bool:
-        return self.root is not None and self.root.depth == 1
+        root = self.root
+        return root is not None and root.depth == 1
 
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -180,7 +181,8 @@ class ShardedUnit:
             self._left_to_run = self.modules
         root.enter(handle)
         handle.begin_call()
-        if root.depth == 1 and handle.ground.mesh is not None and handle.ground.mesh.device_type != "cpu":
+        mesh = handle.ground.mesh
+        if mesh is not None and mesh.device_type != "cpu" and root.depth == 1:
             device = handle.device
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
         return args, kwargs
@@ -221,14 +223,16 @@ class ShardedUnit:
 
     def _root_for_call(self, module: nn.Module) -> Root:
         root = self.root
-        if root is not None and not root.depth and root.membership.changed():
+        at_rest = root is None or not root.depth
+        if root is not None and at_rest and root.membership.changed():
             former, root = root, self._become_root(module)  # which may refuse what came
             former.disband()
         if root is None:
             root = self._become_root(module)
         if root.call is not None and (root.call is module or sys.exception() is not root.handled) and root.is_left(module):
             root.recover_from_interrupt()
-        if root.depth == 0:
+            at_rest = True
+        if at_rest:
             root.check_hooks()
             if self.enclosing is not None and (outer := self.enclosing()) is not None:
                 outer.check_hooks()

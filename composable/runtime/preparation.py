@@ -1,0 +1,61 @@
+"""Before a forward of a root: has anybody moved, replaced, frozen or resized parameters? Asked of all units at once; no order.
+
+Note [One question for all units]
+Nearly always nobody has. So what the units left is compared in one go, mostly in C, and only a difference is looked into unit
+by unit. What is compared with is what the units themselves noted; it is forgotten before any of them changes its notes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter, is_
+from typing import Final
+
+from torch import Tensor
+
+from composable.device.parameters import Stage
+from composable.device.private import local_of
+from composable.runtime.handle import Handle
+from composable.runtime.parameters import UnitParameters
+
+_requires_grad: Final = attrgetter("requires_grad")
+
+
+class _ParameterWatch:
+    """Tells quickly whether sharded parameters are registered where they were, hold what they held, and train as they did."""
+
+    def __init__(self, units: Sequence[UnitParameters]) -> None:
+        self._stage = Stage([slot for unit in units for slot in unit.slots])
+        self._sharded = [sharded for unit in units for sharded in unit.sharded]
+        self._locals = [local for unit in units for local in unit.locals]
+        self._numels = [numel for unit in units for numel in unit.numels]
+        self._trainable = list(map(_requires_grad, self._sharded))
+
+    def all_stand(self) -> bool:
+        return (
+            self._stage.intact()
+            and all(map(is_, map(local_of, self._sharded), self._locals))
+            and list(map(Tensor.numel, self._locals)) == self._numels
+            and list(map(_requires_grad, self._sharded)) == self._trainable
+        )
+
+
+class Preparation:
+    """Lets the units of one root notice what happened to their parameters and gradients since its last forward."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = tuple(handles)
+        # Without a mesh, parameters are the user's own: what they are is looked up each time.
+        self._can_watch = all(handle.ground.mesh is not None for handle in handles)
+        self._watch: _ParameterWatch | None = None
+
+    def prepare(self) -> None:
+        """May raise: what nobody can compute with is refused."""
+        if self._watch is None or not self._watch.all_stand():
+            self._watch = None
+            for handle in self._handles:
+                handle.look_into_parameters()
+            if self._can_watch:
+                self._watch = _ParameterWatch([handle.parameters for handle in self._handles])
+        for handle in self._handles:
+            handle.refresh()
