@@ -84,6 +84,11 @@ class GradientRows:
     It does not hold the reduced row: that lands in the gradients' own buffer where the plan says so, see `GradientShards`.
     """
 
+    __slots__ = (
+        "_all_used", "_as_they_are", "_cut_together", "_pick_columns", "_pick_flagged", "_rows", "_slots", "_ways", "buffer",
+        "plan"
+    )  # fmt: skip
+
     def __init__(self, flat: FlatParameters, plan: ReduceLayout, ways: int) -> None:
         self.plan = plan
         self._slots = flat.layout.slots
@@ -146,6 +151,11 @@ class GradientRows:
 
 class GradientShards:
     """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them."""
+
+    __slots__ = (
+        "_belongs", "_buffer", "_dtensors", "_flat", "_landed", "_numel", "_plan", "_released", "_sharded", "_shelf",
+        "_storage", "_unused", "direct", "row", "worth_releasing"
+    )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, parameters: Sequence[nn.Parameter], plan: ReduceLayout) -> None:
         self._flat = flat

@@ -109,6 +109,8 @@ HOST_MEMORY = MemoryPool()  # one for the process: units of many models take tur
 class ElasticBuffer:
     """A 1-D tensor whose memory comes and goes while its views stay valid."""
 
+    __slots__ = ("_held", "_nbytes", "_shelf", "_storage", "tensor")
+
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: MemoryPool) -> None:
         self._nbytes = numel * dtype.itemsize
         self._storage = torch.UntypedStorage(0, device=device)

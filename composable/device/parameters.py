@@ -65,6 +65,8 @@ class ParameterSlots:
 class Stage:
     """Which form of a unit's parameters its modules see. A tensor that somebody else registered stays where it is."""
 
+    __slots__ = ("_by_setattr", "_by_table", "strays")
+
     def __init__(self, slots: Sequence[ParameterSlots]) -> None:
         # Flat tuples and plain loops: they run for every parameter several times per step, and C has nothing quicker to offer.
         self._by_table = tuple(

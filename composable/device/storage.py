@@ -100,6 +100,8 @@ def shape_like_rows(flat: Tensor, slot: Slot, rank: int) -> Tensor:
 class FlatParameters:
     """All parameters of one unit and dtype: shard buffer, unsharded buffer, and the copies that packed messages need."""
 
+    __slots__ = ("_packed_copies", "device", "dtype", "full", "full_views", "gather_plan", "layout", "pool", "rank", "shard")
+
     def __init__(
         self,
         layout: Layout,

@@ -65,6 +65,8 @@ class _Call:
 class Dispatcher:
     """The one pair of hooks of a module."""
 
+    __slots__ = ("_calls", "_handles", "_ordered", "brackets")
+
     def __init__(self, module: nn.Module) -> None:
         self.brackets: dict[str, Bracket] = {}
         self._ordered: tuple[Bracket, ...] = ()
@@ -90,8 +92,8 @@ class Dispatcher:
         twin._sort()
         return twin
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"brackets": self.brackets, "_calls": [], "_handles": self._handles, "_ordered": self._ordered}
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {"brackets": self.brackets, "_calls": [], "_handles": self._handles, "_ordered": self._ordered}
 
     def _sort(self) -> None:
         known = [name for name in OUTERMOST_FIRST if name in self.brackets]
@@ -257,6 +259,8 @@ class GuardRow:
 
     Modules that are used as they should be pay nothing: the guards step aside while the parameters are unsharded.
     """
+
+    __slots__ = ("_places",)
 
     def __init__(self, guards: Sequence[Guard]) -> None:
         self._places = tuple((guard.hooks, guard.key, guard) for guard in guards)

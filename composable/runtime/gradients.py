@@ -66,6 +66,11 @@ class UnitGradients:
         rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
     """
 
+    __slots__ = (
+        "__weakref__", "_label", "_reduced", "_unit", "channel", "on_unexpected", "parts", "phase", "rounds", "waiting",
+        "watch"
+    )  # fmt: skip
+
     def __init__(self, channel: Channel | None = None) -> None:
         self.phase = GradPhase.EMPTY
         self.on_unexpected: Callable[[], object] = _ignore

@@ -62,6 +62,12 @@ class Handle:
     Life: SHARDED -> GATHERING -> UNSHARDED -> SHARDED, see `composable.plan.phases`. A handle never decides when.
     """
 
+    __slots__ = (
+        "__weakref__", "_arrivals", "_calls", "_channel", "_checks", "_dtypes", "_from_neighbours", "_gathered",
+        "_gathered_anew", "_guards", "_label", "_near_channel", "_strides", "after_forward", "depth", "gradients", "ground",
+        "name", "names", "on_backward", "on_foreigners", "parameters", "phase", "pins", "slots", "uses", "versions"
+    )  # fmt: skip
+
     def __init__(self, slots: Sequence[ParameterSlots], recipe: Recipe, pool: MemoryPool) -> None:
         ground = recipe.ground
         self.slots = tuple(slots)

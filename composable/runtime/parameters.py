@@ -49,6 +49,11 @@ class UnitParameters:
     Without a mesh there are no parts, and parameters stay what they are.
     """
 
+    __slots__ = (
+        "_ground", "_names", "_on_gradient", "_placements", "_pool", "_unit", "locals", "numels", "on_meta", "parts",
+        "sharded", "slots", "stage", "trainable"
+    )  # fmt: skip
+
     def __init__(
         self,
         slots: Sequence[ParameterSlots],

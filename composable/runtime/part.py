@@ -28,6 +28,12 @@ _address: Final = Tensor.data_ptr
 class Part:
     """The parameters of one dtype: their buffers, their reduction, and the coarse shard kept after forward."""
 
+    __slots__ = (
+        "_addresses", "_coarse", "_coarse_of_whole", "_for_user", "_full", "_gathered", "_is_watched", "_moving", "_near",
+        "_near_plan", "_offsets", "_reduction", "_reductions", "_staying", "_unsharded", "_versions", "_watched",
+        "_watched_ones", "_wire", "counted", "flat", "sharded", "trainable", "trains", "worth_releasing"
+    )  # fmt: skip
+
     def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], ground: Ground) -> None:
         self.flat = flat
         self.sharded = [member.sharded for member in members]

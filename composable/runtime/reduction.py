@@ -23,6 +23,11 @@ def _dtype_name(dtype: torch.dtype) -> str:
 class Reduction:
     """Reduces one `FlatParameters`' gradients. `launch` and `finish` alternate."""
 
+    __slots__ = (
+        "_arrival", "_before", "_early", "_missing", "_packed", "_plan", "_reordered", "_rows", "_sharded", "_shards",
+        "_share", "_whole", "_wire", "flat"
+    )  # fmt: skip
+
     def __init__(self, flat: FlatParameters, sharded: Sequence[nn.Parameter], wire: Wire, trainable: Sequence[bool]) -> None:
         self.flat = flat
         self._sharded = sharded

@@ -43,6 +43,11 @@ class _Call:
 class ShardedUnit:
     """One fully sharded module, or several that were annotated as one. It is the state and the bracket in one object."""
 
+    __slots__ = (
+        "__weakref__", "_calls", "_handle", "_left_to_run", "_loading", "_originals", "enclosing", "former", "guards",
+        "left_alone", "modules", "recipe", "root", "spare_name"
+    )  # fmt: skip
+
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
         self.root: Root | None = None
@@ -349,4 +354,5 @@ class ShardedUnit:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]
-        self.__dict__.update(state)
+        for name, value in state.items():
+            setattr(self, name, value)
