@@ -308,6 +308,7 @@ def _write_on_one_rank() -> str:
     return "nothing happened"
 
 
+@pytest.mark.host  # sockets wait as long as the group was told when it was made
 def test_ranks_that_decide_differently_about_gathering_anew_time_out_by_name(pool: Pool) -> None:
     first, second = pool.run(2, _write_on_one_rank, spoils=True)
     for rank, said in enumerate((first, second)):
