@@ -22,6 +22,7 @@ def test_programs_end_with_the_numbers_of_one_process_and_the_same_launches(
     assert found is None, f"{plan_of(found[0], ranks)}\n{found[1]}"
 
 
+@pytest.mark.host
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, range(30)), (4, range(100, 110))], ids=["2 ranks", "4 ranks"])
 def test_programs_in_which_one_rank_does_what_it_may_not_end_right_or_with_errors_that_name_a_unit(
     pool: Pool, ranks: int, seeds: range
