@@ -15,6 +15,7 @@ from composable.device.memory import ElasticBuffer
 from composable.device.parameters import like_parameter
 from composable.device.private import (
     CAN_COUNT_USERS,
+    as_tensors,
     chunk_cat,
     gradient_hooks,
     hooks_after_accumulation,
@@ -254,14 +255,17 @@ class GradientShards:
         everyone = len(indices) == len(self._dtensors)
         parameters = self._sharded if everyone else [self._sharded[index] for index in indices]
         fresh = self._dtensors if everyone else [self._dtensors[index] for index in indices]
-        if any(map(gradient_hooks, parameters)):
+        with as_tensors():
+            have_hooks = any(map(gradient_hooks, parameters))
+            gradients = list(map(gradient_of, parameters))
+            if not have_hooks and missing_in(gradients) == len(gradients):
+                for parameter, more in zip(parameters, fresh, strict=True):
+                    parameter.grad = more
+                return with_hooks(parameters)
+        if have_hooks:
             fresh = list(map(hooked, parameters, fresh))
-        gradients = list(map(gradient_of, parameters))
-        if missing_in(gradients) == len(gradients):
-            for parameter, more in zip(parameters, fresh, strict=True):
-                parameter.grad = more
-        else:
-            self._add(parameters, gradients, fresh)
+            gradients = list(map(gradient_of, parameters))  # hooks of the user's may have changed them
+        self._add(parameters, gradients, fresh)
         return with_hooks(parameters)
 
     @staticmethod

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable.compilation import untraced
 from composable.device.parameters import label, label_of, like_parameter, unlabel
-from composable.device.private import local_of
+from composable.device.private import as_tensors, local_of
 from composable.errors import OptimizerError
 
 _gradient: Final = attrgetter("grad")
@@ -138,7 +138,8 @@ class _Holding:
             increment_version([parameters[index] for index in moved])
 
     def _with_gradients(self, parameters: list[nn.Parameter]) -> list[int]:
-        gradients = map(_gradient, [parameters[index] for index in self._sharded])
+        with as_tensors():
+            gradients = list(map(_gradient, [parameters[index] for index in self._sharded]))
         return [index for index, gradient in zip(self._sharded, gradients, strict=True) if gradient is not None]
 
 

@@ -23,7 +23,7 @@ from composable.device.parameters import (
     make_sharded,
     make_unsharded,
 )
-from composable.device.private import innermost, local_of
+from composable.device.private import as_tensors, innermost, local_of
 from composable.device.storage import FlatParameters, memory_order
 from composable.errors import ForeignParameterError
 from composable.plan.layout import Layout, ParamSpec, plan_layout
@@ -287,7 +287,8 @@ class UnitParameters:
 
     def versions(self) -> Versions:
         """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""
-        return [list(map(_version, part.counted)) for part in self.parts]
+        with as_tensors():
+            return [list(map(_version, part.counted)) for part in self.parts]
 
     def outdate(self, before: Versions, now: Versions) -> None:
         """Unsharded parameters count as written to where the sharded ones were."""

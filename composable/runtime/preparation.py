@@ -14,7 +14,7 @@ from typing import Final
 from torch import Tensor
 
 from composable.device.parameters import Stage
-from composable.device.private import local_of
+from composable.device.private import as_tensors, local_of
 from composable.runtime.handle import Handle
 from composable.runtime.parameters import UnitParameters
 
@@ -29,15 +29,19 @@ class _ParameterWatch:
         self._sharded = [sharded for unit in units for sharded in unit.sharded]
         self._locals = [local for unit in units for local in unit.locals]
         self._numels = [numel for unit in units for numel in unit.numels]
-        self._trainable = list(map(_requires_grad, self._sharded))
+        self._trainable = self._trains()
 
     def all_stand(self) -> bool:
         return (
             self._stage.intact()
             and all(map(is_, map(local_of, self._sharded), self._locals))
             and list(map(Tensor.numel, self._locals)) == self._numels
-            and list(map(_requires_grad, self._sharded)) == self._trainable
+            and self._trains() == self._trainable
         )
+
+    def _trains(self) -> list[bool]:
+        with as_tensors():
+            return list(map(_requires_grad, self._sharded))
 
 
 class Preparation:
