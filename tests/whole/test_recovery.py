@@ -218,6 +218,7 @@ def _leave_the_others(scheme: str, where: str) -> str:
     return "nothing happened"
 
 
+@pytest.mark.host  # sockets wait as long as the group was told when it was made
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("scheme", ["fully_shard by policy", "replicate"])
 def test_ranks_left_alone_end_with_an_error_that_names_the_unit_and_the_collective(pool: Pool, scheme: str, where: str) -> None:
