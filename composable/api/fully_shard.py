@@ -35,6 +35,7 @@ from composable.model.traversal import (
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.ground import Ground
 from composable.runtime.handle import Recipe
+from composable.runtime.launch_order import launch_together
 from composable.runtime.mixed import rest_as_dtensors
 from composable.runtime.unit import ShardedUnit
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
@@ -160,6 +161,7 @@ def fully_shard(
         replicated = [state for each in modules for state in get_replicated_states(each)]
         ties = [(unit, Owner(place.module, place.name), place.fqn) for unit, managed in tied for place in managed.places]
         rest_as_dtensors(replicated, ground.mesh, ties)
+        launch_together(replicated)
     return module
 
 

@@ -19,6 +19,7 @@ from composable.device.parameters import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, known_fqn, on_undo, require_callable
 from composable.model.hooks import attach, detach
+from composable.model.transaction import running
 from composable.model.traversal import (
     REPLICATE,
     SHARD,
@@ -29,6 +30,7 @@ from composable.model.traversal import (
 )
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.ground import Ground
+from composable.runtime.launch_order import launch_together
 from composable.runtime.mixed import rest_as_dtensors
 from composable.runtime.replica import ReplicatedUnit
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
@@ -77,8 +79,8 @@ def replicate(
         bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB and more travel alone.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
         sync_module_states: "broadcast" copies rank 0's parameters, "check" compares them, "off" trusts the caller.
-        broadcast_buffers: buffers follow rank 0 before every forward; False leaves them to each rank, and a policy may say so
-            for some modules.
+        broadcast_buffers: buffers follow rank 0 before every forward of the outermost annotated module; False leaves them to
+            each rank, and a policy may say so for some modules.
 
     Returns:
         What it was given.
@@ -108,7 +110,8 @@ def replicate(
         for each in modules:
             require_callable(each)
         picked = {
-            child: ({"ignored_params": _inside(child, ignored_params)}, own) for child, own in _picked(modules, policy).items()
+            child: ({"ignored_params": _ignored_inside(child, ignored_params)}, own)
+            for child, own in _picked(modules, policy).items()
         }
     common: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb}
     common |= {"sync_module_states": sync_module_states, "broadcast_buffers": broadcast_buffers}
@@ -130,14 +133,36 @@ def replicate(
     if group is not None and resolved is not None:
         # Apart: buckets of several annotations may become ready in different orders on different ranks.
         at = wire_device(resolved, device)
-        ground = Ground(resolved, wire_of(group, at, apart=True), device=at)
+        ground = _shared_ground(modules, Ground(resolved, wire, device=at)) or Ground(
+            resolved, wire_of(group, at, apart=True), device=at
+        )
         backwards = backwards_of(group)  # of which a rank may have run one more, in a model that failed
         backwards.catch_up(wire.extremes([backwards.number], label="exchange of how many backwards there were")[1][0])
         ground.wire.count_by(backwards)
     places = [place for _, place, _ in buffers]
     with all_or_none("replicate", wire):
         _attach(modules, parameters, places, ground, max(1, int(bucket_cap_mb * (1 << 20))))
+        launch_together([_unit_of(modules), *_inside(modules)])
     return module
+
+
+def _unit_of(modules: Sequence[nn.Module]) -> ReplicatedUnit:
+    unit = replicate.state(modules[0])
+    assert unit is not None
+    return unit
+
+
+def _shared_ground(modules: Sequence[nn.Module], here: Ground) -> Ground | None:
+    """That of a unit at the same place which is about to launch in one order with this one, where sums are told by order.
+
+    Such are units below `modules`, and those that the same policy has picked before.
+    """
+    states = _inside(modules)
+    for transaction in running():
+        if transaction.name == REPLICATE:
+            states += [record.state for _, record in transaction.nested]
+    grounds = [state.ground for state in states if state.ground is not None]
+    return next((ground for ground in grounds if ground.wire.capabilities.ordered and ground.place == here.place), None)
 
 
 def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.Module, dict[str, Any]]:
@@ -153,7 +178,12 @@ def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.
     return dict(reversed(chosen))
 
 
-def _inside(module: nn.Module, ignored: Iterable[Any]) -> list[Any]:
+def _inside(modules: Sequence[nn.Module]) -> list[ReplicatedUnit]:
+    """Replicated units below `modules`, outer ones first; not theirs, while they are being annotated."""
+    return [state for each in modules for state in get_replicated_states(each)]
+
+
+def _ignored_inside(module: nn.Module, ignored: Iterable[Any]) -> list[Any]:
     """The ignored parameters that are below `module`, as parameters."""
     items = [ignored] if isinstance(ignored, (str, nn.Module, nn.Parameter)) else list(ignored)
     ids = [id(p) for item in items for p in (item.parameters() if isinstance(item, nn.Module) else [item])]
@@ -167,8 +197,7 @@ def _attach(
     ground: Ground,
     cap_bytes: int,
 ) -> None:
-    unit = replicate.state(modules[0])
-    assert unit is not None
+    unit = _unit_of(modules)
     places = [place for p in parameters for place in p.places]
     owners = [Owner(place.module, place.name) for place in places]
     on_undo(unit.dissolve)
@@ -186,7 +215,7 @@ def _attach(
         attach(each, REPLICATE, unit)
     for undo in refuse_wrapping(modules, "replicate", owners):
         on_undo(undo)
-    inside = [state for each in modules for state in get_replicated_states(each)]
+    inside = _inside(modules)
     unit.contains(inside)
     sharded = [state for each in modules for state in get_all_sharded_states(each)]
     if sharded:  # then all ranks run its forwards together

@@ -43,14 +43,15 @@ def _text_of(order: Sequence[int], strides: Mapping[int, Strides]) -> str:
     return json.dumps([list(order), sorted((i, list(found)) for i, found in strides.items())])
 
 
-def known_to_others(before: Agreement, wire: Wire, step: int, count: int) -> Agreement | None:
+def known_to_others(before: Agreement, wire: Wire, step: int, count: int, place: int) -> Agreement | None:
     """What the other ranks agreed on while this one was interrupted; None if nobody did, or has said so yet.
 
     Args:
         step: in which that was. What was agreed on before is not meant.
         count: of the parameters.
+        place: of the unit among those that use the wire.
     """
-    said = wire.published()
+    said = wire.published(place)
     if not said:
         return None
     since, numbers, order, strides = json.loads(said)
@@ -66,6 +67,7 @@ def agree(
     wire: Wire,
     name: str,
     count: int,
+    place: int,
 ) -> Agreement:
     """Find out in which order gradients become ready.
 
@@ -76,6 +78,7 @@ def agree(
         strides: of the gradients, by number; None means contiguous.
         name: of the unit.
         count: of its parameters, frozen ones as well.
+        place: of the unit among those that use the wire.
     """
     unit, complete = f"of unit '{name}'", sorted(arrivals) == sorted(default)
     prints = [zlib.crc32(repr(found).encode()) for found in strides.values()]
@@ -92,5 +95,5 @@ def agree(
     others = [i for i in before.order if i not in order]
     result = _agreement((*order, *others), {**before.strides, **agreed})
     text = _text_of(result.order, result.strides)
-    wire.publish(f"[{wire.sums.steps.number}, {count}, {text[1:]}")
+    wire.publish(f"[{wire.sums.steps.number}, {count}, {text[1:]}", place)
     return result

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.device.collectives import Wire
@@ -23,6 +24,11 @@ class Ground:
     wire: Wire
     near: Wire | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009
+
+    @property
+    def place(self) -> tuple[dist.ProcessGroup, torch.device] | None:
+        """The group that the mesh stands for, and the device: where both are the same, the same ranks move tensors alike."""
+        return None if self.mesh is None else (self.mesh.get_group(), self.device)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Ground:
         return self  # copies of a model train over the same ranks

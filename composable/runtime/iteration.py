@@ -27,6 +27,7 @@ from composable.model.interrupts import calls_of
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import ForwardOrder
 from composable.runtime.backward_end import end_of_backward
+from composable.runtime.buffers import share_buffers
 from composable.runtime.divergence import catch_up, check_order, say_farewell
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
@@ -133,7 +134,7 @@ class Root:
         doubtful, self._doubtful = self._doubtful, ()
         refuse_doubtful(doubtful, self.handles)
         self._preparation.prepare()  # this may raise
-        self.replicated.enter_call()
+        share_buffers(self.replicated.enter_call())
         if self.iteration is None:
             self.iteration = Iteration()
 
@@ -155,8 +156,7 @@ class Root:
 
     def _gather(self, *indices: int) -> None:
         """Launch what is not there yet: a unit's all-gather, and those of the units that come next."""
-        for index in indices:
-            handle = self.handles[index]
+        for handle in [self.handles[index] for index in indices]:
             if handle.phase is Phase.SHARDED or handle.phase is Phase.REGROUPED:
                 handle.unshard_in_step()
 

@@ -2,8 +2,9 @@
 
 Note [The same collectives on every rank]
 Buckets are launched strictly in their order, and all of them in every backward: a rank that has no gradient for a parameter
-contributes zeros. The last message carries a flag per parameter, so that everybody learns which ones were used
-somewhere; the gradient of one that nobody used stays as it was. No search through the graph, no flag for the user to set.
+contributes zeros. When a backward begins, and what follows its end, is for `composable.runtime.launch_order` to say. The last
+message carries a flag per parameter, so that everybody learns which ones were used somewhere; the gradient of one that nobody
+used stays as it was. No search through the graph, no flag for the user to set.
 
 Note [The order of buckets]
 The first backward runs with the parameters in reverse. At its end (to be exact: at the end of the first one in which some
@@ -13,13 +14,10 @@ buckets anew by the same one. That happens once: what is agreed outlives the red
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import is_
-from typing import Any, Final
-from weakref import ref
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -27,13 +25,13 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.device.buckets import GradientBucket, gradient_strides
 from composable.device.collectives import Channel, Wire
-from composable.errors import CommunicationError, PhaseError
+from composable.errors import PhaseError
 from composable.plan.scaling import division_factors
 from composable.runtime.agreement import Agreement, agree, known_to_others
-from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
 from composable.runtime.bucket import AWAITED, IDLE, SENT, Bucket, grouped_in_order
 from composable.runtime.gradients import weakly
 from composable.runtime.kinds import Kinds
+from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.rounds import NUMBERS, Forwards, Round
 from composable.runtime.sparse import SparseGradients
 
@@ -45,6 +43,8 @@ class Reducer:
 
     Args:
         parameters: in the order of their FQNs; gradients are expected roughly in the reverse of it.
+        together: who takes part in backwards together with this one; whoever makes it puts it there.
+        place: there.
         cap_bytes: bytes a bucket may hold.
         turn: the unit's place among all, the same on every rank.
         agreement: of the reducer before this one.
@@ -60,6 +60,8 @@ class Reducer:
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
         wire: Wire,
+        together: LaunchOrder,
+        place: int,
         *,
         cap_bytes: int,
         unit: str,
@@ -76,7 +78,8 @@ class Reducer:
         self.unit = unit
         self.turn = turn
         self.agreement = agreement or Agreement()
-        self._backward: Callable[[], BackwardEnd | None] | None = None  # that was opened and not closed, while it runs
+        self._together = together
+        self._place = place
         self._round = Round(forwards, wire, unit)
         self._deliver = deliver
         self._wire = wire
@@ -90,6 +93,9 @@ class Reducer:
         self._launched = 0
         self._in_flight: list[Bucket] = []
         self._on_host = wire.ways > 1 and all(p.device.type == "cpu" for p in parameters)
+        self._few_in_flight = (
+            self._on_host and not wire.capabilities.ordered
+        )  # what is launched then must not depend on what has arrived
         self._arrivals: list[int] = []
         self._hooks: list[RemovableHandle] = []
         self._adopting: Agreement | None = None  # is being put into effect
@@ -134,8 +140,8 @@ class Reducer:
         return (before, after) if dtype is torch.float16 else (before * after, 1.0)
 
     def _attach(self) -> None:
-        complete, unexpected, record = weakly(self._advance), weakly(self._unexpected), weakly(self._record)
-        failed = weakly(self._note_interrupt)
+        complete, unexpected, record = weakly(self._together.launch_complete), weakly(self._unexpected), weakly(self._record)
+        failed = weakly(self._together.note_interrupt)
         for number, bucket in enumerate(self._buckets):
             for slot, i in enumerate(bucket.members):
                 hook = bucket.tally.hook(slot, complete, partial(unexpected, number), failed)
@@ -143,7 +149,7 @@ class Reducer:
                     hook = partial(record, i, hook)
                 self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
         for slot, i in enumerate(self._sparse):
-            hook = self._rows.hook(slot, weakly(self.open))
+            hook = self._rows.hook(slot, weakly(self._together.open))
             self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
 
     def _deliver_one(self, parameter: nn.Parameter) -> None:
@@ -157,9 +163,16 @@ class Reducer:
             hook.remove()
         self._hooks = []
 
-    def averages(self, i: int) -> bool:
-        """Whether hooks wait for the gradient of parameter `i`."""
-        return i in self._trainable or i in self._sparse
+    def trainable(self) -> list[tuple[nn.Parameter, str]]:
+        """Its parameters that get gradients, and their names."""
+        return [
+            (parameter, name) for parameter, name in zip(self.parameters, self.names, strict=True) if parameter.requires_grad
+        ]
+
+    def missed(self, named: Iterable[tuple[nn.Parameter, str]]) -> list[tuple[nn.Parameter, str]]:
+        """Those of `named` that have a gradient for which no hook has waited."""
+        known = {id(self.parameters[i]): None for i in (*self._trainable, *self._sparse)}
+        return [(p, name) for p, name in named if p.requires_grad and p.grad is not None and id(p) not in known]
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these are still the parameters, of the same kinds, and as trainable as they were."""
@@ -172,42 +185,23 @@ class Reducer:
     # --- backward ---------------------------------------------------------------------------------------------------
 
     @property
-    def in_backward(self) -> bool:
-        """Whether one was opened and not closed: it runs, or has raised and not been forgotten."""
-        return self._backward is not None
+    def waits(self) -> bool:
+        return bool(self._hooks)
 
-    def open(self, *_: Any) -> None:
-        """Backward has reached this module, or one of its parameters: what is not here at its end counts as zero."""
-        if self._backward is not None and self._backward() is None:
-            self.unwind()
-        if self._backward is None and self._hooks:
-            try:
-                self._open()
-            except BaseException:
-                self.lose_backward()
-                raise
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        return self._buckets
 
-    def _open(self) -> None:
-        end, steps = end_of_backward(), self._wire.sums.steps
-        if end.join(self, steps, self._launch_again):
-            steps.look_ahead([self._wire])
+    @property
+    def has_launched(self) -> bool:
+        return self._launched == len(self._buckets)
+
+    def begin(self) -> None:
         self._wire.sums.agreed = self._round.agreed = (self.agreement.digest + self.kinds.digest) % Channel.DIGESTS
-        self.kinds.tell(self._wire)
-        self._backward = ref(end)  # before anything changes: whoever finds it open, and no backward, cleans up
+        self.kinds.tell(self._wire, self._place)
         for bucket in self._buckets:
             bucket.tally.enter(AWAITED)
             bucket.gradients.open()
-
-    def lose_backward(self) -> None:
-        """It was about to be opened when something was raised: its end is to tell the other ranks."""
-        end_of_backward().join(self, self._wire.sums.steps)
-        self._backward = gone
-        self._note_interrupt()
-
-    def _note_interrupt(self) -> None:
-        """An error is on its way out of a hook."""
-        if not isinstance(sys.exception(), Exception):
-            self._wire.sums.steps.behind = True
 
     def _record(self, i: int, hook: Callable[[Tensor], None], parameter: Tensor) -> None:
         self._arrivals.append(i)
@@ -215,7 +209,7 @@ class Reducer:
 
     def _unexpected(self, number: int, slot: int) -> None:
         """The first gradient of a backward that came through no output, or one that came twice."""
-        self.open()
+        self._together.open()
         bucket = self._buckets[number]
         if bucket.tally.states[slot] == SENT:
             raise PhaseError(
@@ -224,9 +218,7 @@ class Reducer:
                 "checkpoint(module)."
             )
 
-    @torch.no_grad()
-    def _advance(self) -> None:
-        """Launch the buckets that are complete, up to the first that is not, or until many are in flight."""
+    def launch_complete(self) -> None:
         if self._on_host:
             # A host's wires do part of the work when asked to, better while backward runs than after it. Nobody is waited
             # for: another rank may launch its bucket at the end of its backward only, see Note [Launch points].
@@ -239,7 +231,7 @@ class Reducer:
     @property
     def _next(self) -> Bucket | None:
         """The bucket to launch next, unless those in flight take memory enough."""
-        if self._launched == len(self._buckets) or (self._on_host and len(self._in_flight) >= HOST_IN_FLIGHT):
+        if self.has_launched or (self._few_in_flight and len(self._in_flight) >= HOST_IN_FLIGHT):
             return None
         return self._buckets[self._launched]
 
@@ -253,8 +245,7 @@ class Reducer:
         self._in_flight.append(bucket)
         self._launched += 1
 
-    @torch.no_grad()
-    def _launch_again(self) -> None:
+    def launch_again(self) -> None:
         for bucket in self._buckets[: self._launched]:
             bucket.give_up()
             if bucket is self._buckets[-1]:
@@ -272,21 +263,14 @@ class Reducer:
         row = [float(i not in absent) for i in self._trainable]
         flags.copy_(torch.tensor([*row, 0.0]))
 
-    @torch.no_grad()
     def launch_rest(self) -> None:
-        """Backward is at its end: what has not arrived counts as zero."""
-        while self.in_backward and self._next is not None:
+        while self._next is not None:
             self._launch(self._next)
 
-    @torch.no_grad()
-    def finish_backward(self) -> None:
-        """See `composable.runtime.backward_end`: everybody is about to launch the same, in this order."""
-        if not self.in_backward:
-            return
-        for bucket in self._buckets:
-            self.launch_rest()
-            self._finish(bucket)
-            self._in_flight = [other for other in self._in_flight if other is not bucket]
+    def landed(self, bucket: Bucket) -> None:
+        self._in_flight = [other for other in self._in_flight if other is not bucket]
+
+    def conclude(self) -> None:
         if self._buckets:
             self._check_round()
         if self._buckets and (self._recording or any(bucket.awaited for bucket in self._buckets)):
@@ -298,39 +282,33 @@ class Reducer:
                 self._agree()
         if self._sparse:
             self._rows.average()
-        self.reset()
-        self._wire.sums.steps.behind = False
-        if self._deliver is not None:
-            self._deliver([self.parameters[i] for i in self._trainable])
 
-    def _finish(self, bucket: Bucket) -> None:
-        while True:
-            try:
-                bucket.finish()
-                return
-            except CommunicationError as error:
-                end = self._backward() if self._backward is not None else None
-                steps, later = self._wire.sums.steps, error.later_step
-                if end is None or later is None or not steps.by_backward or not steps.may_go_on_to(later):
-                    self.kinds.refuse_others(self._wire, self.unit)
-                    raise
-                end.go_on(steps, later)
+    def refuse_others(self) -> None:
+        self.kinds.refuse_others(self._wire, self._place, self.unit)
 
     def _check_round(self) -> None:
         numbers = self._buckets[-1].gradients.flags[-NUMBERS:]
         if numbers.device.type == "cpu" or not self._sure:  # elsewhere reading them would hold up the host in every step
-            self._round.check(numbers.tolist(), self.kinds)
+            self._round.check(numbers.tolist(), self.refuse_others)
             self._sure = not self._recording
 
-    def leave_failed_backward(self) -> None:
-        """The next forward, or backward, unwinds; who waits for this one is told."""
+    def deliver(self) -> None:
+        if self._deliver is not None:
+            self._deliver([self.parameters[i] for i in self._trainable])
+
+    def stop(self) -> None:
         if self._recording and self._missed is None:
             self._missed = self._wire.sums.steps.number
-        if self._backward is not None:
-            self._backward = gone
         for bucket in self._buckets:
-            bucket.tally.enter(IDLE)  # the next gradient belongs to another backward
-        self._wire.leave(self._wire.sums, "its backward did not finish")
+            bucket.tally.enter(IDLE)
+
+    def reset(self) -> None:
+        for bucket in self._buckets:
+            bucket.reset()
+        self._rows.reset()
+        self._launched = 0
+        self._in_flight = []
+        self._arrivals = []
 
     # --- agreement --------------------------------------------------------------------------------------------------
 
@@ -338,7 +316,7 @@ class Reducer:
         """Find out in which order gradients become ready, and fill the buckets in that order from now on."""
         strides = {i: gradient_strides(self.parameters[i]) for i in self._trainable}
         count = len(self.parameters)
-        self._adopt(agree(self.agreement, self._arrivals, self._order(), strides, self._wire, self.unit, count))
+        self._adopt(agree(self.agreement, self._arrivals, self._order(), strides, self._wire, self.unit, count, self._place))
 
     @torch.no_grad()
     def _adopt(self, agreement: Agreement) -> None:
@@ -352,10 +330,10 @@ class Reducer:
         self._adopting = self._missed = None
 
     def prepare(self) -> None:
-        """Before a forward: forget a backward that raised. See Note [An agreement that not all ranks know of]."""
-        self.unwind()
+        """Before a backward is opened. See Note [An agreement that not all ranks know of]."""
         if self._missed is not None and self._adopting is None:
-            self._adopting = known_to_others(self.agreement, self._wire, self._missed, len(self.parameters))
+            count = len(self.parameters)
+            self._adopting = known_to_others(self.agreement, self._wire, self._missed, count, self._place)
         if self._adopting is not None:
             self._adopt(self._adopting)
 
@@ -364,25 +342,3 @@ class Reducer:
         self._buckets = self._make_buckets()  # memory of the old ones goes as the last view of each moves
         for bucket in self._buckets:
             bucket.gradients.take_over(views)
-
-    # --- ends -------------------------------------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Back to the state before a backward; what is in flight has been waited for."""
-        for bucket in self._buckets:
-            bucket.reset()
-        self._rows.reset()
-        self._launched = 0
-        self._in_flight = []
-        self._arrivals = []
-        self._backward = None  # last: who is interrupted before finds that it is to be done again
-
-    def unwind(self) -> None:
-        """If a backward raised: give up what is in flight and forget it."""
-        if not self.in_backward:
-            return
-        for bucket in self._buckets:
-            if bucket.arrival is not None:
-                with suppress(CommunicationError):  # the error that ended the backward has been reported already
-                    bucket.give_up()
-        self.reset()

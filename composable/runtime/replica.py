@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable.compilation import untraced
-from composable.device.collectives import Steps, Wire
+from composable.device.collectives import LocalWire, Steps, Wire
 from composable.device.parameters import Owner
 from composable.device.private import in_backward, innermost
 from composable.errors import PhaseError, first_line, still_on_meta
@@ -23,6 +23,7 @@ from composable.model.interrupts import calls_of
 from composable.model.naming import known_fqn
 from composable.runtime.buffers import share_buffers
 from composable.runtime.ground import Ground
+from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.membership import Newcomers
 from composable.runtime.mixed import MixedParameters, serves
 from composable.runtime.outputs import with_a_node
@@ -33,10 +34,11 @@ from composable.runtime.rounds import Forward, Forwards
 from composable.runtime.shown import Shown
 from composable.runtime.sparse import is_sparse_lookup, only_looked_up
 from composable.runtime.step import refuse_gradients_left
+from composable.runtime.unaveraged import RAISED, REPLACED, UNFINISHED, refuse_step
 from composable.runtime.wrappers import refuse_inside
 
 # What a copy has, too.
-_NAMED: Final = ("modules", "name", "names", "_owners", "_lookups", "_buffers", "ground", "_cap_bytes")
+_NAMED: Final = ("modules", "name", "names", "_owners", "_lookups", "buffers", "ground", "_cap_bytes", "order", "place")
 _HELD: Final = ("_mixed", "_reasons", "_readers", "_inside", "_opens", "_forwards")
 
 
@@ -57,11 +59,13 @@ class ReplicatedUnit:
         self._owners: tuple[Owner, ...] = ()  # every place of every parameter: what is tied now need not stay so
         self._lookups: tuple[bool, ...] = ()  # for each place, whether its module reads it by sparse lookups
         self._places: list[tuple[dict[str, nn.Parameter | None], str]] | None = None  # of the owners; asked at every forward
-        self._buffers: tuple[Owner, ...] = ()
+        self.buffers: tuple[Owner, ...] = ()
         self._cap_bytes = 0
         self._reducer: Reducer | None = None
+        self.order, self.place = LaunchOrder(LocalWire()), 0
         self._on_meta = False  # whether parameters had no values when the reducer was made
         self._depth = 0
+        self._called = False  # since the last call of what is around it has begun
         self._newcomers: Newcomers | None = None  # of a copy, from its first call on
         self._mixed: MixedParameters | None = None
         self._reasons: dict[object, None] = {}  # annotations around or on this module that cover shards, too
@@ -86,8 +90,8 @@ class ReplicatedUnit:
         self._owners = tuple(owners)
         self._lookups = tuple(is_sparse_lookup(owner.module) for owner in owners)
         self.names = tuple(names)
-        self._buffers = tuple(buffers)
-        self.ground = ground
+        self.buffers = tuple(buffers)
+        self.ground, self.order = ground, LaunchOrder(ground.wire)
         self._cap_bytes = cap_bytes
         self._newcomers = Newcomers(modules)
         enroll(self)
@@ -128,7 +132,7 @@ class ReplicatedUnit:
         """Make the reducer for the parameters that are there now."""
         last, agreement = self._reducer, None
         if last is not None:
-            last.unwind()
+            self.order.unwind()
             last.detach()
             # Ranks replace parameters one by one, but what they have agreed on stands until they agree again.
             agreement = last.agreement if len(last.parameters) == len(registered) else None
@@ -138,6 +142,8 @@ class ReplicatedUnit:
             registered,
             self.names,
             self.wire,
+            self.order,
+            self.place,
             cap_bytes=self._cap_bytes,
             unit=self.name or "root",
             turn=self.number,
@@ -148,6 +154,7 @@ class ReplicatedUnit:
             forwards=self._forwards,
             before=last.kinds if last is not None else None,
         )
+        self.order.put(self.place, reducer)
         tell_the_next(self, before ^ self.held)
         return reducer
 
@@ -178,33 +185,12 @@ class ReplicatedUnit:
         if reducer is None or self.wire.ways == 1:
             return
         registered = self._registered
-        if reducer.in_backward:
-            late = {
-                id(self._at_rest(p)): name for p, name in zip(reducer.parameters, reducer.names, strict=True) if p.requires_grad
-            }
-            why = "its gradients are still being averaged. Step when backward() has returned"
-            if not in_backward():
-                why = (
-                    "a backward before has raised, and its gradients were not averaged. Call zero_grad() and the module "
-                    "itself, model(x), to start anew"
-                )
+        if self.order.in_backward:
+            late = [(self._at_rest(parameter), name) for parameter, name in reducer.trainable()]
+            refuse_step(optimizer, self.name or "root", late, UNFINISHED if in_backward() else RAISED)
         elif not reducer.fits(registered):
-            known = {id(p): None for i, p in enumerate(reducer.parameters) if reducer.averages(i)}
-            late = {
-                id(p): name
-                for p, name in zip(registered, self.names, strict=False)
-                if p.requires_grad and p.grad is not None and id(p) not in known
-            }
-            why = (
-                "it was replaced or unfrozen after replicate, and then used without a call of the module, so its gradient was "
-                "not averaged. Call the module itself, model(x), or annotate after the change"
-            )
-        else:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) in late:
-                    raise PhaseError(f"replicate(unit '{self.name or 'root'}'): parameter '{late[id(parameter)]}': {why}")
+            late = reducer.missed(zip(registered, self.names, strict=False))
+            refuse_step(optimizer, self.name or "root", late, REPLACED)
 
     # --- next to shards ---------------------------------------------------------------------------------------------
 
@@ -214,6 +200,15 @@ class ReplicatedUnit:
         self._readers = Shown((self, *inside), self.settle)
         for unit in inside:
             unit._forwards[1:] = self._forwards[:1]
+
+    def launch_in(self, order: LaunchOrder, place: int, ground: Ground | None) -> None:
+        if self._reducer is None:
+            return
+        self.order.unwind()
+        self.order.take_out(self.place)
+        self.order, self.place, self.ground = order, place, ground
+        self.rename(known_fqn(self.modules[0]) or self.name)
+        self._renew(self._registered)
 
     def can_rest(self, parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
         """Whether `parameter`, which modules of this unit compute with, can have a second form on `mesh`."""
@@ -248,19 +243,25 @@ class ReplicatedUnit:
         if mixed is not None:
             mixed.leave()
 
-    def show(self, reader: object) -> None:
+    def show(self, reader: object) -> bool:
         if self._doubtful and not in_backward():
             self._doubtful = False
             held = zip(self.names, map(self._at_rest, self._registered), strict=False)
             refuse_gradients_left(self.name, held, partial(self.wire.leave, self.wire.sums))
-        self._around[reader] = None
+        alone, self._around[reader] = not self._around, None
         if self._mixed is not None:
             self._mixed.show(reader)
             if not in_backward():
                 _ = self.reducer  # of the parameters that are there now
+        return alone
 
     def hide(self, reader: object) -> None:
         self._around.pop(reader, None)
+        if not self._around and not in_backward():
+            if not self._called:  # whoever called it has noticed what became of the parameters, and launches other buckets
+                self.order.unwind()
+                self.reducer.prepare()
+            self._called = False
         if self._mixed is not None:
             self._mixed.hide(reader)
 
@@ -268,7 +269,7 @@ class ReplicatedUnit:
 
     def open_backward(self) -> None:
         if self._reducer is not None:
-            self._reducer.open()
+            self.order.open()
 
     def _enter_backward(self, forward: Forward | None, *_: Any) -> None:
         """Backward is about to go through an output; with it the units inside take part, whether or not it comes to them."""
@@ -279,7 +280,7 @@ class ReplicatedUnit:
             self._readers.enter_backward()
         except BaseException:
             if self._reducer is not None:
-                self._reducer.lose_backward()
+                self.order.lose_backward()
             raise
 
     def count_by(self, steps: Steps, *, opened_here: bool = False) -> None:
@@ -316,19 +317,20 @@ class ReplicatedUnit:
         if self._depth == 1:
             recomputed = in_backward()
             self._trains = not self._around and not recomputed and torch.is_grad_enabled() and self.wire.ways > 1
-            self._readers.enter_call()
+            found = self._readers.enter_call()
             if not recomputed:
-                reducer = self.reducer
+                reducer, self._called = self.reducer, True
                 self._refuse_newcomers()
                 if self._on_meta:
                     self._refuse_meta()
                 refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
+                self.order.unwind()  # if the backward before this forward raised
                 reducer.prepare()
                 if self._opens:
                     steps = self.wire.sums.steps
                     steps.open()
                     steps.look_ahead([self.wire])
-                share_buffers(self._buffers, self.wire, self.name or "root")
+                share_buffers(found)
         return args, kwargs
 
     def leave(self, module: nn.Module, output: Any) -> Any:
@@ -383,6 +385,7 @@ class ReplicatedUnit:
         if self._reducer is not None:
             self._reducer.detach()
             self._reducer = None
+        self.order.take_out(self.place)
         strike_off(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedUnit:

@@ -16,7 +16,7 @@ dtype which of them were one somewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -24,7 +24,6 @@ from torch import Tensor
 
 from composable.device.collectives import Channel, Wire
 from composable.errors import RanksDisagreeError
-from composable.runtime.kinds import Kinds
 
 _MODULUS: Final = 4  # of backwards and of forwards: ranks that differ have differed by one first
 _FIRST: Final = 2 * _MODULUS + 1  # number of the digest's: for each bit one if it is set, and one if it is not
@@ -109,19 +108,19 @@ class Round:
             self._rows[key] = torch.tensor([*row, float(incomplete), *digest], dtype=numbers.dtype, device=numbers.device)
         numbers.copy_(self._rows[key])
 
-    def check(self, numbers: Sequence[Any], kinds: Kinds) -> None:
+    def check(self, numbers: Sequence[Any], refuse_others: Callable[[], None]) -> None:
         """Raise, on every rank, if the ranks are in different backwards, or fill buckets differently.
 
         Args:
             numbers: what all wrote, summed; the same on every rank.
-            kinds: of this rank's parameters.
+            refuse_others: raises if the ranks hold parameters of different kinds.
         """
         backwards, forwards = numbers[:_MODULUS], numbers[_MODULUS : 2 * _MODULUS]
         several = _MODULUS - forwards.count(0) > 1 and numbers[_FIRST - 1] != 0
         if several or _MODULUS - backwards.count(0) > 1:
             self._refuse()
         if numbers[_FIRST:].count(0) != len(_BITS):
-            kinds.refuse_others(self._wire, self._unit)
+            refuse_others()
             raise RanksDisagreeError(
                 f"replicate(unit '{self._unit}'): an interrupt reached some ranks while all agreed on the order in which "
                 "gradients are sent, and this backward mixed up those of different parameters. Clear them and go on: the order "

@@ -14,13 +14,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable.device.parameters import Owner
 from composable.runtime.backward_end import BackwardEnd, end_of_backward
+from composable.runtime.buffers import Buffered
 
 
-class Unit(Protocol):
+class Unit(Buffered, Protocol):
     """A replicated unit."""
 
-    def show(self, reader: object) -> None:
-        """Modules compute with plain parameters from here on, for `reader`. Done twice is done once."""
+    def show(self, reader: object) -> bool:
+        """Modules compute with plain parameters from here on, for `reader`. Done twice is done once.
+
+        Returns:
+            Whether nobody was around the unit before.
+        """
 
     def hide(self, reader: object) -> None:
         """Modules hold what they hold at rest again, if they show nothing for anybody else."""
@@ -53,15 +58,16 @@ class Shown:
         self._in_backward = object()  # who reads then: a call may go on around a backward
         self._backward: Callable[[], BackwardEnd | None] | None = None  # while it runs; see Note [What an interrupt leaves]
 
-    def enter_call(self) -> None:
-        if self._units and not self._in_call:
-            self._in_call = True
-            try:
-                for unit in self._units:
-                    unit.show(self)  # which may refuse what was put in the place of a parameter
-            except Exception:
-                self.leave_call()
-                raise
+    def enter_call(self) -> Sequence[Unit]:
+        """Returns the units that nobody else is around."""
+        if not self._units or self._in_call:
+            return ()
+        self._in_call = True
+        try:
+            return [unit for unit in self._units if unit.show(self)]  # which may refuse what was put in a parameter's place
+        except Exception:
+            self.leave_call()
+            raise
 
     def leave_call(self) -> None:
         if self._in_call:

@@ -182,6 +182,8 @@ def all_shared(wire: Wire) -> Wire:
 
 def all_sockets(wire: Wire) -> Wire:
     """A wire that moves everything from point to point, in place of one that uses shared memory."""
+    if wire.capabilities.tells_of_leaving and wire.apart:
+        return PairsWire(communicator_like(wire.group, wire.device), wire.device)
     return PairsWire(wire.group, wire.device) if wire.capabilities.tells_of_leaving else wire
 
 

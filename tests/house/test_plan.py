@@ -30,7 +30,7 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
         "runtime/replica.py",
         "runtime/unit.py",
     ),
-    "_buffers": ("api/devices.py", "runtime/buffers.py", "runtime/replica.py"),
+    "_buffers": ("api/devices.py", "runtime/buffers.py"),
     "_modules": ("model/record.py", "model/traversal.py"),
     "__dict__": ("model/hooks.py", "state/step_on_shards.py"),
     # When we are called back.

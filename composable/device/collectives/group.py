@@ -81,14 +81,14 @@ class GroupWire:
     def latest_step(self, steps: Steps) -> int:
         return steps.number
 
-    def publish(self, text: str, *, of_rank: bool = False) -> None:
-        write_to_store(self.group, self._place(self.rank if of_rank else None), text)
+    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
+        write_to_store(self.group, self._key(place, self.rank if of_rank else None), text)
 
-    def published(self, rank: int | None = None) -> str:
-        return read_from_store(self.group, self._place(rank))
+    def published(self, place: int, rank: int | None = None) -> str:
+        return read_from_store(self.group, self._key(place, rank))
 
-    def _place(self, rank: int | None) -> str:
-        return f"composable/{self.sums.number}/{'all' if rank is None else rank}"
+    def _key(self, place: int, rank: int | None) -> str:
+        return f"composable/{self.sums.number}/{place}/{'all' if rank is None else rank}"
 
     def release(self) -> None:
         """Backends keep what they keep."""

@@ -36,7 +36,7 @@ DIRECT_BYTES: Final = 512 << 10  # bytes in a shard from which its own message p
 class PairsWire(GroupWire):
     """gloo: every pair of ranks exchanges exactly the bytes that it must, straight between shard and unsharded buffer."""
 
-    capabilities = Capabilities(DIRECT_BYTES)
+    capabilities = Capabilities(DIRECT_BYTES, ordered=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)

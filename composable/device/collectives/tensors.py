@@ -35,7 +35,7 @@ DIRECT_BYTES: Final = 1 << 20  # bytes in a shard from which its own message pay
 class TensorsWire(GroupWire):
     """Plain tensor collectives; `async_op` keeps those of a host backend off this thread."""
 
-    capabilities = Capabilities(DIRECT_BYTES, even_only=True)
+    capabilities = Capabilities(DIRECT_BYTES, even_only=True, ordered=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
@@ -93,7 +93,7 @@ class _OnStream:
 class StreamsWire(GroupWire):
     """An accelerator's tensor collectives, many in one launch, each kind on a stream of its own."""
 
-    capabilities = Capabilities(DIRECT_BYTES, even_only=True)
+    capabilities = Capabilities(DIRECT_BYTES, even_only=True, ordered=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         super().__init__(group, device)

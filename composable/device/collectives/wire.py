@@ -199,12 +199,14 @@ class Capabilities:
     direct_bytes: bytes in a shard from which a message of its own pays.
     even_only: tensors can only be cut into equal chunks.
     reads_terms: `all_reduce` reads a term where it lies; the others copy it first, which can be done earlier.
+    ordered: sums, broadcasts and checks are told apart by nothing but their order, which all ranks must keep.
     tells_of_leaving: who waits for a rank that has left the step is told (`leave`); otherwise the group's timeout ends it.
     """
 
     direct_bytes: int = 0
     even_only: bool = False
     reads_terms: bool = False
+    ordered: bool = False
     tells_of_leaving: bool = False
 
 
@@ -243,14 +245,15 @@ class Wire(Protocol):
     def latest_step(self, steps: Steps) -> int:
         """The last step in which others have said something so far, where the wire `tells_of_leaving`."""
 
-    def publish(self, text: str, *, of_rank: bool = False) -> None:
+    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
         """Leave `text`, in place of the last one, where all ranks can look it up, each when it likes.
 
         Args:
+            place: of whoever leaves it among all who use the wire.
             of_rank: it is this rank's own; otherwise all leave the same.
         """
 
-    def published(self, rank: int | None = None) -> str:
+    def published(self, place: int, rank: int | None = None) -> str:
         """What was left last, of all or as a rank's own; nothing where nothing was, or nothing can be."""
 
     def release(self) -> None:
@@ -351,10 +354,10 @@ class LocalWire:
     def latest_step(self, steps: Steps) -> int:
         return steps.number
 
-    def publish(self, text: str, *, of_rank: bool = False) -> None:
+    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
         return None
 
-    def published(self, rank: int | None = None) -> str:
+    def published(self, place: int, rank: int | None = None) -> str:
         return ""
 
     def release(self) -> None:

@@ -1,0 +1,292 @@
+"""Reducers that take part in backwards together, and the one order in which they launch; knows neither parameters nor hooks.
+
+Note [One order]
+Where collectives are told apart by their order alone, every rank must launch the same ones over a communicator, in one order.
+Reducers of units below one annotated module take part in the same backwards on every rank, so they can share a communicator: a
+reducer launches only when all before it have launched everything, whichever gradients come first on this rank. At the end of
+backward what is left is launched in this order, and waited for. Only then come checks, agreements and rows of sparse
+gradients, reducer by reducer: whether there are any follows from what all ranks have been told.
+Where messages carry tags a reducer is in an order of its own.
+A copy of a model communicates over the same, in an order of its own: the one that a backward came to first launches first.
+docs/decisions/0013-launch-points.md tells why units side by side cannot be in one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from operator import methodcaller
+from typing import Any, Final, Protocol
+from weakref import WeakKeyDictionary, ref
+
+import torch
+
+from composable.device.collectives import Wire
+from composable.errors import CommunicationError
+from composable.model.transaction import on_undo
+from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
+from composable.runtime.bucket import Bucket
+from composable.runtime.ground import Ground
+
+
+class Member(Protocol):
+    """A reducer."""
+
+    turn: int
+
+    @property
+    def waits(self) -> bool:
+        """Whether it wants to know of backwards."""
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """What it launches in every backward."""
+
+    @property
+    def has_launched(self) -> bool:
+        """Whether all buckets have been launched in this backward."""
+
+    def begin(self) -> None:
+        """A backward has been opened: what is not here at its end counts as zero."""
+
+    def launch_complete(self) -> None:
+        """Launch the buckets that are complete, up to the first that is not, or until many are in flight."""
+
+    def launch_rest(self) -> None:
+        """Launch all of them, or until many are in flight."""
+
+    def launch_again(self) -> None:
+        """Launch what has been launched, in another step."""
+
+    def landed(self, bucket: Bucket) -> None:
+        """One of them has been waited for."""
+
+    def conclude(self) -> None:
+        """All sums are there: tell other ranks, and let them tell, whatever is left."""
+
+    def refuse_others(self) -> None:
+        """Raise if what it launches is not what another rank launches, as far as that has said so."""
+
+    def stop(self) -> None:
+        """The backward raised: the next gradient belongs to another one."""
+
+    def reset(self) -> None:
+        """Back to the state before a backward."""
+
+    def deliver(self) -> None:
+        """Hand over the gradients."""
+
+
+_LAUNCH_COMPLETE: Final = methodcaller("launch_complete")
+_LAUNCH_REST: Final = methodcaller("launch_rest")
+
+# Orders in a backward that has been opened and not closed, by wire, as backwards came to them: copies of a model share wires.
+_LINES: Final[WeakKeyDictionary[Wire, list[ref[LaunchOrder]]]] = WeakKeyDictionary()
+
+
+class LaunchOrder:
+    """Some reducers that take part in each backward together, in the order in which they launch. See Note [One order].
+
+    A participant of the end of a backward, see `composable.runtime.backward_end`.
+    """
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+        self._line = _LINES.setdefault(wire, [])
+        self._places: dict[int, Member] = {}
+        self._members: tuple[Member, ...] = ()
+        self._first = 0  # of those that have not launched everything in this backward
+        self._backward: Callable[[], BackwardEnd | None] | None = None  # that was opened and not closed, while it runs
+
+    def put(self, place: int, member: Member) -> None:
+        """From here on `member` launches behind those at lower places. Done between backwards."""
+        self._places[place] = member
+        self._sort()
+
+    def take_out(self, place: int) -> None:
+        self._places.pop(place, None)
+        self._sort()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def _sort(self) -> None:
+        self._members = tuple(self._places[place] for place in sorted(self._places))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LaunchOrder:
+        twin = memo[id(self)] = LaunchOrder(self._wire)
+        return twin  # who is copied, too, puts a reducer of its own there
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    @property
+    def turn(self) -> int:
+        return min(member.turn for member in self._members)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether one was opened and not closed: it runs, or has raised and not been forgotten."""
+        return self._backward is not None
+
+    def open(self, *_: Any) -> None:
+        """Backward has reached the module of one of them, or one of its parameters: all of them take part."""
+        if self._backward is not None and self._backward() is None:
+            self.unwind()
+        if self._backward is None and any(member.waits for member in self._members):
+            try:
+                self._open()
+            except BaseException:
+                self.lose_backward()
+                raise
+
+    def _open(self) -> None:
+        end, steps = end_of_backward(), self._wire.sums.steps
+        if end.join(self, steps, self._launch_again):
+            steps.look_ahead([self._wire])
+        self._first = 0
+        self._line.append(ref(self))
+        self._backward = ref(end)  # before anything changes: whoever finds it open, and no backward, cleans up
+        for member in self._members:
+            member.begin()
+
+    def lose_backward(self) -> None:
+        """It was about to be opened when something was raised: its end is to tell the other ranks."""
+        end_of_backward().join(self, self._wire.sums.steps)
+        self._backward = gone
+        self.note_interrupt()
+
+    def note_interrupt(self) -> None:
+        """An error is on its way out of a hook."""
+        if not isinstance(sys.exception(), Exception):
+            self._wire.sums.steps.behind = True
+
+    @torch.no_grad()
+    def launch_complete(self) -> None:
+        """Launch what may be launched by now."""
+        self._launch(_LAUNCH_COMPLETE)
+
+    @torch.no_grad()
+    def launch_rest(self) -> None:
+        """Backward is at its end: what has not arrived counts as zero."""
+        if self.in_backward:
+            self._launch(_LAUNCH_REST)
+
+    def _launch(self, launch: Callable[[Member], None]) -> None:
+        for order in self._up_to_this():
+            for member in order._members[order._first :]:
+                launch(member)
+                if not member.has_launched:
+                    return
+                order._first += 1
+
+    def _up_to_this(self) -> Sequence[LaunchOrder]:
+        """Those over the same wire, of copies, that this backward came to before this one; and this one."""
+        end = self._backward() if self._backward is not None else None
+        before = []
+        for reference in self._line:
+            order = reference()
+            if order is self:
+                break
+            if order is not None and end is not None and order._backward is not None and order._backward() is end:
+                before.append(order)
+        return (*before, self)
+
+    @torch.no_grad()
+    def _launch_again(self) -> None:
+        for member in self._members:
+            member.launch_again()
+
+    @torch.no_grad()
+    def finish_backward(self) -> None:
+        """See `composable.runtime.backward_end`: everybody is about to launch the same, in this order."""
+        if not self.in_backward:
+            return
+        for order in self._up_to_this():
+            order._finish_sums()
+        for member in self._members:
+            member.conclude()
+        self.reset()
+        self._wire.sums.steps.behind = False
+        for member in self._members:
+            member.deliver()
+
+    def _finish_sums(self) -> None:
+        for member in self._members:
+            for bucket in member.buckets:
+                self.launch_rest()
+                self._finish(bucket, member)
+                member.landed(bucket)
+
+    def _finish(self, bucket: Bucket, member: Member) -> None:
+        while True:
+            try:
+                bucket.finish()
+                return
+            except CommunicationError as error:
+                end = self._backward() if self._backward is not None else None
+                steps, later = self._wire.sums.steps, error.later_step
+                if end is None or later is None or not steps.by_backward or not steps.may_go_on_to(later):
+                    member.refuse_others()
+                    raise
+                end.go_on(steps, later)
+
+    def leave_failed_backward(self) -> None:
+        """The next forward, or backward, unwinds; who waits for this one is told."""
+        if self._backward is not None:
+            self._backward = gone
+        for member in self._members:
+            member.stop()
+        self._wire.leave(self._wire.sums, "its backward did not finish")
+
+    # --- ends -------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Back to the state before a backward; what is in flight has been waited for."""
+        for member in self._members:
+            member.reset()
+        self._line[:] = [reference for reference in self._line if reference() not in (self, None)]
+        self._backward = None  # last: who is interrupted before finds that it is to be done again
+
+    def unwind(self) -> None:
+        """If a backward raised: give up what is in flight and forget it."""
+        if not self.in_backward:
+            return
+        for member in self._members:
+            for bucket in member.buckets:
+                with suppress(CommunicationError):  # the error that ended the backward has been reported already
+                    bucket.give_up()
+        self.reset()
+
+
+class Unit(Protocol):
+    """A replicated unit."""
+
+    ground: Ground | None
+    order: LaunchOrder
+    place: int
+
+    def launch_in(self, order: LaunchOrder, place: int, ground: Ground | None) -> None:
+        """Belong to `order` from here on, and communicate over what all in it communicate over; nothing if it was removed."""
+
+
+def launch_together(units: Sequence[Unit]) -> None:
+    """Units on and below a module that is being annotated, outer ones first, until that is taken back. See Note [One order]."""
+    families: dict[Any, list[Unit]] = {}
+    for unit in dict.fromkeys(units):
+        if unit.ground is not None and unit.ground.wire.capabilities.ordered:
+            families.setdefault(unit.ground.place, []).append(unit)
+    for family in families.values():
+        ground = family[0].ground
+        if len(family) > 1 and ground is not None:
+            order = LaunchOrder(ground.wire)
+            on_undo(partial(_apart, order, [(unit, unit.order, unit.place, unit.ground) for unit in family]))
+            for place, unit in enumerate(reversed(family)):  # gradients of what comes last are ready first
+                unit.launch_in(order, place, ground)
+
+
+def _apart(order: LaunchOrder, before: Sequence[tuple[Unit, LaunchOrder, int, Ground | None]]) -> None:
+    for unit, last, place, ground in before:
+        if unit.order is order:
+            unit.launch_in(last, place, ground)
