@@ -20,6 +20,8 @@ class ForwardOrder:
         (1,)
     """
 
+    __slots__ = ("_current", "_cursor", "recorded")
+
     def __init__(self) -> None:
         self.recorded: tuple[int, ...] = ()
         self._current: list[int] = []
@@ -62,6 +64,8 @@ class BackwardOrder:
         limit: units to remember. Forwards that no backward ever follows (an evaluation that records gradients) must not
             fill the memory.
     """
+
+    __slots__ = ("_finished", "_limit")
 
     def __init__(self, limit: int = 4096) -> None:
         self._finished: list[int] = []

@@ -1,12 +1,4 @@
-"""One forward and backward of one root: who is unsharded when, prefetching, finishing, unwinding. Moves no bytes itself.
-
-Note [Launch points]
-Collectives are launched where backward enters a unit, where that makes it leave another, and where it ends. Every rank sees
-the same sequence of those, whatever parameters it used. Gradients arrive in between, or not at all, so nothing is launched
-because of one. Whoever waits, waits for something launched further up in the same sequence, so the rank that is furthest
-behind always finds what it waits for.
-docs/decisions/0013-launch-points.md tells what goes wrong otherwise.
-"""
+"""One forward and backward of one root: who is unsharded when, prefetching, finishing, unwinding. Moves no bytes itself."""
 
 from __future__ import annotations
 
@@ -47,6 +39,11 @@ REDUCTIONS_IN_FLIGHT: Final = 1  # while the next one is launched
 
 class Root:
     """What lives as long as the root: its handles in traversal order, and the recorded order of their forwards."""
+
+    __slots__ = (
+        "__weakref__", "_doubtful", "_enclosing", "_index", "_preparation", "_running", "_verified", "_watch", "_wires", "call",
+        "failure", "handled", "handles", "iteration", "membership", "module", "order", "reason", "replicated", "steps", "units"
+    )  # fmt: skip
 
     def __init__(self, module: nn.Module, units: Sequence[Unit], membership: Membership) -> None:
         self.module = module

@@ -36,8 +36,8 @@ class Part:
 
     def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], ground: Ground) -> None:
         self.flat = flat
-        self.sharded = [member.sharded for member in members]
-        self._unsharded = [member.unsharded for member in members]
+        self.sharded = tuple([member.sharded for member in members])
+        self._unsharded = tuple([member.unsharded for member in members])
         # Unsharded parameters to which nobody should write. An embedding with a largest norm does so whenever it is used; what
         # every rank holds whole is the shard itself, and not lost.
         self._watched = [
@@ -45,19 +45,19 @@ class Part:
             for index, (slot, member) in enumerate(zip(flat.layout.slots, members, strict=True))
             if slot.route is not Route.WHOLE and not any(getattr(o.module, "max_norm", None) is not None for o in member.owners)
         ]
-        self._watched_ones = [self._unsharded[index] for index in self._watched]
+        self._watched_ones = tuple([self._unsharded[index] for index in self._watched])
         self._is_watched = [index in self._watched for index in range(len(members))]
         self._versions = list(map(_version, self._watched_ones))
         self._for_user = False  # whether what is gathered is the user's to write to
         # Whose version counters tell of writes to shards: to each parameter, and to local tensors, which count with the buffer.
-        self.counted = [*self.sharded, flat.shard]
+        self.counted = (*self.sharded, flat.shard)
         self._wire = ground.wire
         self._full = flat.full
         # Where the unsharded parameters lie from the start of their buffer, which moves; what every rank holds whole stays.
         moving = [slot.route is not Route.WHOLE and slot.numel > 0 for slot in flat.layout.slots]
-        self._moving = list(compress(self._unsharded, moving))
+        self._moving = tuple(compress(self._unsharded, moving))
         self._offsets = [slot.full_start * flat.dtype.itemsize for slot in compress(flat.layout.slots, moving)]
-        self._staying = [parameter for parameter, moves in zip(self._unsharded, moving, strict=True) if not moves]
+        self._staying = tuple([parameter for parameter, moves in zip(self._unsharded, moving, strict=True) if not moves])
         self._addresses = list(map(_address, self._staying))
         self._gathered = flat.layout.gathered
         self.trainable: tuple[bool, ...] = ()  # for each parameter, as `follow` was told

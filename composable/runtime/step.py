@@ -7,6 +7,13 @@ note back in one assignment when everything is at rest. A note of a call that is
 not run, means that state is half changed: it is made anew from what cannot be, in steps that may be interrupted and done again.
 docs/decisions/0018-interrupts.md has the whole story.
 
+Note [Launch points]
+Collectives are launched where backward enters a unit, where that makes it leave another, and where it ends. Every rank sees
+the same sequence of those, whatever parameters it used. Gradients arrive in between, or not at all, so nothing is launched
+because of one. Whoever waits, waits for something launched further up in the same sequence, so the rank that is furthest
+behind always finds what it waits for.
+docs/decisions/0013-launch-points.md tells what goes wrong otherwise.
+
 Note [When a unit is left in backward]
 A unit's backward is entered at its outputs. It is over when backward enters a unit that does not enclose it, or ends:
 autograd runs the newest nodes first, so the nodes of one call run without interruption but for those of calls inside it.
@@ -39,6 +46,10 @@ logger = logging.getLogger("composable")
 
 class Iteration:
     """What lives for one or more forwards and their backward; dropped at its end, never reset."""
+
+    __slots__ = (
+        "active", "backward", "builds_graph", "entered", "finished", "pinned", "reducing", "to_reduce", "untracked"
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.finished = BackwardOrder()
