@@ -113,7 +113,9 @@ def contract(
 
     Args:
         state_cls: called without arguments for every call of the verb; `verb.state(module)` gives the result, already
-            while the function runs. Default: a `types.SimpleNamespace`. It is copied and pickled with the module.
+            while the function runs. Default: a `types.SimpleNamespace`. It is copied and pickled with the module. If its
+            class has a function `around_removal(states, undo)`, `remove` calls that, and it calls `undo`, which may be called
+            again, or raises. After an interrupt `remove` calls its `removal_was_interrupted(states, begun)`.
         clashes: names of verbs that exclude this one on the same module, or a mapping from such names to a sentence
             that says why and what to do instead.
         equivalents: for keyword arguments that people know from elsewhere: what to write here instead, as in `policy=`,
@@ -228,7 +230,35 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
 
         >>> remove(model, fully_shard)   # every rank has the full, plain parameters again
     """
+    begun: list[bool] = []
     name = annotation if isinstance(annotation, str) else annotation.__name__
+    try:
+        _remove(module, name, begun)
+    except Exception:
+        raise
+    except BaseException:
+        transactions.through_interrupts(partial(_note_interrupt, module, name, bool(begun)))
+        raise
+    return module
+
+
+def _by_kind(record: Annotation) -> dict[type, list[Any]]:
+    found: dict[type, list[Any]] = {}
+    for state in record.states():
+        found.setdefault(type(state), []).append(state)
+    return found
+
+
+def _note_interrupt(module: nn.Module | Sequence[nn.Module], name: str, begun: bool) -> None:
+    """Other ranks may remove what this one has not begun to: tell those who count what ranks do together."""
+    record = registry(modules_of("remove", module)[0]).get(name)
+    for kind, states in _by_kind(record).items() if record is not None else ():
+        note = getattr(kind, "removal_was_interrupted", None)
+        if note is not None:
+            note(states, begun)
+
+
+def _remove(module: nn.Module | Sequence[nn.Module], name: str, begun: list[bool]) -> None:
     if transactions.running():
         raise AnnotationError(
             f"remove(..., {name}) was called while {transactions.running()[-1].name} is being applied; "
@@ -240,8 +270,13 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
         present = [f"{known} (at {record.place})" for known, record in registry(first).items()]
         there = f"what is there: {few(present)}" if present else "nothing was"
         raise NotAnnotatedError(f"{name} was not applied to {module_name(first)}; {there}")
-    record.take_back_from(first)
-    return module
+    record.check_removable(first)
+    undo = partial(record.take_back_from, first)
+    for kind, states in _by_kind(record).items():
+        around = getattr(kind, "around_removal", None)
+        undo = partial(around, states, undo) if around is not None else undo
+    begun.append(True)
+    undo()
 
 
 def _state_on(module: nn.Module, name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -58,6 +58,12 @@ class Annotation:
         given = ", ".join(f"{key}={value!r}" for key, value in self._kwargs.items() if not _holds_modules(value))
         return f"<{self.name}({given}) at {self.place}>"
 
+    def states(self) -> Iterator[Any]:
+        """What this verb keeps, and what those keep that it called."""
+        yield self.state
+        for _, record in self._nested:
+            yield from record.states()
+
     # --- taking it back -----------------------------------------------------------------------------------------------
 
     def put_on(self, module: nn.Module) -> None:
@@ -75,9 +81,13 @@ class Annotation:
         """
         if not self.is_on(module):
             return
+        self.check_removable(module)
+        to_its_end(partial(self._undo_on, module))
+
+    def check_removable(self, module: nn.Module) -> None:
+        """Raise if this is a copy that cannot be undone."""
         if self._undo is None:
             self._check_state_undoes(module)
-        to_its_end(partial(self._undo_on, module))
 
     def _undo_on(self, module: nn.Module) -> None:
         with ExitStack() as stack:

@@ -131,6 +131,18 @@ def _insist(step: Callable[[], object], meanwhile: str, error: BaseException) ->
     return interrupt
 
 
+def through_interrupts(step: Callable[[], object]) -> None:
+    """Call `step` again and again until no interrupt ends it."""
+    for _ in range(_PATIENCE):
+        try:
+            step()
+            return
+        except Exception:
+            raise
+        except BaseException:
+            continue
+
+
 def to_its_end(step: Callable[[], object]) -> None:
     """Call `step`, and once more if an interrupt ended it, which is raised afterwards; a second one ends it for good."""
     try:

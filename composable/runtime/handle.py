@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable.config import AfterForward, Free, Regroup
 from composable.device.collectives import Arrival, Channel, Steps
@@ -64,8 +64,9 @@ class Handle:
 
     __slots__ = (
         "__weakref__", "_arrivals", "_calls", "_channel", "_checks", "_dtypes", "_from_neighbours", "_gathered",
-        "_gathered_anew", "_guards", "_label", "_near_channel", "_strides", "after_forward", "depth", "gradients", "ground",
-        "name", "names", "on_backward", "on_foreigners", "parameters", "phase", "pins", "slots", "uses", "versions"
+        "_gathered_anew", "_guards", "_label", "_left", "_near_channel", "_strides", "after_forward", "depth", "gradients",
+        "ground", "name", "names", "on_backward", "on_foreigners", "parameters", "phase", "pins", "slots", "uses", "versions",
+        "whole_gradients"
     )  # fmt: skip
 
     def __init__(self, slots: Sequence[ParameterSlots], recipe: Recipe, pool: MemoryPool) -> None:
@@ -91,6 +92,8 @@ class Handle:
         self.versions: Versions = []  # of the shards, as last looked up; the same object until somebody writes to one
         self._gathered = (self.versions, 0)  # the edition of the shards when they were gathered
         self._gathered_anew = 0  # how often, because they had changed
+        self.whole_gradients: Sequence[Tensor | None] = ()  # while the unit is being removed
+        self._left = False  # its modules have whole parameters again
         self.gradients = UnitGradients()
         self.parameters = UnitParameters(
             self.slots,
@@ -119,6 +122,7 @@ class Handle:
         """Messages belong to `steps` from now on."""
         for channel in (self._channel, self._near_channel, self._checks, self.gradients.channel):
             if channel is not None:
+                steps.behind = steps.behind or channel.steps.behind
                 channel.steps = steps
 
     @property
@@ -361,17 +365,20 @@ class Handle:
                 part.find_writes()  # and forget them: the step is lost anyway
                 part.free()
 
-    def dissolve(self, originals: Sequence[nn.Parameter | None]) -> None:
-        """Give the module whole plain parameters back: `originals` where they still exist, new ones elsewhere."""
-        if not self.parameters.parts:
-            return
+    def take_over(self) -> None:
+        """Parameters that were moved, cast or replaced by hand become the unit's own."""
         if not self.parameters.intact():
             self._take_in_foreigners()
-        self.unshard()
-        self.land()
-        self.parameters.leave(originals, self._strides)
-        self.reshard()
-        self.parameters.forget()
+
+    def dissolve(self, originals: Sequence[nn.Parameter | None]) -> None:
+        """Give the module whole plain parameters back, which are here: `originals` where they still exist, new ones elsewhere.
+        What an interrupt ended is done again."""
+        if self.parameters.parts:
+            if not self._left:
+                self.parameters.leave(originals, self._strides, self.whole_gradients)
+                self._left = True
+            self.reshard()
+            self.parameters.forget()
         self.gradients.parts = ()
 
     @property

@@ -316,17 +316,22 @@ class UnitParameters:
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
-    def leave(self, originals: Sequence[nn.Parameter | None], strides: Sequence[tuple[int, ...]]) -> None:
+    def leave(
+        self,
+        originals: Sequence[nn.Parameter | None],
+        strides: Sequence[tuple[int, ...]],
+        gradients: Sequence[Tensor | None],
+    ) -> None:
         """Register whole plain parameters: `originals` where they still exist, new ones elsewhere. All must be unsharded."""
-        for slot, original, stride in zip(self.slots, originals, strides, strict=True):
-            _give_back(slot, original, stride)
+        for slot, original, stride, gradient in zip(self.slots, originals, strides, gradients, strict=True):
+            _give_back(slot, original, stride, gradient)
 
     def forget(self) -> None:
         """The parameters are somebody else's."""
         self.parts = ()
 
 
-def _give_back(slot: ParameterSlots, original: nn.Parameter | None, stride: tuple[int, ...]) -> None:
+def _give_back(slot: ParameterSlots, original: nn.Parameter | None, stride: tuple[int, ...], gradient: Tensor | None) -> None:
     whole = slot.unsharded.data
     if original is not None and (original.shape != whole.shape or original.dtype != whole.dtype):
         original = None
@@ -337,9 +342,8 @@ def _give_back(slot: ParameterSlots, original: nn.Parameter | None, stride: tupl
         original.data.copy_(whole)
     original.requires_grad_(slot.sharded.requires_grad)
     copy_attributes(slot.sharded, original)
-    gradient = slot.sharded.grad
-    if isinstance(gradient, DTensor):
-        original.grad = gradient.full_tensor()
+    if gradient is not None:
+        original.grad = gradient
     slot.replace(original)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,11 +23,16 @@ from composable.model.traversal import get_replicated_states, get_states, names_
 from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.iteration import Root
+from composable.runtime.leaving import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import method_on_stack
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
+
+
+def _handles_of(units: Sequence[ShardedUnit]) -> list[Handle]:
+    return [unit._handle for unit in units if unit._handle is not None and unit._handle.parameters.parts]
 
 
 class _Call:
@@ -129,6 +134,21 @@ class ShardedUnit:
             if original is not None:
                 yield fqn, original
 
+    @staticmethod
+    def around_removal(units: Sequence[ShardedUnit], undo: Callable[[], object]) -> None:
+        """Call `undo`, which dissolves `units`, when all ranks have whole parameters; or raise, and nothing has changed."""
+        handles = _handles_of(units)
+        if handles:
+            remove_together(handles, undo)
+        else:
+            undo()
+
+    @staticmethod
+    def removal_was_interrupted(units: Sequence[ShardedUnit], begun: bool) -> None:
+        handles = [handle for handle in _handles_of(units) if handle.ground.wire.ways > 1]
+        if handles:
+            after_interrupt(handles, begun=begun)
+
     def dissolve(self) -> None:
         """Undo: whole plain parameters are registered again, the very ones from before where somebody kept them."""
         for guard in self.guards:
@@ -138,9 +158,9 @@ class ShardedUnit:
         self.guards, self._loading = [], []
         if self.root is not None and not self.root.depth:
             self.root.disband()
-        if self._handle is None:
+        handle = self._handle
+        if handle is None:
             return
-        handle, self._handle = self._handle, None
         if self.enclosing is not None and (outer := self.enclosing()) is not None:
             outer.left_alone += [owner for slot in handle.slots for owner in slot.owners] + self.left_alone
         handle.guarded_by(())
@@ -155,7 +175,7 @@ class ShardedUnit:
             for parameter in (slot.registered, original):
                 if isinstance(parameter, nn.Parameter):
                     forget(parameter)
-        self.recipe = None
+        self._handle = self.recipe = None  # last: what an interrupt ends is done again
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 

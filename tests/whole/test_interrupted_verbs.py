@@ -41,6 +41,7 @@ _CALLS: Final[dict[str, tuple[_Change, _Change, int]]] = {
     "checkpoint": (_nothing, lambda model: checkpoint(model, policy={Line}), 37),
     "a second verb": (checkpoint, lambda model: fully_shard(model, policy={Line}), 97),
     "next to replicas": (lambda model: replicate(model.embed), lambda model: fully_shard(model, policy={Line}), 97),
+    "remove fully_shard": (lambda model: fully_shard(model, policy={Line}), lambda model: remove(model, fully_shard), 29),
     "remove replicate": (replicate, lambda model: remove(model, replicate), 5),
     "remove checkpoint": (checkpoint, lambda model: remove(model, checkpoint), 1),
 }

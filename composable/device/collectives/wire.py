@@ -169,6 +169,15 @@ class Channel:
         count = self._count + self.decisions * self._APART + self._apart
         return self._base | (count >> 10 & (1 << 21) - 1) << 31 | (count & (1 << 10) - 1) << 10 | step << self.BITS
 
+    def mark(self) -> tuple[int, int]:
+        """Where the next message stands."""
+        return self._step, self._count
+
+    def go_back_to(self, mark: tuple[int, int]) -> None:
+        """The next message has the tag that it had then: whoever has it already has it twice, and asks for it once."""
+        step, count = mark
+        self._count = count if step == self._step else 0
+
     def has_come_to(self, tag: int) -> bool:
         """Whether this rank has sent the message with this tag of the channel, or one that comes after it."""
         step = self.step_in(tag)

@@ -48,10 +48,19 @@ Receive = Callable[[dict[int, Message]], Pending | None]  # of the messages of t
 class _Transfer:
     """A message that this rank has shown, and those that it waits for from all others."""
 
-    __slots__ = ("_block", "_host_group", "_label", "_messages", "_receive", "_rest", "_steps", "_tag")
+    __slots__ = ("_block", "_host_group", "_keeps", "_label", "_messages", "_receive", "_rest", "_steps", "_tag")
 
     def __init__(
-        self, host_group: HostGroup, block: Block, tag: int, label: str, receive: Receive, steps: Steps, *, in_step: bool
+        self,
+        host_group: HostGroup,
+        block: Block,
+        tag: int,
+        label: str,
+        receive: Receive,
+        steps: Steps,
+        *,
+        in_step: bool,
+        keeps: bool = False,
     ) -> None:
         self._receive: Receive | None = None
         self._rest: Pending | None = None
@@ -62,6 +71,7 @@ class _Transfer:
         self._label = label
         self._steps = steps
         self._receive = receive
+        self._keeps = keeps  # what has come stays until all have come: a check may be made again after an interrupt
         host_group.show(block, tag, in_step=in_step)
 
     def progress(self) -> bool:
@@ -93,6 +103,9 @@ class _Transfer:
     def _take(self, receive: Receive) -> None:
         host_group, received = self._host_group, self._messages
         try:
+            if self._keeps:
+                for peer in host_group.peers:
+                    host_group.receive(peer, self._tag, self._label, keep=True)
             for peer in host_group.peers:
                 if peer not in received:
                     received[peer] = host_group.receive(peer, self._tag, self._label)
@@ -291,7 +304,7 @@ class HostCommunicator(GroupWire):
                 if said != count:
                     raise RuntimeError(f"rank {peer} takes part in another check, of {said} values and not of {count}")
 
-        self._transfer(8 * (1 + count), fill, receive, label, channel or self._checks).wait()
+        self._transfer(8 * (1 + count), fill, receive, label, channel or self._checks, keeps=True).wait()
         return rows
 
     # --- all of them ------------------------------------------------------------------------------------------------
@@ -306,6 +319,7 @@ class HostCommunicator(GroupWire):
         tag: int = 0,
         *,
         in_step: bool = False,
+        keeps: bool = False,
     ) -> _Transfer:
         host_group = self.host_group
         tag = tag or channel.next_tag()
@@ -313,7 +327,7 @@ class HostCommunicator(GroupWire):
             block = host_group.outbox.take(max(1, nbytes))
             with torch.no_grad():
                 fill(block)
-            return _Transfer(host_group, block, tag, label, receive, channel.steps, in_step=in_step)
+            return _Transfer(host_group, block, tag, label, receive, channel.steps, in_step=in_step, keeps=keeps)
         except FAILURES as error:
             raise failed(label, self.rank, error) from error
 

@@ -64,8 +64,8 @@ class Acks:
 
     def wait(self) -> None:
         while self._left:
-            self._group.receive(self._left[-1], self._tag)
-            self._left.pop()
+            self._group.receive(self._left[-1], self._tag, keep=True)
+            self._group.poll(self._left.pop(), self._tag)  # now, as above
 
 
 class AcksOfSome(Acks):
@@ -162,14 +162,15 @@ class HostGroup:
         """Whether `peer` has sent a message that nobody has asked for."""
         return self._connections[peer].reader.has(tag)
 
-    def receive(self, peer: int, tag: int, label: str = "") -> Message:
+    def receive(self, peer: int, tag: int, label: str = "", *, keep: bool = False) -> Message:
         """The next message with this tag.
 
         Args:
+            keep: it stays, and what is returned means nothing: an interrupt that comes now takes nothing away.
             label: of the collective that cannot go on without it; others who wait for this rank are told.
         """
         reader = self._connections[peer].reader
-        message = reader.poll(tag)
+        message = reader.poll(tag) if not keep else None
         if message is not None:
             return message
         start = time.monotonic()
@@ -185,7 +186,7 @@ class HostGroup:
                 self._refuse_if_hopeless(peer, tag)
 
         try:
-            return reader.receive(tag, self._limit, check)
+            return reader.receive(tag, self._limit, check, keep=keep)
         finally:
             if shown:
                 self._board.clear(tag)

@@ -106,11 +106,19 @@ class PipeReader:
             os.close(self._write_end)
             self._write_end = -1
 
-    def receive(self, tag: int, limit: timedelta | None, check: Callable[[Sequence[int]], None] | None = None) -> Message:
+    def receive(
+        self,
+        tag: int,
+        limit: timedelta | None,
+        check: Callable[[Sequence[int]], None] | None = None,
+        *,
+        keep: bool = False,
+    ) -> Message:
         """The next message with this tag.
 
         Args:
             limit: how long to wait; None means for ever.
+            keep: the message stays for whoever asks next; what is returned means nothing.
             check: gets the tags of all other messages that nobody has asked for, and raises if there is no use in waiting.
 
         Raises:
@@ -124,7 +132,7 @@ class PipeReader:
         gone = False
         while True:
             ended = gone or self._ended  # looked at first: another thread may read the message and the end after our poll
-            message, others = self._poll(tag)
+            message, others = self._peek(tag) if keep else self._poll(tag)
             if message is not None:
                 return message
             if check is not None:
@@ -158,6 +166,10 @@ class PipeReader:
             if tag not in self._received:
                 return None, tuple(self._received)
         return self.poll(tag), ()
+
+    def _peek(self, tag: int) -> tuple[Message | None, Sequence[int]]:
+        found = self.pending()
+        return ((0, 0) if tag in found else None), found
 
     def has(self, tag: int) -> bool:
         """Whether a message with this tag has come that nobody has asked for."""

@@ -1,0 +1,139 @@
+"""How ranks remove sharded units together: each has all values before any of them changes anything; knows no module.
+
+Note [All or nobody]
+An interrupt may come to any rank between any two lines. So there are two parts. In the first one all units are gathered, in one
+step, and nothing that users see changes. Who is interrupted there, or told of somebody who was, gives it up, and everything is
+as it was; all of them have opened the same steps. It ends with a vote. It is done to its end, through any interrupt, and so is
+the second part, which is this rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from composable.device.collectives import GatherPart
+from composable.device.private import local_of
+from composable.model.transaction import through_interrupts
+from composable.plan.phases import Phase
+from composable.runtime.handle import Handle
+
+_PATIENCE: Final = 16  # interrupts while ranks vote
+
+
+class _Gathering:
+    """The first part, for the units of `handles`."""
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = handles
+        # All numbers first, so that who is interrupted opens as many steps as the others.
+        self._steps = {steps: steps.number + 1 for steps in {handle.steps: None for handle in handles}}
+        self._unsharded: list[Handle] = []  # for the removal: they were not before
+
+    def run(self) -> None:
+        self._open()
+        for handle in self._handles:
+            handle.take_over()
+            if handle.phase is not Phase.UNSHARDED:
+                self._unsharded.append(handle)
+                handle.unshard_in_step(for_user=True)
+        for handle in self._handles:
+            handle.land()
+            handle.whole_gradients = _whole_gradients(handle)
+
+    def _open(self) -> None:
+        for steps, number in self._steps.items():
+            steps.catch_up(number)
+
+    def vote(self) -> BaseException | None:
+        """Hear that all have come so far, through any interrupt, which is returned: others may have heard this rank's vote."""
+        interrupt = None
+        checks = self._handles[0].checks
+        before, steps = checks.mark(), checks.steps
+        steps.met = -1
+        for _ in range(_PATIENCE):
+            try:
+                self._vote()
+                break
+            except Exception:
+                raise
+            except BaseException as error:
+                interrupt = error
+                if steps.met == steps.number:
+                    break  # all votes have come
+                checks.go_back_to(before)
+        return interrupt
+
+    def _vote(self) -> None:
+        handle = self._handles[0]
+        handle.ground.wire.extremes([0], label="vote on remove() across ranks", channel=handle.checks)
+
+    def give_up(self) -> None:
+        self._open()
+        for handle in self._unsharded:
+            handle.withdraw()
+            handle.reshard()
+        for handle in self._handles:
+            handle.say_farewell("the removal of fully_shard was interrupted, or failed")
+
+
+def remove_together(handles: Sequence[Handle], undo: Callable[[], object]) -> None:
+    """Bring all values to all ranks, and then `undo`, or change nothing and raise. `undo` can be called again."""
+    gathering: _Gathering | None = None
+    try:
+        gathering = _Gathering(handles)
+        gathering.run()
+        interrupt = gathering.vote()
+    except BaseException:
+        through_interrupts(lambda: (gathering or _Gathering(handles)).give_up())
+        raise
+    try:
+        undo()
+    except Exception:
+        raise
+    except BaseException:
+        through_interrupts(undo)
+        raise
+    if interrupt is not None:
+        raise interrupt
+
+
+def after_interrupt(handles: Sequence[Handle], *, begun: bool) -> None:
+    """Of a removal: let the others who wait for this rank know.
+
+    Args:
+        begun: this rank has told them.
+    """
+    if not begun:
+        _Gathering(handles).give_up()
+    for handle in handles:
+        handle.steps.behind = True
+
+
+def _whole_gradients(handle: Handle) -> list[Tensor | None]:
+    """Over the unit's own wire: who is interrupted in a collective of torch's own leaves the others waiting in it."""
+    return [
+        _whole(gradient, handle) if isinstance(gradient := slot.sharded.grad, DTensor) else gradient for slot in handle.slots
+    ]
+
+
+@torch.no_grad()
+def _whole(gradient: DTensor, handle: Handle) -> Tensor:
+    wire, (placement,), local = handle.ground.wire, gradient.placements, local_of(gradient).detach()
+    if not isinstance(placement, Shard):
+        return local.clone()
+    dim, shape = placement.dim, list(gradient.shape)
+    largest = -(-shape[dim] // wire.ways)
+    shapes = [[*shape[:dim], max(0, min(largest, shape[dim] - rank * largest)), *shape[dim + 1 :]] for rank in range(wire.ways)]
+    chunk = prod(shapes[0])
+    shard, whole = local.new_zeros(chunk), local.new_empty(wire.ways * chunk)
+    shard[: local.numel()].copy_(local.reshape(-1))
+    parts = wire.prepare([GatherPart(shard, whole, whole.numel())])
+    wire.all_gather(parts, label=f"all-gather of gradients of unit '{handle.name}'", channel=handle.checks).wait()
+    pieces = [whole[rank * chunk :][: prod(shape)].view(shape) for rank, shape in enumerate(shapes)]
+    return torch.cat(pieces, dim)
