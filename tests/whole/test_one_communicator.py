@@ -176,7 +176,7 @@ def _parity(form: str, wire: str, **options: Any) -> None:
     _train(*_annotated(form, wire, **options))
 
 
-@pytest.mark.parametrize("wire", _WIRES)
+@pytest.mark.parametrize("wire", ["ordered", "sockets", pytest.param("tags", marks=pytest.mark.host)])
 @pytest.mark.parametrize("form", _FORMS)
 def test_ranks_whose_units_become_ready_in_different_orders_get_the_means(pool: Pool, form: str, wire: str) -> None:
     pool.run(2, _parity, form, wire)
@@ -296,7 +296,7 @@ def _freezing(wire: str) -> None:
         _compare(plain, model, step)
 
 
-@pytest.mark.parametrize("wire", ["ordered", "tags"])
+@pytest.mark.parametrize("wire", ["ordered", pytest.param("tags", marks=pytest.mark.host)])
 def test_a_unit_that_a_rank_leaves_out_launches_what_it_launches_on_the_others_when_its_layers_are_frozen(
     pool: Pool, wire: str
 ) -> None:
@@ -318,6 +318,6 @@ def _copies(wire: str) -> None:
         _compare(*both, step)
 
 
-@pytest.mark.parametrize("wire", _WIRES)
+@pytest.mark.parametrize("wire", ["ordered", "sockets", pytest.param("tags", marks=pytest.mark.host)])
 def test_copies_train_in_turn_and_in_one_backward(pool: Pool, wire: str) -> None:
     pool.run(2, _copies, wire)
