@@ -25,11 +25,13 @@ test: $(READY) ## run all tests (ARGS="-k name" for some of them)
 # does not depend on how bytes travel, and takes minutes: other people's models and trainers, the compiler, local arithmetic.
 NOT_OVER_SOCKETS := tests/state/test_exactness.py $(wildcard tests/whole/test_compile*.py) tests/whole/test_interrupted_verbs.py \
 	tests/whole/test_models_of_others.py tests/whole/test_trainers.py
+OVER_SOCKETS ?= tests/device tests/runtime tests/state tests/whole
+
 test-sockets: $(READY) ## run the tests of the transport, and of training over it, without device/collectives/host/
 	@set -e; copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; \
 	cp -R composable tests docs pyproject.toml "$$copy"; \
 	rm -r "$$copy/composable/device/collectives/host"; \
-	cd "$$copy"; PYTHONPATH="$$copy" "$(CURDIR)/$(PY)" -m pytest -p no:cacheprovider tests/device tests/runtime tests/state tests/whole $(NOT_OVER_SOCKETS:%=--ignore=%) $(ARGS)
+	cd "$$copy"; PYTHONPATH="$$copy" "$(CURDIR)/$(PY)" -m pytest -p no:cacheprovider $(OVER_SOCKETS) $(NOT_OVER_SOCKETS:%=--ignore=%) $(ARGS)
 
 lint: $(READY) ## style and formatting
 	@$(PY) -m ruff check .

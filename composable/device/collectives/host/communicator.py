@@ -12,6 +12,7 @@ the last message, and whatever a user's code writes to on one rank is that rank'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final
 
 import torch
@@ -62,8 +63,8 @@ class _Transfer:
         in_step: bool,
         keeps: bool = False,
     ) -> None:
-        self._receive: Receive | None = None
         self._rest: Pending | None = None
+        self._receive: Receive | None = None
         self._messages: dict[int, Message] = {}
         self._host_group = host_group
         self._block = block
@@ -130,7 +131,8 @@ class _Transfer:
             self._rest.give_up()
 
     def __del__(self) -> None:
-        self.give_up()  # an interrupt left nobody who holds it
+        with suppress(AttributeError):  # interrupted before it was made
+            self.give_up()  # an interrupt left nobody who holds it
 
     def _leave(self) -> None:
         self._host_group.give_up(self._block, self._tag, self._messages, self._steps)
