@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives import GatherPart, ReducePart, Wire, wire_of
+from composable.device.collectives import Communicator, GatherPart, ReducePart, communicator_of
 from composable.device.memory import MemoryPool
 
 Finish = Callable[[], object]
@@ -41,9 +41,9 @@ def gather_tensor(shard: Tensor, whole: Tensor) -> Move:
 
 def gather_pairs(shard: Tensor, whole: Tensor) -> Move:
     """Every pair of ranks exchanges shards, straight into place."""
-    rank, ways = dist.get_rank(), dist.get_world_size()
-    rows = whole.view(ways, -1)
-    peers = [(rank + step) % ways for step in range(1, ways)]  # nobody is everybody's first
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = whole.view(size, -1)
+    peers = [(rank + step) % size for step in range(1, size)]  # nobody is everybody's first
 
     def move() -> Finish:
         waits = [_waiting(dist.irecv(rows[peer], peer)) for peer in peers]
@@ -65,11 +65,11 @@ def reduce_tensor(source: Tensor, out: Tensor) -> Move:
 
 def reduce_pairs(source: Tensor, out: Tensor) -> Move:
     """Every pair exchanges what the other owns; each rank adds up its own rows, in the order of ranks."""
-    rank, ways = dist.get_rank(), dist.get_world_size()
-    rows = source.view(ways, -1)
-    incoming = torch.empty((ways, out.numel()), dtype=out.dtype, device=out.device)
-    peers = [(rank + step) % ways for step in range(1, ways)]
-    terms = [rows[rank] if peer == rank else incoming[peer] for peer in range(ways)]
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = source.view(size, -1)
+    incoming = torch.empty((size, out.numel()), dtype=out.dtype, device=out.device)
+    peers = [(rank + step) % size for step in range(1, size)]
+    terms = [rows[rank] if peer == rank else incoming[peer] for peer in range(size)]
 
     def move() -> Finish:
         waits = [_waiting(dist.irecv(incoming[peer], peer)) for peer in peers]
@@ -79,8 +79,8 @@ def reduce_pairs(source: Tensor, out: Tensor) -> Move:
             for wait in waits:
                 wait()
             torch.add(terms[0], terms[1], out=out)
-            for term in terms[2:]:
-                out.add_(term)
+            for scaled_input in terms[2:]:
+                out.add_(scaled_input)
 
         return finish
 
@@ -113,18 +113,18 @@ def reduce_all(source: Tensor, out: Tensor) -> Move:
     return move
 
 
-def _shared() -> Wire:
-    """The library's own wire through shared memory, used for messages of every size."""
-    wire = wire_of(dist.group.WORLD, torch.device("cpu"))
-    if not wire.capabilities.tells_of_leaving:
+def _shared() -> Communicator:
+    """The library's own communicator through shared memory, used for messages of every size."""
+    communicator = communicator_of(dist.group.WORLD, torch.device("cpu"))
+    if not communicator.capabilities.tells_of_leaving:
         raise RuntimeError("these ranks do not see each other's memory")
-    return wire
+    return communicator
 
 
 def _gather_parts(parts: list[GatherPart]) -> Move:
-    wire = _shared()
-    plan, channel = wire.prepare(parts), wire.open_channel()
-    return lambda: wire.all_gather(plan, label="all-gather", channel=channel).wait
+    communicator = _shared()
+    plan, tags = communicator.prepare(parts), communicator.open_tags()
+    return lambda: communicator.all_gather(plan, label="all-gather", tags=tags).wait
 
 
 def gather_shared(shard: Tensor, whole: Tensor) -> Move:
@@ -134,15 +134,15 @@ def gather_shared(shard: Tensor, whole: Tensor) -> Move:
 
 def reduce_shared(source: Tensor, out: Tensor) -> Move:
     """Every rank copies what the others own into memory that they see; they add it up from there, in the order of ranks."""
-    wire, pool = _shared(), MemoryPool()
-    channel, part = wire.open_channel(), ReducePart(source, out.numel(), out)
-    return lambda: wire.reduce_scatter([part], scratch=pool, label="reduction", channel=channel).wait
+    communicator, pool = _shared(), MemoryPool()
+    tags, part = communicator.open_tags(), ReducePart(source, out.numel(), out)
+    return lambda: communicator.reduce_scatter([part], scratch=pool, label="reduction", tags=tags).wait
 
 
 def reduce_all_shared(source: Tensor, out: Tensor) -> Move:
     """The same, of everything."""
-    wire = _shared()
-    return lambda: wire.all_reduce(source, label="all-reduce").wait
+    communicator = _shared()
+    return lambda: communicator.all_reduce(source, label="all-reduce").wait
 
 
 GATHERS: Final[dict[str, Callable[[Tensor, Tensor], Move]]] = {
@@ -178,12 +178,12 @@ def gather_each_shared(shards: list[Tensor], wholes: list[Tensor], gather: Calla
 
 def gather_packed(shards: list[Tensor], wholes: list[Tensor], gather: Callable[[Tensor, Tensor], Move]) -> Move:
     """One message for all parameters, whose shards lie side by side; then each is copied out to its place."""
-    ways = dist.get_world_size()
+    size = dist.get_world_size()
     sizes = [shard.numel() for shard in shards]
     packed = torch.cat(shards)  # a shard buffer holds them that way at rest, so packing costs nothing per step
-    landed = packed.new_empty(ways * packed.numel())
-    columns = torch.split(landed.view(ways, -1), sizes, dim=1)
-    places = [whole.view(ways, -1) for whole in wholes]
+    landed = packed.new_empty(size * packed.numel())
+    columns = torch.split(landed.view(size, -1), sizes, dim=1)
+    places = [whole.view(size, -1) for whole in wholes]
     one = gather(packed, landed)
 
     def move() -> Finish:

@@ -52,16 +52,16 @@ def _fastest(makers: dict[str, Move], watch: Stopwatch, device: torch.device) ->
 
 
 def _floor(task: Task, options: argparse.Namespace) -> Measure:
-    device, ways = device_of(options), dist.get_world_size()
+    device, size = device_of(options), dist.get_world_size()
     watch = Stopwatch(device)
-    padded = [-(-numel // ways) * ways for numel in _unit_numels(task)]
+    padded = [-(-numel // size) * size for numel in _unit_numels(task)]
     whole = torch.zeros(max(padded), device=device)
-    shards = [torch.full((numel // ways,), 1e-3, device=device) for numel in padded]
-    moved = torch.zeros_like(shards[0].new_empty(max(padded) // ways))
+    shards = [torch.full((numel // size,), 1e-3, device=device) for numel in padded]
+    moved = torch.zeros_like(shards[0].new_empty(max(padded) // size))
     gathers: list[Move] = []
     reductions: list[Move] = []
     for numel, shard in zip(padded, shards, strict=True):
-        room, mine = whole[:numel], moved[: numel // ways]
+        room, mine = whole[:numel], moved[: numel // size]
         gathers.append(_fastest({name: make(shard, room) for name, make in GATHERS.items()}, watch, device))
         makers = {name: make(room, mine) for name, make in REDUCTIONS.items() if not name.startswith("all-reduce")}
         reductions.append(_fastest(makers, watch, device))

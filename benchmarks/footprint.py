@@ -41,7 +41,7 @@ AROUND: Final = (
 PREDICTABLE: Final = ("un-annotated", "composable", "composable-keep", "composable-replicate")
 
 
-def predicted(contender: str, task: Task, *, ways: int, activations: int, on_host: bool) -> float:
+def predicted(contender: str, task: Task, *, size: int, activations: int, on_host: bool) -> float:
     """Peak bytes per rank in a step of AdamW after the first one.
 
     Args:
@@ -64,5 +64,5 @@ def predicted(contender: str, task: Task, *, ways: int, activations: int, on_hos
     # On the host, memory for what passes through is kept and used again, so it is there all the time.
     gathered = root + TURNS * unit if contender == "composable" else total
     # Gradients of two units (one grows, one is being reduced), and what of them is on its way to other ranks.
-    reducing = 2 * unit + BLOCKS * unit * (ways - 1) / ways
-    return 4 * total / ways + gathered + reducing + activity
+    reducing = 2 * unit + BLOCKS * unit * (size - 1) / size
+    return 4 * total / size + gathered + reducing + activity

@@ -20,7 +20,7 @@ class HollowGroup(dist.ProcessGroup):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self._ways = size
+        self._num_shards = size
 
     def _nothing(self, *_: Any) -> dist.Work:
         return FakeWork()
@@ -29,11 +29,11 @@ class HollowGroup(dist.ProcessGroup):
 
     def _gather(self, output: Tensor, part: Tensor, *_: Any) -> dist.Work:
         # FSDP2 gathers in place: the part is a piece of the output.
-        output.detach().view(self._ways, -1).copy_(part.detach().clone().view(1, -1))
+        output.detach().view(self._num_shards, -1).copy_(part.detach().clone().view(1, -1))
         return FakeWork()
 
     def _scatter(self, output: Tensor, whole: Tensor, *_: Any) -> dist.Work:
-        output.detach().view(-1).copy_(whole.detach().view(self._ways, -1)[0])
+        output.detach().view(-1).copy_(whole.detach().view(self._num_shards, -1)[0])
         return FakeWork()
 
     _allgather_base = all_gather_single = _gather  # the second name from torch 2.13 on

@@ -42,23 +42,29 @@ class Piece:
 PIECES = (
     Piece(
         "all-gathers of the faked group",
-        ("device.collectives.tensors:TensorsWire.all_gather", "device.collectives.tensors:StreamsWire.all_gather"),
+        (
+            "device.collectives.native:NativeCommunicator.all_gather",
+            "device.collectives.accelerator:AcceleratorCommunicator.all_gather",
+        ),
         True,
     ),
     Piece(
         "reduce-scatter of the faked group",
-        ("device.collectives.tensors:TensorsWire.reduce_scatter", "device.collectives.tensors:StreamsWire.reduce_scatter"),
+        (
+            "device.collectives.native:NativeCommunicator.reduce_scatter",
+            "device.collectives.accelerator:AcceleratorCommunicator.reduce_scatter",
+        ),
         True,
     ),
-    Piece("parameters out of the message", ("device.storage:FlatParameters.copy_out",), True),
-    Piece("gradients into the message", ("device.gradients:GradientRows.copy_in",), True),
-    Piece("gradients onto parameters", ("device.gradients:GradientShards.deliver",)),
+    Piece("parameters out of the message", ("device.flat_parameters:FlatParameters.copy_out",), True),
+    Piece("gradients into the message", ("device.sharded_gradients:GradientRows.copy_in",), True),
+    Piece("gradients onto parameters", ("device.sharded_gradients:GradientShards.deliver",)),
     Piece("checks before forward", ("runtime.preparation:Preparation.prepare",), True),
-    Piece("who keeps gradients", ("device.gradients:GradientShards.refresh",), True),
-    Piece("which form modules see", ("device.parameters:Stage.show", "device.parameters:Stage.hide")),
+    Piece("who keeps gradients", ("device.sharded_gradients:GradientShards.refresh",), True),
+    Piece("which form modules see", ("device.parameter_swap:ParameterSwap.show", "device.parameter_swap:ParameterSwap.hide")),
     Piece("guards", ("model.hooks:GuardRow.step_aside", "model.hooks:GuardRow.stand")),
     Piece("gradients taken over", ("runtime.part:take_gradients",)),
-    Piece("outputs watched", ("runtime.iteration:watch",)),
+    Piece("outputs watched", ("runtime.root:watch",)),
     Piece("memory", ("device.memory:ElasticBuffer.allocate", "device.memory:ElasticBuffer.free")),
 )
 HOOKS = "torch's calls of empty hooks"

@@ -136,9 +136,9 @@ def main() -> None:
     names = chosen(options, found.contenders)
     task = task_of(found.model, seed=found.seed, rank=0, device=torch.device("cpu"))
     activations = saved_bytes(task)
-    ways = world_of(found)
+    size = world_of(found)
     forecast = {
-        name: predicted(name, task, ways=ways, activations=activations, on_host=found.device == "cpu") for name in PREDICTABLE
+        name: predicted(name, task, size=size, activations=activations, on_host=found.device == "cpu") for name in PREDICTABLE
     }
     world = f"{found.fake_world} ranks, communication faked" if found.fake_world else f"{found.ranks} ranks"
     allocator = ", glibc as it is" if found.allocator == "default" else ""

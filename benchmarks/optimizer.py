@@ -32,10 +32,10 @@ CLAIMS: list[Claim] = [
 WIDTH = 32
 
 
-def _plain_shards(model: nn.Module, ways: int) -> list[nn.Parameter]:
+def _plain_shards(model: nn.Module, size: int) -> list[nn.Parameter]:
     shards = []
     for parameter in model.parameters():
-        shard = nn.Parameter(parameter.detach().chunk(ways)[0].clone())
+        shard = nn.Parameter(parameter.detach().chunk(size)[0].clone())
         shard.grad = torch.full_like(shard, 1e-3)
         shards.append(shard)
     return shards

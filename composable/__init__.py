@@ -8,10 +8,10 @@ from composable.api.fully_shard import fully_shard
 from composable.api.replicate import replicate
 from composable.api.scopes import keep_unsharded, register_forward_method, reshard, unshard
 from composable.model.contract import contract, on_undo, registry, remove
+from composable.optim.clipping import clip_grad_norm_
+from composable.optim.step_on_shards import ShardStepping, step_on_shards
 from composable.policies import CustomPolicy, ModuleWrapPolicy, NamePolicy, Policy, SizePolicy
 from composable.report.describe import describe
-from composable.state.clipping import clip_grad_norm_
-from composable.state.step_on_shards import ShardStepping, step_on_shards
 
 try:
     __version__ = version("torch-composable")

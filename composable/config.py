@@ -17,13 +17,13 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Regroup:
+class ReshardTo:
     """Keep a shard over `ranks` neighbours after forward, so that backward gathers nearby."""
 
     ranks: int
 
 
-AfterForward = Free | Keep | Regroup
+AfterForward = Free | Keep | ReshardTo
 
 SYNC_MODES: Final = ("check", "broadcast", "off")
 
@@ -34,4 +34,4 @@ def after_forward(value: bool | int) -> AfterForward:
         return Free()
     if value is False:
         return Keep()
-    return Regroup(int(value))
+    return ReshardTo(int(value))

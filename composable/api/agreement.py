@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from composable.config import SYNC_MODES
-from composable.device.collectives import Wire
+from composable.device.collectives import Communicator
 from composable.errors import RanksDisagreeError, first_line
 from composable.model.traversal import ManagedParameter
 
@@ -59,41 +59,41 @@ def _shape_digest(parameters: Sequence[ManagedParameter]) -> list[int]:
 
 
 @contextmanager
-def failures_told(verb: str, wire: Wire) -> Iterator[None]:
+def failures_told(verb: str, communicator: Communicator) -> Iterator[None]:
     """Before `synchronise`: what fails on this rank alone fails on all, since it takes part there as one that cannot."""
     try:
         yield
     except Exception as error:
-        if wire.ways > 1:
-            wire.extremes([1, 0, 0, 0, 0, 0], label=_label(verb))
-            _who_failed(_in_a_line(error), [wire], _label(verb))
+        if communicator.size > 1:
+            communicator.min_max([1, 0, 0, 0, 0, 0], label=_label(verb))
+            _who_failed(_in_a_line(error), [communicator], _label(verb))
         raise
 
 
 @contextmanager
-def all_or_none(verb: str, *wires: Wire) -> Iterator[None]:
+def all_or_none(verb: str, *communicators: Communicator) -> Iterator[None]:
     """After `synchronise`: what fails on one rank fails on all, so that the annotation is taken back everywhere.
 
     Args:
-        wires: over which the body opens channels; all ranks are in the first.
+        communicators: over which the body opens tags; all ranks are in the first.
     """
     label = f"vote on {verb}() across ranks"
     try:
         yield
     except Exception as error:
-        if wires[0].ways > 1:
-            wires[0].extremes([1], label=label)
-            _who_failed(_in_a_line(error), wires, label)
+        if communicators[0].size > 1:
+            communicators[0].min_max([1], label=label)
+            _who_failed(_in_a_line(error), communicators, label)
         raise
-    if wires[0].extremes([0], label=label)[1] != [0]:
-        _refuse(verb, _who_failed("", wires, label))
+    if communicators[0].min_max([0], label=label)[1] != [0]:
+        _refuse(verb, _who_failed("", communicators, label))
 
 
-def _who_failed(failure: str, wires: Sequence[Wire], label: str) -> list[str]:
-    """What every rank failed with, or nothing. Those who did have opened less channels than the others."""
-    texts = _everybody_says(failure, wires[0], label, _ROOM_FOR_ERRORS)
-    for wire in wires:
-        wire.open_channels_up_to(wire.extremes([wire.channels], label=label)[1][0])
+def _who_failed(failure: str, communicators: Sequence[Communicator], label: str) -> list[str]:
+    """What every rank failed with, or nothing. Those who did have opened fewer tag sequences than the others."""
+    texts = _everybody_says(failure, communicators[0], label, _ROOM_FOR_ERRORS)
+    for communicator in communicators:
+        communicator.open_tags_up_to(communicator.min_max([communicator.tags_opened], label=label)[1][0])
     return texts
 
 
@@ -102,7 +102,7 @@ def _in_a_line(error: Exception) -> str:
 
 
 def synchronise(
-    verb: str, parameters: Sequence[ManagedParameter], wire: Wire, mode: str, treatment: Sequence[str] = ()
+    verb: str, parameters: Sequence[ManagedParameter], communicator: Communicator, mode: str, treatment: Sequence[str] = ()
 ) -> None:
     """Check that the ranks agree, or make them.
 
@@ -114,7 +114,7 @@ def synchronise(
         RanksDisagreeError: names, shapes, dtypes, treatment or, in "check", values differ; names the first difference. Or
             another rank failed.
     """
-    if wire.ways == 1:
+    if communicator.size == 1:
         return
     trusted = mode == "off"
     shapes = [] if trusted else _shape_digest(parameters)
@@ -122,24 +122,24 @@ def synchronise(
     digests = [_digest(shapes), 0 if trusted else _digest(treatment), _digest(values)]
     label = _label(verb)
     summary = [0, SYNC_MODES.index(mode), 0 if trusted else len(parameters), *digests]
-    lowest, highest = wire.extremes(summary, label=label)
+    lowest, highest = communicator.min_max(summary, label=label)
     if highest[0]:
-        _refuse_failure(verb, wire, label)
+        _refuse_failure(verb, communicator, label)
     if lowest[1] != highest[1]:
-        _refuse_modes(verb, mode, wire, label)
+        _refuse_modes(verb, mode, communicator, label)
     if lowest[:4] != highest[:4]:
-        _refuse_shapes(verb, parameters, shapes, wire, label)
+        _refuse_shapes(verb, parameters, shapes, communicator, label)
     if lowest[:5] != highest[:5]:
-        _refuse_treatment(verb, parameters, treatment, wire, label)
+        _refuse_treatment(verb, parameters, treatment, communicator, label)
     if trusted:
         return
     if mode == "broadcast":
         for managed in parameters:
             if managed.parameter.device.type != "meta":
-                wire.broadcast(managed.parameter.data, label=f"broadcast of parameter '{managed.fqn}'")
+                communicator.broadcast(managed.parameter.data, label=f"broadcast of parameter '{managed.fqn}'")
         return
     if lowest != highest:
-        _refuse_values(verb, parameters, values, wire, label)
+        _refuse_values(verb, parameters, values, communicator, label)
 
 
 def _label(verb: str) -> str:
@@ -150,8 +150,8 @@ def _digest(values: Sequence[object]) -> int:
     return zlib.crc32(repr([*values]).encode())
 
 
-def _refuse_failure(verb: str, wire: Wire, label: str) -> None:
-    _refuse(verb, _who_failed("", [wire], label))
+def _refuse_failure(verb: str, communicator: Communicator, label: str) -> None:
+    _refuse(verb, _who_failed("", [communicator], label))
 
 
 def _refuse(verb: str, texts: Sequence[str]) -> None:
@@ -159,8 +159,8 @@ def _refuse(verb: str, texts: Sequence[str]) -> None:
     raise RanksDisagreeError(f"{verb}: rank {rank} failed, so no rank annotates the module: {text}")
 
 
-def _refuse_modes(verb: str, mode: str, wire: Wire, label: str) -> None:
-    says = [text.split() for text in _everybody_says(f"{verb} {mode}", wire, label)]
+def _refuse_modes(verb: str, mode: str, communicator: Communicator, label: str) -> None:
+    says = [text.split() for text in _everybody_says(f"{verb} {mode}", communicator, label)]
     verbs, texts = [said[0] for said in says], [said[1] for said in says]
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
     if verbs[other] != verbs[0]:
@@ -174,24 +174,26 @@ def _refuse_modes(verb: str, mode: str, wire: Wire, label: str) -> None:
 
 
 def _refuse_treatment(
-    verb: str, parameters: Sequence[ManagedParameter], treatment: Sequence[str], wire: Wire, label: str
+    verb: str, parameters: Sequence[ManagedParameter], treatment: Sequence[str], communicator: Communicator, label: str
 ) -> None:
-    rows = wire.exchange([zlib.crc32(text.encode()) for text in treatment], label=label)
+    rows = communicator.all_gather_ints([zlib.crc32(text.encode()) for text in treatment], label=label)
     first, other = next((i, r) for i in range(len(treatment)) for r, row in enumerate(rows) if row[i] != rows[0][i])
-    texts = _everybody_says(treatment[first], wire, label)
+    texts = _everybody_says(treatment[first], communicator, label)
     raise RanksDisagreeError(
         f"{verb}: the arguments come to different things for parameter '{parameters[first].fqn}': {texts[0]} on rank 0; "
         f"{texts[other]} on rank {other}. Pass the same arguments on every rank."
     )
 
 
-def _refuse_shapes(verb: str, parameters: Sequence[ManagedParameter], shapes: list[int], wire: Wire, label: str) -> None:
-    counts = [row[0] for row in wire.exchange([len(parameters)], label=label)]
+def _refuse_shapes(
+    verb: str, parameters: Sequence[ManagedParameter], shapes: list[int], communicator: Communicator, label: str
+) -> None:
+    counts = [row[0] for row in communicator.all_gather_ints([len(parameters)], label=label)]
     longest = max(counts)
-    rows = wire.exchange(shapes + [0] * (longest - len(shapes)), label=label)
+    rows = communicator.all_gather_ints(shapes + [0] * (longest - len(shapes)), label=label)
     other = next(r for r, row in enumerate(rows) if row != rows[0] or counts[r] != counts[0])
     first = next((i for i in range(longest) if rows[0][i] != rows[other][i]), min(counts))
-    texts = _everybody_says(_describe(parameters, first), wire, label)
+    texts = _everybody_says(_describe(parameters, first), communicator, label)
     seen = f"rank 0 has {texts[0]}; rank {other} has {texts[other]}"
     raise RanksDisagreeError(
         f"{verb}: rank {other} annotates {counts[other]} parameters, rank 0 {counts[0]}; they differ from parameter "
@@ -199,9 +201,9 @@ def _refuse_shapes(verb: str, parameters: Sequence[ManagedParameter], shapes: li
     )
 
 
-def _everybody_says(text: str, wire: Wire, label: str, room: int = 160) -> list[str]:
+def _everybody_says(text: str, communicator: Communicator, label: str, room: int = 160) -> list[str]:
     """Every rank's `text`, cut to `room` bytes, on every rank."""
-    rows = wire.exchange(list(text.encode()[:room].ljust(room)), label=label)
+    rows = communicator.all_gather_ints(list(text.encode()[:room].ljust(room)), label=label)
     return [bytes(row).decode(errors="replace").rstrip() for row in rows]
 
 
@@ -214,8 +216,10 @@ def _describe(parameters: Sequence[ManagedParameter], index: int) -> str:
     return f"'{parameters[index].fqn}' {tuple(parameter.shape)} {dtype}{frozen}"
 
 
-def _refuse_values(verb: str, parameters: Sequence[ManagedParameter], values: list[int], wire: Wire, label: str) -> None:
-    rows = wire.exchange(values, label=label)
+def _refuse_values(
+    verb: str, parameters: Sequence[ManagedParameter], values: list[int], communicator: Communicator, label: str
+) -> None:
+    rows = communicator.all_gather_ints(values, label=label)
     for index, managed in enumerate(parameters):
         other = next((r for r, row in enumerate(rows) if row[index] != rows[0][index]), None)
         if other is not None:

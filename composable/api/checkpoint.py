@@ -30,7 +30,7 @@ class CheckpointState:
         self.brackets: list[RecomputeBracket] = []
 
 
-@contract(state_cls=CheckpointState, equivalents=_EQUIVALENTS, spread_by="policy")
+@contract(state_cls=CheckpointState, equivalents=_EQUIVALENTS, only_submodules_with="policy")
 def checkpoint(
     module: nn.Module | list[nn.Module],
     *,

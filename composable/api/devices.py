@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
-from composable.device.parameters import Owner
+from composable.device.parameter_swap import Owner
 from composable.errors import AnnotationError
 from composable.model.traversal import REPLICATE, SHARD, ManagedParameter, walk
 

@@ -18,7 +18,7 @@ from composable.api.selection import check_keywords, ids_of_ignored, parameters_
 from composable.api.taken import refuse_taken
 from composable.api.ties import tied_to_replicated
 from composable.config import SYNC_MODES, AfterForward, after_forward
-from composable.device.parameters import Owner
+from composable.device.parameter_swap import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach, detach
@@ -33,11 +33,11 @@ from composable.model.traversal import (
     walk,
 )
 from composable.policies import PolicyLike, select_modules
-from composable.runtime.ground import Ground
 from composable.runtime.handle import Recipe
 from composable.runtime.launch_order import launch_together
+from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.mixed import rest_as_dtensors
-from composable.runtime.unit import ShardedUnit
+from composable.runtime.sharded_unit import ShardedUnit
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
 _EQUIVALENTS: Final = {
@@ -122,11 +122,11 @@ def fully_shard(
     assigned = _assigned.get()
     if assigned is not None and assigned.module is modules[0] and assigned.within in running():
         after = _after_forward(reshard_after_forward)
-        _attach_unit(modules, assigned.parameters, assigned.placements, _ground(modules, mesh, after), after)
+        _attach_unit(modules, assigned.parameters, assigned.placements, _mesh_info(modules, mesh, after), after)
         return module
-    wire = meeting_place("fully_shard", mesh, device_of(modules[0]))
+    communicator = meeting_place("fully_shard", mesh, device_of(modules[0]))
     common = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
-    with failures_told("fully_shard", wire):
+    with failures_told("fully_shard", communicator):
         if sync_module_states not in SYNC_MODES:
             raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
         after = _after_forward(reshard_after_forward)
@@ -144,9 +144,9 @@ def fully_shard(
         placements.reverse()
         units = zip([modules[0], *picked], options, placements, strict=True)
         treatment = [text for unit, o, placed in units for text in _treatment(modules[0], unit, o, placed)]
-    synchronise("fully_shard", [p for share in shares for p in share], wire, sync_module_states, treatment)
-    ground = _ground(modules, mesh, after)
-    with all_or_none("fully_shard", wire, *([ground.near] if ground.near is not None else [])):
+    synchronise("fully_shard", [p for share in shares for p in share], communicator, sync_module_states, treatment)
+    mesh_info = _mesh_info(modules, mesh, after)
+    with all_or_none("fully_shard", communicator, *([mesh_info.post_forward] if mesh_info.post_forward is not None else [])):
         for child, share, placed in zip(reversed(picked), reversed(shares[1:]), reversed(placements[1:]), strict=True):
             overrides = {**common, **picked[child]}
             token = _assigned.set(_Assignment(child, share, placed, running()[-1]))
@@ -154,13 +154,13 @@ def fully_shard(
                 fully_shard(child, **overrides)
             finally:
                 _assigned.reset(token)
-        _attach_unit(modules, shares[0], placements[0], ground, after)
+        _attach_unit(modules, shares[0], placements[0], mesh_info, after)
         for each in (modules, *([child] for child in picked)):
             _leave_alone(each, left_out)
         _name_units(modules)
         replicated = [state for each in modules for state in get_replicated_states(each)]
         ties = [(unit, Owner(place.module, place.name), place.fqn) for unit, managed in tied for place in managed.places]
-        rest_as_dtensors(replicated, ground.mesh, ties)
+        rest_as_dtensors(replicated, mesh_info.mesh, ties)
         launch_together(replicated)
     return module
 
@@ -197,7 +197,7 @@ def _after_forward(value: bool | int) -> AfterForward:
     return after_forward(value)
 
 
-def _ground(modules: Sequence[nn.Module], mesh: Mesh, after: AfterForward) -> Ground:
+def _mesh_info(modules: Sequence[nn.Module], mesh: Mesh, after: AfterForward) -> MeshInfo:
     return ground_of("fully_shard", mesh, device_of(modules[0]), after)
 
 
@@ -261,7 +261,7 @@ def _attach_unit(
     modules: Sequence[nn.Module],
     parameters: Sequence[ManagedParameter],
     placements: Placements,
-    ground: Ground,
+    mesh_info: MeshInfo,
     after: AfterForward,
 ) -> None:
     """Shard `parameters` and hook `modules` as one unit. Everything that the user got wrong has been refused before."""
@@ -272,13 +272,13 @@ def _attach_unit(
         names=tuple(p.fqn for p in parameters),
         placements=placements,
         strides=tuple(p.parameter.stride() for p in parameters),
-        ground=ground,
+        mesh_info=mesh_info,
         after_forward=after,
     )
-    on_undo(unit.dissolve)
-    unit.take_charge(modules, recipe)
-    if ground.mesh is not None:
-        move_buffers(modules, ground.device)
+    on_undo(unit.undo)
+    unit.initialize(modules, recipe)
+    if mesh_info.mesh is not None:
+        move_buffers(modules, mesh_info.device)
     for module in modules:
         on_undo(partial(detach, module, SHARD))
         attach(module, SHARD, unit)

@@ -10,10 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.config import AfterForward, Regroup
-from composable.device.collectives import LocalWire, Wire, backend_of, is_distributed, neighbours, wire_of, world_group
+from composable.config import AfterForward, ReshardTo
+from composable.device.collectives import (
+    Communicator,
+    LocalCommunicator,
+    backend_of,
+    communicator_of,
+    is_distributed,
+    subgroup_of,
+    world_group,
+)
 from composable.errors import MeshError
-from composable.runtime.ground import Ground
+from composable.runtime.mesh_info import MeshInfo
 
 Mesh = DeviceMesh | dist.ProcessGroup | None
 
@@ -84,7 +92,7 @@ def _one_dimension(verb: str, mesh: DeviceMesh) -> dist.ProcessGroup:
     )
 
 
-def meeting_place(verb: str, mesh: Mesh, device: torch.device) -> Wire:
+def meeting_place(verb: str, mesh: Mesh, device: torch.device) -> Communicator:
     """Where all ranks meet before any of them does something with a module.
 
     Raises:
@@ -92,8 +100,8 @@ def meeting_place(verb: str, mesh: Mesh, device: torch.device) -> Wire:
     """
     resolved, group = group_of(verb, mesh, device)
     if resolved is None or group is None:
-        return LocalWire()
-    return wire_of(group, wire_device(resolved, device))
+        return LocalCommunicator()
+    return communicator_of(group, communication_device(resolved, device))
 
 
 def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
@@ -104,7 +112,7 @@ def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(mesh)
 
 
-def ground_of(verb: str, mesh: Mesh, device: torch.device, after: AfterForward) -> Ground:
+def ground_of(verb: str, mesh: Mesh, device: torch.device, after: AfterForward) -> MeshInfo:
     """Where a unit's parameters are spread.
 
     Raises:
@@ -112,20 +120,21 @@ def ground_of(verb: str, mesh: Mesh, device: torch.device, after: AfterForward) 
     """
     resolved, group = group_of(verb, mesh, device)
     if resolved is None or group is None:
-        return Ground(None, LocalWire())
-    at = wire_device(resolved, device)
-    wire = wire_of(group, at)
-    near = None
-    if isinstance(after, Regroup):
-        if after.ranks < 1 or wire.ways % after.ranks:
+        return MeshInfo(None, LocalCommunicator())
+    at = communication_device(resolved, device)
+    communicator = communicator_of(group, at)
+    post_forward = None
+    if isinstance(after, ReshardTo):
+        if after.ranks < 1 or communicator.size % after.ranks:
             raise MeshError(
-                f"reshard_after_forward={after.ranks}: the mesh has {wire.ways} ranks, which {after.ranks} does not divide."
+                f"reshard_after_forward={after.ranks}: the mesh has {communicator.size} ranks, "
+                f"which {after.ranks} does not divide."
             )
-        near = wire_of(neighbours(group, after.ranks, at), at)
-    return Ground(resolved, wire, near, at)
+        post_forward = communicator_of(subgroup_of(group, after.ranks, at), at)
+    return MeshInfo(resolved, communicator, post_forward, at)
 
 
-def wire_device(mesh: DeviceMesh, device: torch.device) -> torch.device:
+def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device:
     """The device that a mesh's parameters live on and its collectives move tensors on."""
     if device.type == mesh.device_type:
         return device

@@ -10,12 +10,12 @@ from torch import nn
 
 from composable.api.agreement import all_or_none, failures_told, synchronise
 from composable.api.devices import buffers_of, refuse_elsewhere
-from composable.api.meshes import Mesh, device_of, group_of, meeting_place, wire_device
+from composable.api.meshes import Mesh, communication_device, device_of, group_of, meeting_place
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_other_mesh, refuse_taken
 from composable.config import SYNC_MODES
-from composable.device.collectives import LocalWire, Steps, backwards_of, wire_of
-from composable.device.parameters import Owner
+from composable.device.collectives import LocalCommunicator, Steps, backwards_of, communicator_of
+from composable.device.parameter_swap import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, known_fqn, on_undo, require_callable
 from composable.model.hooks import attach, detach
@@ -29,10 +29,10 @@ from composable.model.traversal import (
     walk,
 )
 from composable.policies import PolicyLike, select_modules
-from composable.runtime.ground import Ground
 from composable.runtime.launch_order import launch_together
+from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.mixed import rest_as_dtensors
-from composable.runtime.replica import ReplicatedUnit
+from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
 _EQUIVALENTS: Final = {
@@ -99,8 +99,8 @@ def replicate(
     """
     modules = module if isinstance(module, list) else [module]
     device = device_of(modules[0])
-    wire = meeting_place("replicate", mesh, device)
-    with failures_told("replicate", wire):
+    communicator = meeting_place("replicate", mesh, device)
+    with failures_told("replicate", communicator):
         if sync_module_states not in SYNC_MODES:
             raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
         if type(broadcast_buffers) is not bool:
@@ -117,7 +117,7 @@ def replicate(
     common |= {"sync_module_states": sync_module_states, "broadcast_buffers": broadcast_buffers}
     for child, (ignores, overrides) in picked.items():
         replicate(child, **{**common, **ignores, **overrides})
-    with failures_told("replicate", wire):
+    with failures_told("replicate", communicator):
         resolved, group = group_of("replicate", mesh, device)
         ignored = ids_of_ignored(modules, ignored_params)
         (parameters,) = parameters_by_unit(modules, [], ignored)
@@ -126,22 +126,22 @@ def replicate(
         refuse_other_mesh(parameters, resolved)
         buffers = buffers_of(modules) if broadcast_buffers else []
         if resolved is not None:
-            refuse_elsewhere("replicate", parameters, buffers_of(modules), wire_device(resolved, device))
+            refuse_elsewhere("replicate", parameters, buffers_of(modules), communication_device(resolved, device))
     treatment = f"bucket_cap_mb={bucket_cap_mb}, {len(buffers)} buffers that follow rank 0"
-    synchronise("replicate", parameters, wire, sync_module_states, [treatment] * len(parameters))
-    ground = Ground(None, LocalWire())
+    synchronise("replicate", parameters, communicator, sync_module_states, [treatment] * len(parameters))
+    mesh_info = MeshInfo(None, LocalCommunicator())
     if group is not None and resolved is not None:
         # Apart: buckets of several annotations may become ready in different orders on different ranks.
-        at = wire_device(resolved, device)
-        ground = _shared_ground(modules, Ground(resolved, wire, device=at)) or Ground(
-            resolved, wire_of(group, at, apart=True), device=at
+        at = communication_device(resolved, device)
+        mesh_info = _shared_ground(modules, MeshInfo(resolved, communicator, device=at)) or MeshInfo(
+            resolved, communicator_of(group, at, dedicated=True), device=at
         )
         backwards = backwards_of(group)  # of which a rank may have run one more, in a model that failed
-        backwards.catch_up(wire.extremes([backwards.number], label="exchange of how many backwards there were")[1][0])
-        ground.wire.count_by(backwards)
+        backwards.catch_up(communicator.min_max([backwards.number], label="exchange of how many backwards there were")[1][0])
+        mesh_info.communicator.count_by(backwards)
     places = [place for _, place, _ in buffers]
-    with all_or_none("replicate", wire):
-        _attach(modules, parameters, places, ground, max(1, int(bucket_cap_mb * (1 << 20))))
+    with all_or_none("replicate", communicator):
+        _attach(modules, parameters, places, mesh_info, max(1, int(bucket_cap_mb * (1 << 20))))
         launch_together([_unit_of(modules), *_inside(modules)])
     return module
 
@@ -152,7 +152,7 @@ def _unit_of(modules: Sequence[nn.Module]) -> ReplicatedUnit:
     return unit
 
 
-def _shared_ground(modules: Sequence[nn.Module], here: Ground) -> Ground | None:
+def _shared_ground(modules: Sequence[nn.Module], here: MeshInfo) -> MeshInfo | None:
     """That of a unit at the same place which is about to launch in one order with this one, where sums are told by order.
 
     Such are units below `modules`, and those that the same policy has picked before.
@@ -161,8 +161,11 @@ def _shared_ground(modules: Sequence[nn.Module], here: Ground) -> Ground | None:
     for transaction in running():
         if transaction.name == REPLICATE:
             states += [record.state for _, record in transaction.nested]
-    grounds = [state.ground for state in states if state.ground is not None]
-    return next((ground for ground in grounds if ground.wire.capabilities.ordered and ground.place == here.place), None)
+    grounds = [state.mesh_info for state in states if state.mesh_info is not None]
+    return next(
+        (mesh_info for mesh_info in grounds if mesh_info.communicator.capabilities.ordered and mesh_info.place == here.place),
+        None,
+    )
 
 
 def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.Module, dict[str, Any]]:
@@ -194,20 +197,20 @@ def _attach(
     modules: Sequence[nn.Module],
     parameters: Sequence[ManagedParameter],
     buffers: Sequence[Owner],
-    ground: Ground,
+    mesh_info: MeshInfo,
     cap_bytes: int,
 ) -> None:
     unit = _unit_of(modules)
     places = [place for p in parameters for place in p.places]
     owners = [Owner(place.module, place.name) for place in places]
-    on_undo(unit.dissolve)
+    on_undo(unit.undo)
     unit.rename(known_fqn(modules[0]) or "")
-    unit.take_charge(
+    unit.initialize(
         modules,
         owners,
         [place.fqn for place in places],
         buffers,
-        ground,
+        mesh_info,
         cap_bytes,
     )
     for each in modules:
@@ -220,5 +223,5 @@ def _attach(
     sharded = [state for each in modules for state in get_all_sharded_states(each)]
     if sharded:  # then all ranks run its forwards together
         unit.count_by(Steps(), opened_here=True)
-    mesh = next((state.handle.ground.mesh for state in sharded), None)
+    mesh = next((state.handle.mesh_info.mesh for state in sharded), None)
     rest_as_dtensors([unit, *inside], mesh)

@@ -40,7 +40,7 @@ class Unsharding:
         handles, self._handles = self._handles, []
         for handle in handles:
             if handle.phase is Phase.GATHERING:
-                handle.land()
+                handle.wait_for_unshard()
 
 
 @untraced
@@ -101,12 +101,12 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     scope = object()
     try:
         for handle in handles:
-            handle.pins[scope] = None
+            handle.kept_by[scope] = None
         yield
     finally:
         for handle in handles:
-            handle.pins.pop(scope, None)
-            if not handle.pins and not handle.depth:
+            handle.kept_by.pop(scope, None)
+            if not handle.kept_by and not handle.depth:
                 handle.reshard()
 
 

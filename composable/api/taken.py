@@ -9,13 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import is_distributed
-from composable.device.parameters import label_of
+from composable.device.parameter_swap import label_of
 from composable.errors import AnnotationError, TiedParametersError
 from composable.model.contract import find_fqn, module_name
 from composable.model.traversal import REPLICATE, ManagedParameter
 from composable.runtime.optimizers import Form
 from composable.runtime.ownership import holder_of
-from composable.runtime.replica import ReplicatedUnit
+from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.sparse import is_sparse_lookup
 
 _DONE = {"fully_shard": "sharded", "replicate": "replicated"}
@@ -79,7 +79,7 @@ def refuse_other_mesh(parameters: Sequence[ManagedParameter], mesh: DeviceMesh |
     """
     for managed in parameters:
         holder = holder_of(managed.parameter)
-        if isinstance(holder, ReplicatedUnit) and holder.ground is not None and holder.ground.mesh != mesh:
+        if isinstance(holder, ReplicatedUnit) and holder.mesh_info is not None and holder.mesh_info.mesh != mesh:
             raise TiedParametersError(
                 f"parameter '{_full_name(managed)}' is tied to '{_name_in(holder, managed.parameter)}', which is replicated "
                 "over another mesh. Pass the same mesh to both, or annotate both modules as one unit: replicate([a, b])"

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable.model.traversal import ManagedParameter, get_replicated_states, managed_parameters
 from composable.runtime.ownership import holder_of
-from composable.runtime.replica import ReplicatedUnit
+from composable.runtime.replicated_unit import ReplicatedUnit
 
 
 def tied_to_replicated(modules: Sequence[nn.Module], mesh: DeviceMesh | None) -> list[tuple[ReplicatedUnit, ManagedParameter]]:

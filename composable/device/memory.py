@@ -15,7 +15,7 @@ from torch import Tensor
 from composable.device.private import CAN_SWAP, swap_memory
 
 
-class Shelf:
+class FreeList:
     """Blocks of host memory of one size, for storages that take turns; gone with the last of those who use it."""
 
     __slots__ = ("__weakref__", "_husks", "blocks", "nbytes")
@@ -36,9 +36,9 @@ class Shelf:
 
     def drain(self, storage: torch.UntypedStorage) -> None:
         """Take `storage`'s memory back and leave it empty."""
-        husk = self._husks.pop() if self._husks else torch.UntypedStorage(0)
-        swap_memory(storage, husk)
-        self.blocks.append(husk)
+        empty_storage = self._husks.pop() if self._husks else torch.UntypedStorage(0)
+        swap_memory(storage, empty_storage)
+        self.blocks.append(empty_storage)
 
     def clear(self) -> None:
         """Return all idle blocks to the system."""
@@ -47,7 +47,7 @@ class Shelf:
 
 
 class Resizing:
-    """No shelf at all: an accelerator's caching allocator is a pool already, and a torch that cannot swap has no other way."""
+    """No free lists: an accelerator's caching allocator is a pool already, and a torch that cannot swap has no other way."""
 
     __slots__ = ("_nbytes",)
 
@@ -67,16 +67,16 @@ class MemoryPool:
     """Lends blocks of host memory of exact sizes, so that CPU steps do not fault the same pages in again and again."""
 
     def __init__(self) -> None:
-        self._shelves: WeakValueDictionary[int, Shelf] = WeakValueDictionary()
+        self._free_lists: WeakValueDictionary[int, FreeList] = WeakValueDictionary()
         self._given: dict[int, list[torch.UntypedStorage]] = {}  # what `give` brought, by size
 
-    def shelf(self, nbytes: int, device: torch.device) -> Shelf | Resizing:
+    def free_list(self, nbytes: int, device: torch.device) -> FreeList | Resizing:
         """Where storages of `nbytes` on `device` get their memory and leave it."""
         if device.type != "cpu" or not nbytes or not CAN_SWAP:
             return Resizing(nbytes)
-        found = self._shelves.get(nbytes)
+        found = self._free_lists.get(nbytes)
         if found is None:
-            found = self._shelves[nbytes] = Shelf(nbytes)
+            found = self._free_lists[nbytes] = FreeList(nbytes)
         return found
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -93,14 +93,14 @@ class MemoryPool:
     def clear(self) -> None:
         """Return all idle blocks to the system."""
         self._given.clear()
-        for shelf in list(self._shelves.values()):
-            shelf.clear()
+        for free_list in list(self._free_lists.values()):
+            free_list.clear()
 
     @property
     def idle_bytes(self) -> int:
         """Bytes that nobody uses."""
         given = sum(nbytes * len(blocks) for nbytes, blocks in self._given.items())
-        return given + sum(shelf.nbytes * len(shelf.blocks) for shelf in list(self._shelves.values()))
+        return given + sum(free_list.nbytes * len(free_list.blocks) for free_list in list(self._free_lists.values()))
 
 
 HOST_MEMORY = MemoryPool()  # one for the process: units of many models take turns
@@ -114,7 +114,7 @@ class ElasticBuffer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: MemoryPool) -> None:
         self._nbytes = numel * dtype.itemsize
         self._storage = torch.UntypedStorage(0, device=device)
-        self._shelf = pool.shelf(self._nbytes, device)
+        self._shelf = pool.free_list(self._nbytes, device)
         self._shelf.fill(self._storage)
         with torch.inference_mode(False):
             self.tensor = torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,), (1,)).data

@@ -205,12 +205,12 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def chunk_cat(tensors: Sequence[torch.Tensor], ways: int, out: torch.Tensor) -> None:
-    """Cut each tensor's dimension 0 into `ways` chunks, pad them, and lay chunk i of all tensors into row i of `out`.
+def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
+    """Cut each tensor's dimension 0 into `num_chunks` chunks, pad them, and lay chunk i of all tensors into row i of `out`.
 
     Public operations need a view, or two, and a copy per tensor: 16 us for the 12 tensors of a block, against 5 us.
     """
-    torch._chunk_cat(list(tensors), 0, ways, out=out)
+    torch._chunk_cat(list(tensors), 0, num_chunks, out=out)
 
 
 def _cannot_swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

@@ -31,7 +31,7 @@ from composable.errors import (
     few,
 )
 from composable.model import transaction as transactions
-from composable.model.call import arguments_of, compare_names, modules_of, names_of
+from composable.model.arguments import arguments_of, compare_names, modules_of, names_of
 from composable.model.naming import (
     calling_place,
     find_fqn,
@@ -103,7 +103,7 @@ def contract(
     state_cls: Callable[[], S] | None = None,
     clashes: Mapping[str, str] | Sequence[str] = (),
     equivalents: Mapping[str, str] | None = None,
-    spread_by: str | None = None,
+    only_submodules_with: str | None = None,
 ) -> Callable[[Callable[Concatenate[Any, P], Any]], Verb[P, S]]:
     """Turn a function of a module, or of a list of modules, into a verb: it is recorded and can be removed.
 
@@ -120,7 +120,8 @@ def contract(
             that says why and what to do instead.
         equivalents: for keyword arguments that people know from elsewhere: what to write here instead, as in `policy=`,
             or a sentence of several words that says it.
-        spread_by: a keyword with which the verb annotates other modules only: then it leaves no record on its argument.
+        only_submodules_with: a keyword with which the verb annotates other modules only: then it leaves no record on its
+            argument.
 
     Raises:
         AlreadyAnnotatedError: by the verb, when it was applied to the module before.
@@ -158,7 +159,7 @@ def contract(
             target = unwrapped(given)
             asked = arguments_of(name, first.name, others, positional, kwargs, known_elsewhere)
             modules = modules_of(name, target)
-            spreads = spread_by is not None and asked.get(spread_by) is not None
+            spreads = only_submodules_with is not None and asked.get(only_submodules_with) is not None
             for module in () if spreads else modules:
                 _admit(name, module, reasons)
             outer = transactions.running()
@@ -184,7 +185,7 @@ def contract(
                     return
                 record = Annotation(this, asked, known_fqn(modules[0]))
                 if outer:
-                    outer[-1].undo.callback(transactions.to_its_end, partial(record.take_back_from, modules[0]))
+                    outer[-1].undo.callback(transactions.to_its_end, partial(record.undo_on, modules[0]))
                     outer[-1].nested.append((modules[0], record))
                 for module in modules:
                     record.put_on(module)
@@ -271,7 +272,7 @@ def _remove(module: nn.Module | Sequence[nn.Module], name: str, begun: list[bool
         there = f"what is there: {few(present)}" if present else "nothing was"
         raise NotAnnotatedError(f"{name} was not applied to {module_name(first)}; {there}")
     record.check_removable(first)
-    undo = partial(record.take_back_from, first)
+    undo = partial(record.undo_on, first)
     for kind, states in _by_kind(record).items():
         around = getattr(kind, "around_removal", None)
         undo = partial(around, states, undo) if around is not None else undo

@@ -44,11 +44,11 @@ class Bracket(Protocol):
     def leave(self, module: nn.Module, output: Any) -> Any:
         """After forward; returns the output that the caller gets."""
 
-    def abandon(self, module: nn.Module) -> None:
+    def on_error(self, module: nn.Module) -> None:
         """Forward, or something around it, raised."""
 
-    def forget(self) -> None:
-        """An interrupt ended the calls that are open: neither `leave` nor `abandon` will come for them."""
+    def on_interrupt(self) -> None:
+        """An interrupt ended the calls that are open: neither `leave` nor `on_error` will come for them."""
 
 
 class _Call:
@@ -151,7 +151,7 @@ class Dispatcher:
     def _forget_interrupted(self) -> None:
         """Calls ended without a word: torch tells hooks of ordinary exceptions only."""
         for bracket in reversed(self._ordered):
-            bracket.forget()
+            bracket.on_interrupt()
         self._calls.clear()
 
     @untraced
@@ -161,7 +161,7 @@ class Dispatcher:
         call = self._calls[-1]  # and there it stays until all is done: whoever finds it there knows that it is not
         if output is None and sys.exception() is not call.handled:
             for bracket in reversed(call.entered):
-                bracket.abandon(module)
+                bracket.on_error(module)
             self._calls.pop()
             return None
         for bracket in reversed(call.entered):
@@ -169,7 +169,7 @@ class Dispatcher:
                 output = bracket.leave(module, output)
             except Exception:
                 for outer in reversed(call.entered[: call.entered.index(bracket)]):
-                    outer.abandon(module)
+                    outer.on_error(module)
                 self._calls.pop()
                 raise
         self._calls.pop()
@@ -198,7 +198,7 @@ class HookWatch:
         self._before = tuple([before for before, _ in keys])
         self._after = tuple([after for _, after in keys])
 
-    def all_stand(self) -> bool:
+    def all_attached(self) -> bool:
         """Whether every module has the hooks that it had when this was made, and had them then."""
         before = all(map(contains, map(_pre_hooks, self._watched), self._before))
         return before and all(map(contains, map(_hooks, self._watched), self._after))

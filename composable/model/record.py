@@ -73,7 +73,7 @@ class Annotation:
     def is_on(self, module: nn.Module) -> bool:
         return vars(module).get(KEY, {}).get(self.name) is self
 
-    def take_back_from(self, module: nn.Module) -> None:
+    def undo_on(self, module: nn.Module) -> None:
         """Undo the annotation, here and on the modules that were annotated with `module`; nothing if it is gone.
 
         Raises:
@@ -96,7 +96,7 @@ class Annotation:
                 stack.push(self._undo)
             else:
                 for other, record in self._nested:
-                    stack.callback(record.take_back_from, other)
+                    stack.callback(record.undo_on, other)
                 stack.callback(self.state.undo, module)
 
     def _leave(self, module: nn.Module) -> None:

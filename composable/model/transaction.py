@@ -80,7 +80,7 @@ def running() -> tuple[Transaction, ...]:
     return tuple(filter(_on_stack, _noted.get()))
 
 
-def is_taking_back() -> bool:
+def is_rolling_back() -> bool:
     """Whether a verb has failed and is being taken back now: the snapshot will put everything back that modules held."""
     undone = _undone.get()
     return undone is not None and _on_stack(undone)

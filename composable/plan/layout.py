@@ -49,7 +49,7 @@ class Slot:
     name: str
     shape: tuple[int, ...]
     dim: int
-    ways: int
+    num_shards: int
     route: Route
     shard_start: int
     full_start: int
@@ -70,7 +70,7 @@ class Slot:
         return self.shape[self.dim] if self.route is Route.WHOLE and self.shape else self._chunk()
 
     def _chunk(self) -> int:
-        return -(-self.shape[self.dim] // self.ways) if self.shape else 1
+        return -(-self.shape[self.dim] // self.num_shards) if self.shape else 1
 
     @property
     def outer(self) -> int:
@@ -90,12 +90,12 @@ class Slot:
         """Elements reserved in the unsharded buffer: rows are padded so that each rank's rows land where they belong."""
         if self.route is Route.WHOLE:
             return 0
-        return self.ways * self.chunk_numel if self.dim == 0 else self.numel
+        return self.num_shards * self.chunk_numel if self.dim == 0 else self.numel
 
     @property
     def even(self) -> bool:
         """Whether every rank's shard is full, so that nothing is padded."""
-        return self.route is Route.WHOLE or self.shape[self.dim] == self.ways * self.chunk
+        return self.route is Route.WHOLE or self.shape[self.dim] == self.num_shards * self.chunk
 
     def extent(self, rank: int) -> tuple[int, int]:
         """First index and number of indices of dimension `dim` that `rank` owns."""
@@ -124,7 +124,7 @@ class Layout:
     """
 
     slots: tuple[Slot, ...]
-    ways: int
+    num_shards: int
     shard_numel: int
     full_numel: int
     packed_start: int
@@ -144,42 +144,42 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def choose_route(spec: ParamSpec, *, ways: int, direct_numel: int) -> Route:
+def choose_route(spec: ParamSpec, *, num_shards: int, direct_numel: int) -> Route:
     """The route of one parameter; `direct_numel`: elements in a shard from which a message of its own pays."""
-    if ways == 1 or spec.dim is None or not spec.shape:
+    if num_shards == 1 or spec.dim is None or not spec.shape:
         return Route.WHOLE
-    chunk_numel = -(-spec.shape[0] // ways) * math.prod(spec.shape[1:]) if spec.dim == 0 else 0
+    chunk_numel = -(-spec.shape[0] // num_shards) * math.prod(spec.shape[1:]) if spec.dim == 0 else 0
     return Route.DIRECT if spec.dim == 0 and chunk_numel >= max(direct_numel, 1) else Route.PACKED
 
 
 def plan_layout(
-    specs: Sequence[ParamSpec], *, ways: int, direct_numel: int = 0, align: int = 16, packed_align: int | None = None
+    specs: Sequence[ParamSpec], *, num_shards: int, direct_numel: int = 0, align: int = 16, packed_align: int | None = None
 ) -> Layout:
-    """Lay `specs` out over `ways` ranks.
+    """Lay `specs` out over `num_shards` ranks.
 
     Args:
         specs: the parameters of one unit and one dtype, in the order of their FQNs.
-        ways: number of ranks that the parameters are cut over.
+        num_shards: number of ranks that the parameters are cut over.
         direct_numel: elements in one shard from which a parameter travels in a message of its own.
         align: every slot of the unsharded buffer, and every direct slot, starts at a multiple of this many elements.
         packed_align: the same for the other slots of the shard buffer, a divisor of `align`; by default `align`. The less,
             the more often they lie without gaps, as in a message.
 
     Example:
-        >>> plan_layout([ParamSpec("weight", (5, 4))], ways=2, align=4).slots[0].local_shape(1)
+        >>> plan_layout([ParamSpec("weight", (5, 4))], num_shards=2, align=4).slots[0].local_shape(1)
         (2, 4)
     """
     packed_align = align if packed_align is None else packed_align
-    if ways < 1 or align < 1:
-        raise ValueError(f"ways and align must be at least 1, got ways={ways}, align={align}")
+    if num_shards < 1 or align < 1:
+        raise ValueError(f"num_shards and align must be at least 1, got num_shards={num_shards}, align={align}")
     if packed_align < 1 or align % packed_align:
         raise ValueError(f"packed_align must divide align={align}, got {packed_align}")
-    routes = [choose_route(spec, ways=ways, direct_numel=direct_numel) for spec in specs]
+    routes = [choose_route(spec, num_shards=num_shards, direct_numel=direct_numel) for spec in specs]
     shard_cursor = full_cursor = packed_start = packed_end = 0
     placed: dict[int, Slot] = {}
     for route, shard_align in ((Route.DIRECT, align), (Route.PACKED, packed_align), (Route.WHOLE, packed_align)):
         slots = [
-            (index, Slot(spec.name, spec.shape, spec.dim or 0, ways, route, 0, 0, spec.order))
+            (index, Slot(spec.name, spec.shape, spec.dim or 0, num_shards, route, 0, 0, spec.order))
             for index, spec in enumerate(specs)
             if routes[index] is route
         ]
@@ -195,10 +195,10 @@ def plan_layout(
     packed_numel = packed_end - packed_start
     return Layout(
         slots=tuple(placed[index] for index in range(len(specs))),
-        ways=ways,
+        num_shards=num_shards,
         shard_numel=shard_cursor,
-        # A multiple of `ways` too, so that neighbours can keep equal cuts of the whole buffer after forward.
-        full_numel=_round_up(full_cursor + (ways * packed_numel), ways * align),
+        # A multiple of `num_shards` too, so that neighbours can keep equal cuts of the whole buffer after forward.
+        full_numel=_round_up(full_cursor + (num_shards * packed_numel), num_shards * align),
         packed_start=packed_start,
         packed_numel=packed_numel,
         staging_start=full_cursor,

@@ -18,7 +18,7 @@ class Phase(_State):
     """What exists of a handle's parameters."""
 
     SHARDED = "only this rank's shard exists"
-    REGROUPED = "a coarser shard, cut over a few neighbours, exists as well"
+    SHARDED_POST_FORWARD = "a coarser shard, cut over a few neighbours, exists as well"
     GATHERING = "an all-gather is writing the unsharded buffer"
     UNSHARDED = "the unsharded parameters exist"
 
@@ -27,23 +27,23 @@ class Event(_State):
     """What can happen to a handle's parameters."""
 
     UNSHARD = "launch the all-gather"
-    LAND = "wait for the all-gather at the first use"
+    WAIT = "wait for the all-gather at the first use"
     RESHARD = "free the unsharded parameters"
-    REGROUP = "keep a coarser shard over neighbours and free the rest"
+    RESHARD_POST_FORWARD = "keep a coarser shard over neighbours and free the rest"
 
 
 NEXT: Final[dict[tuple[Phase, Event], Phase]] = {
     (Phase.SHARDED, Event.UNSHARD): Phase.GATHERING,
     (Phase.SHARDED, Event.RESHARD): Phase.SHARDED,  # nothing to free
-    (Phase.REGROUPED, Event.UNSHARD): Phase.GATHERING,  # among the neighbours
-    (Phase.REGROUPED, Event.RESHARD): Phase.SHARDED,
+    (Phase.SHARDED_POST_FORWARD, Event.UNSHARD): Phase.GATHERING,  # among the neighbours
+    (Phase.SHARDED_POST_FORWARD, Event.RESHARD): Phase.SHARDED,
     (Phase.GATHERING, Event.UNSHARD): Phase.GATHERING,  # already prefetched
-    (Phase.GATHERING, Event.LAND): Phase.UNSHARDED,
+    (Phase.GATHERING, Event.WAIT): Phase.UNSHARDED,
     # (GATHERING, RESHARD) is absent on purpose: a collective owns the buffer until it has landed.
     (Phase.UNSHARDED, Event.UNSHARD): Phase.UNSHARDED,  # kept since forward, or unsharded by the user
-    (Phase.UNSHARDED, Event.LAND): Phase.UNSHARDED,
+    (Phase.UNSHARDED, Event.WAIT): Phase.UNSHARDED,
     (Phase.UNSHARDED, Event.RESHARD): Phase.SHARDED,
-    (Phase.UNSHARDED, Event.REGROUP): Phase.REGROUPED,
+    (Phase.UNSHARDED, Event.RESHARD_POST_FORWARD): Phase.SHARDED_POST_FORWARD,
 }
 
 

@@ -28,7 +28,7 @@ def division_factors(dtype: str, ranks: int) -> tuple[float, float]:
     return before, ranks / before
 
 
-def may_scale_terms(dtype: str, factor: float) -> bool:
+def may_scale_inputs(dtype: str, factor: float) -> bool:
     """Whether the terms of a sum may be multiplied by `factor` in place of the sum, or while they are added.
 
     That rounds alike for powers of two, but where a dtype ends: in float16 it would undo what `division_factors` is for.

@@ -10,12 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
-from composable.config import Free, Keep, Regroup
+from composable.config import Free, Keep, ReshardTo
 from composable.errors import few
 from composable.model.contract import Annotation, registry
 from composable.model.traversal import REPLICATE, SHARD, managed_parameters
-from composable.runtime.replica import ReplicatedUnit
-from composable.runtime.unit import ShardedUnit
+from composable.runtime.replicated_unit import ReplicatedUnit
+from composable.runtime.sharded_unit import ShardedUnit
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,7 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
     handle = unit.handle
     parameters = [slot.sharded for slot in handle.slots]
     after = {Free: "reshard", Keep: "keep"}.get(type(handle.after_forward), "")
-    if isinstance(handle.after_forward, Regroup):
+    if isinstance(handle.after_forward, ReshardTo):
         after = f"regroup {handle.after_forward.ranks}"
     local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]
     return UnitRow(
@@ -183,7 +183,7 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
         numel=sum(p.numel() for p in parameters),
         bytes=sum(p.numel() * p.element_size() for p in parameters),
         bytes_per_rank=sum(p.numel() * p.element_size() for p in local),
-        ranks=handle.ground.wire.ways,
+        ranks=handle.mesh_info.communicator.size,
         dtypes=_unique(str(p.dtype).removeprefix("torch.") for p in parameters),
         placements=_unique(
             ", ".join(str(placement) for placement in p.placements) if isinstance(p, DTensor) else "local" for p in parameters
@@ -195,7 +195,7 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
 
 
 def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, verbs: list[str]) -> UnitRow:
-    return _plain_row(name, type(module).__name__, verbs, unit.parameters, unit.wire.ways)
+    return _plain_row(name, type(module).__name__, verbs, unit.parameters, unit.communicator.size)
 
 
 def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: list[nn.Parameter], ranks: int) -> UnitRow:

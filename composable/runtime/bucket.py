@@ -8,9 +8,9 @@ from typing import Final
 from torch import Tensor, nn
 
 from composable.compilation import untraced
-from composable.device.buckets import GradientBucket
-from composable.device.collectives import Pending
-from composable.plan.buckets import fill_buckets
+from composable.device.collectives import PollableWork
+from composable.device.gradient_buckets import GradientBucket
+from composable.plan.bucketing import fill_buckets
 
 IDLE, AWAITED, ARRIVED, SENT = range(4)  # what a gradient may be; idle: no backward is under way
 
@@ -76,14 +76,14 @@ class Tally:
 class Bucket:
     """Some parameters whose gradients travel together, and how far they are in this backward."""
 
-    __slots__ = ("arrival", "gradients", "label", "members", "tally")
+    __slots__ = ("gradients", "label", "members", "tally", "work")
 
     def __init__(self, members: Sequence[int], gradients: GradientBucket, label: str) -> None:
         self.members = tuple(members)
         self.gradients = gradients
         self.label = label
         self.tally = Tally(len(members))
-        self.arrival: Pending | None = None
+        self.work: PollableWork | None = None
 
     @property
     def awaited(self) -> int:
@@ -99,24 +99,24 @@ class Bucket:
     def reset(self) -> None:
         self.tally.enter(IDLE)
         self.tally.awaited = len(self.members)
-        self.arrival = None
+        self.work = None
         self.gradients.drop()
 
     def progress(self) -> bool:
         """Do what can be done without waiting for another rank; whether the bucket is finished."""
-        if self.arrival is not None and self.arrival.progress():
+        if self.work is not None and self.work.progress():
             self.finish()
-        return self.arrival is None
+        return self.work is None
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """What is in flight is not wanted."""
-        arrival, self.arrival = self.arrival, None
-        if arrival is not None:
-            arrival.give_up()
+        work, self.work = self.work, None
+        if work is not None:
+            work.abort()
 
     def finish(self) -> None:
         """Wait for the sum; nothing happens if that has been done, or nothing was launched."""
-        arrival, self.arrival = self.arrival, None
-        if arrival is not None:
-            arrival.wait()
+        work, self.work = self.work, None
+        if work is not None:
+            work.wait()
             self.gradients.finish()

@@ -19,21 +19,21 @@ from collections.abc import Sequence
 
 from composable.device.collectives import Steps
 from composable.errors import CommunicationError, RanksDisagreeError
-from composable.runtime.ground import Ground
 from composable.runtime.handle import Handle
+from composable.runtime.mesh_info import MeshInfo
 
 
-def check_order(handles: Sequence[Handle], index: int, ground: Ground) -> None:
+def check_order(handles: Sequence[Handle], index: int, mesh_info: MeshInfo) -> None:
     """In the first forward, make sure that every rank runs the same unit; later ones are gathered by name."""
-    wire = ground.wire
-    if wire.ways == 1:
+    communicator = mesh_info.communicator
+    if communicator.size == 1:
         return
     # Ranks that have come to different units meet here, and are told of those that have left the step.
-    channel = next(handle.checks for handle in handles if handle.ground.mesh == ground.mesh)
+    tags = next(handle.checks for handle in handles if handle.mesh_info.mesh == mesh_info.mesh)
     label = f"check of the order of units below unit '{handles[0].name}'"
-    lowest, highest = wire.extremes([index], label=label, channel=channel)
+    lowest, highest = communicator.min_max([index], label=label, tags=tags)
     if lowest != highest:
-        running = [row[0] for row in wire.exchange([index], label=label, channel=channel)]
+        running = [row[0] for row in communicator.all_gather_ints([index], label=label, tags=tags)]
         names = [f"'{handles[i].name}'" if i < len(handles) else "no further unit" for i in running]
         seen = "; ".join(f"rank {rank} runs {name}" for rank, name in enumerate(names))
         raise RanksDisagreeError(

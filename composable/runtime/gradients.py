@@ -16,8 +16,8 @@ from weakref import ref
 from torch import Tensor, nn
 
 from composable.compilation import untraced
-from composable.device.collectives import Channel
-from composable.device.gradients import call_hooks_after_accumulation
+from composable.device.collectives import TagSequence
+from composable.device.sharded_gradients import call_hooks_after_accumulation
 from composable.errors import DifferentiationError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.part import Part
@@ -67,15 +67,24 @@ class UnitGradients:
     """
 
     __slots__ = (
-        "__weakref__", "_label", "_reduced", "_unit", "channel", "on_unexpected", "parts", "phase", "rounds", "waiting",
+        "__weakref__",
+        "_label",
+        "_reduced",
+        "_unit",
+        "on_unexpected",
+        "parts",
+        "phase",
+        "rounds",
+        "tags",
+        "waiting",
         "watch"
     )  # fmt: skip
 
-    def __init__(self, channel: Channel | None = None) -> None:
+    def __init__(self, tags: TagSequence | None = None) -> None:
         self.phase = GradPhase.EMPTY
         self.on_unexpected: Callable[[], object] = _ignore
         self.parts: tuple[Part, ...] = ()
-        self.channel = channel
+        self.tags = tags
         self._unit = ""
         self._label = ""
         self.rounds = 0
@@ -124,10 +133,10 @@ class UnitGradients:
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self._unit)
         self._reduced = True
         self.watch.expecting = False
-        channel = self.channel
-        assert channel is not None, "no forward has opened it"
+        tags = self.tags
+        assert tags is not None, "no forward has opened it"
         for part in self.parts:
-            part.reduce(channel, self._label)
+            part.reduce(tags, self._label)
 
     def refuse_graph(self) -> None:
         """Raise if a gradient arrived: it was made in a backward that builds a graph, and sharded gradients are in none."""

@@ -11,16 +11,16 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from composable.config import AfterForward, Free, Regroup
-from composable.device.collectives import Arrival, Channel, Steps
+from composable.config import AfterForward, Free, ReshardTo
+from composable.device.collectives import Steps, TagSequence, Work
 from composable.device.memory import MemoryPool
-from composable.device.parameters import Owner, ParameterSlots
+from composable.device.parameter_swap import Owner, ParameterSlots
 from composable.errors import PhaseError, few, still_on_meta
 from composable.model.hooks import Guard, GuardRow
 from composable.plan.layout import Layout
 from composable.plan.phases import Event, Phase, advance
 from composable.runtime.gradients import UnitGradients
-from composable.runtime.ground import Ground
+from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.parameters import UnitParameters, Versions
 from composable.runtime.part import Part
 
@@ -38,7 +38,7 @@ class Recipe:
     names: tuple[str, ...]
     placements: tuple[int | None, ...]
     strides: tuple[tuple[int, ...], ...]  # of the parameters as they were
-    ground: Ground
+    mesh_info: MeshInfo
     after_forward: AfterForward
 
     def build(self, pool: MemoryPool) -> Handle:
@@ -63,32 +63,32 @@ class Handle:
     """
 
     __slots__ = (
-        "__weakref__", "_arrivals", "_calls", "_channel", "_checks", "_dtypes", "_from_neighbours", "_gathered",
-        "_gathered_anew", "_guards", "_label", "_left", "_near_channel", "_strides", "after_forward", "depth", "gradients",
-        "ground", "name", "names", "on_backward", "on_foreigners", "parameters", "phase", "pins", "slots", "uses", "versions",
-        "whole_gradients"
+        "__weakref__", "_calls", "_checks", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_guards",
+        "_label", "_left", "_post_forward_tags", "_strides", "_tags", "_works", "after_forward", "depth", "gradients",
+        "kept_by", "mesh_info", "name", "names", "on_backward", "on_foreigners", "parameters", "phase", "slots", "uses",
+        "versions", "whole_gradients"
     )  # fmt: skip
 
     def __init__(self, slots: Sequence[ParameterSlots], recipe: Recipe, pool: MemoryPool) -> None:
-        ground = recipe.ground
+        mesh_info = recipe.mesh_info
         self.slots = tuple(slots)
         self.names = recipe.names  # FQNs relative to the annotated module
-        self.ground = ground
+        self.mesh_info = mesh_info
         self.after_forward = recipe.after_forward
         self._strides = recipe.strides
         self.phase = Phase.SHARDED
-        self.pins: dict[object, None] = {}  # scopes and graphs that keep the parameters unsharded
+        self.kept_by: dict[object, None] = {}  # scopes and graphs that keep the parameters unsharded
         self.uses = 0  # forwards whose backward has not been entered yet
         self.depth = 0  # calls of its modules that are running, and its backward
         self._calls = 0  # the former alone
         self.on_foreigners: Callable[[], None] = _ignore  # somebody registered or moved parameters; may raise
         self.on_backward: Callable[[bool], None] = _ignore  # backward goes through an output, and builds a graph or not
         self._guards = GuardRow(())
-        self._channel: Channel | None = None
-        self._near_channel: Channel | None = None
-        self._checks: Channel | None = None
-        self._arrivals: list[Arrival] = []
-        self._from_neighbours = False
+        self._tags: TagSequence | None = None
+        self._post_forward_tags: TagSequence | None = None
+        self._checks: TagSequence | None = None
+        self._works: list[Work] = []
+        self._gathers_post_forward = False
         self.versions: Versions = []  # of the shards, as last looked up; the same object until somebody writes to one
         self._gathered = (self.versions, 0)  # the edition of the shards when they were gathered
         self._gathered_anew = 0  # how often, because they had changed
@@ -99,7 +99,7 @@ class Handle:
             self.slots,
             recipe.names,
             recipe.placements,
-            ground,
+            mesh_info,
             pool,
             on_gradient=self.gradients.watch.arrived,
         )
@@ -109,30 +109,30 @@ class Handle:
 
     def open_channels(self) -> None:
         """Before the first collective of the unit. Every rank comes to it, which is not so of looking at a copied module."""
-        if self._channel is None:
-            ground = self.ground
-            self._near_channel = ground.near.open_channel() if ground.near is not None else None
+        if self._tags is None:
+            mesh_info = self.mesh_info
+            self._post_forward_tags = mesh_info.post_forward.open_tags() if mesh_info.post_forward is not None else None
             # Of their own: a rank that is one collective ahead must not take a gather for a reduction.
-            self.gradients.channel = ground.wire.open_channel()
-            self._checks = ground.wire.open_channel()
-            self._channel = ground.wire.open_channel()
-            self.count_by(self._channel.steps)
+            self.gradients.tags = mesh_info.communicator.open_tags()
+            self._checks = mesh_info.communicator.open_tags()
+            self._tags = mesh_info.communicator.open_tags()
+            self.count_by(self._tags.steps)
 
     def count_by(self, steps: Steps) -> None:
         """Messages belong to `steps` from now on."""
-        for channel in (self._channel, self._near_channel, self._checks, self.gradients.channel):
-            if channel is not None:
-                steps.behind = steps.behind or channel.steps.behind
-                channel.steps = steps
+        for tags in (self._tags, self._post_forward_tags, self._checks, self.gradients.tags):
+            if tags is not None:
+                steps.behind = steps.behind or tags.steps.behind
+                tags.steps = steps
 
     @property
     def steps(self) -> Steps:
         self.open_channels()
-        assert self._channel is not None
-        return self._channel.steps
+        assert self._tags is not None
+        return self._tags.steps
 
     @property
-    def checks(self) -> Channel:
+    def checks(self) -> TagSequence:
         """Of what ranks compare in a step."""
         self.open_channels()
         assert self._checks is not None
@@ -140,11 +140,11 @@ class Handle:
 
     def say_farewell(self, why: str) -> None:
         """Tell the other ranks that this one has left the step."""
-        ground = self.ground
-        if self._channel is not None:
-            ground.wire.leave(self._channel, why)
-        if ground.near is not None and self._near_channel is not None:
-            ground.near.leave(self._near_channel, why)
+        mesh_info = self.mesh_info
+        if self._tags is not None:
+            mesh_info.communicator.leave(self._tags, why)
+        if mesh_info.post_forward is not None and self._post_forward_tags is not None:
+            mesh_info.post_forward.leave(self._post_forward_tags, why)
 
     def rename(self, name: str) -> None:
         """Take the FQN under the root, once there is a root, for messages."""
@@ -183,7 +183,7 @@ class Handle:
     def _take_in_foreigners(self) -> None:
         """Parameters that were moved, cast or replaced become the unit's own."""
         parameters = self.parameters
-        if parameters.accept():
+        if parameters.adopt_replaced():
             self.reshard()  # into the old buffers
             parameters.rebuild()
             self.gradients.parts = parameters.parts
@@ -232,40 +232,40 @@ class Handle:
         self.phase = advance(before, Event.UNSHARD, unit=self.name)
         if self.phase is before:
             return
-        near = self._from_neighbours = before is Phase.REGROUPED
+        post_forward = self._gathers_post_forward = before is Phase.SHARDED_POST_FORWARD
         self._gathered = self.look_up_edition()
-        if self._channel is None:
+        if self._tags is None:
             self.open_channels()
-        channel = self._near_channel if near else self._channel
-        assert channel is not None
-        channel.decisions = self._gathered_anew + self._dtypes
+        tags = self._post_forward_tags if post_forward else self._tags
+        assert tags is not None
+        tags.decisions = self._gathered_anew + self._dtypes
         for part in self.parameters.parts:
-            if near:
-                arrival = part.gather_from_neighbours(channel, self._label)
+            if post_forward:
+                work = part.gather_post_forward(tags, self._label)
             else:
-                arrival = part.gather(channel, self._label, for_user=for_user)
-            if arrival is not None:
-                self._arrivals.append(arrival)
+                work = part.gather(tags, self._label, for_user=for_user)
+            if work is not None:
+                self._works.append(work)
 
-    def land(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.phase is Phase.GATHERING:
             self._await_arrivals()
             for part in self.parameters.parts:
-                part.land(from_neighbours=self._from_neighbours)
-        self.phase = advance(self.phase, Event.LAND, unit=self.name)
+                part.wait_for_unshard(post_forward=self._gathers_post_forward)
+        self.phase = advance(self.phase, Event.WAIT, unit=self.name)
 
     def _await_arrivals(self) -> None:
-        arrivals, self._arrivals = self._arrivals, []
-        for arrival in arrivals:
-            arrival.wait()
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
 
     def reshard(self) -> None:
         """Free the unsharded parameters; a gather in flight is waited for first."""
         if self.phase is Phase.SHARDED:
             return
         if self.phase is Phase.GATHERING:
-            self.land()
+            self.wait_for_unshard()
         self.phase = advance(self.phase, Event.RESHARD, unit=self.name)
         self._free()
 
@@ -284,15 +284,15 @@ class Handle:
 
     def settle_after_forward(self) -> None:
         """Free, keep or regroup, as the user asked."""
-        if self.phase is not Phase.UNSHARDED or self.pins:
+        if self.phase is not Phase.UNSHARDED or self.kept_by:
             return
         match self.after_forward:
             case Free():
                 self.reshard()
-            case Regroup():
-                self.phase = advance(self.phase, Event.REGROUP, unit=self.name)
+            case ReshardTo():
+                self.phase = advance(self.phase, Event.RESHARD_POST_FORWARD, unit=self.name)
                 for part in self.parameters.parts:
-                    part.regroup()
+                    part.reshard_post_forward()
 
     # --- what modules see -------------------------------------------------------------------------------------------
 
@@ -300,13 +300,13 @@ class Handle:
         """Modules compute with the unsharded parameters from here on; nests."""
         self.depth += 1
         if self.depth == 1:
-            self.parameters.stage.show()
+            self.parameters.swap.show()
 
     def hide(self) -> None:
         """Modules hold the sharded parameters again, whether or not the unsharded ones still exist."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
-            self.parameters.stage.hide()
+            self.parameters.swap.hide()
 
     def begin_call(self) -> None:
         """`show`, for a call of one of its modules: the modules inside, too, are called as they should be."""
@@ -325,7 +325,7 @@ class Handle:
     def refuse_recast(self) -> None:
         """After a call: raise if its module gave itself other parameters, or other memory to the unsharded ones."""
         parameters = self.parameters
-        if parameters.stage.strays:
+        if parameters.swap.strays:
             parameters.refuse_strays()
         for part in parameters.parts:
             if part.moved():
@@ -339,7 +339,7 @@ class Handle:
     def show_for(self, calls: int) -> None:
         """Whatever was shown or hidden before: show for so many calls of its modules, and no backward."""
         if not calls:
-            self.parameters.stage.hide()
+            self.parameters.swap.hide()
             self._guards.stand()
         self.depth = self._calls = calls
 
@@ -355,22 +355,22 @@ class Handle:
             self.gradients.drop()
 
     def _give_up_arrivals(self) -> None:
-        arrivals, self._arrivals = self._arrivals, []
+        works, self._works = self._works, []
         try:
-            for arrival in arrivals:
-                arrival.give_up()
+            for work in works:
+                work.abort()
         finally:
             self.phase = Phase.SHARDED
             for part in self.parameters.parts:
                 part.find_writes()  # and forget them: the step is lost anyway
                 part.free()
 
-    def take_over(self) -> None:
+    def adopt_from(self) -> None:
         """Parameters that were moved, cast or replaced by hand become the unit's own."""
         if not self.parameters.intact():
             self._take_in_foreigners()
 
-    def dissolve(self, originals: Sequence[nn.Parameter | None]) -> None:
+    def undo(self, originals: Sequence[nn.Parameter | None]) -> None:
         """Give the module whole plain parameters back, which are here: `originals` where they still exist, new ones elsewhere.
         What an interrupt ended is done again."""
         if self.parameters.parts:

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from composable.device.collectives import Channel, Wire
+from composable.device.collectives import Communicator, TagSequence
 from composable.errors import RanksDisagreeError
 
 _trainability = attrgetter("requires_grad")
@@ -46,31 +46,31 @@ class Kinds:
         self._rows = [[name, _words(parameter)] for name, parameter in zip(names, parameters, strict=False)]
         self._first: list[list[str]] = before._first if before is not None else self._rows
         self._told: bool = before is None or (before._told and self._rows == before._rows == self._first)
-        self.digest = zlib.crc32(json.dumps(self._rows).encode()) % Channel.DIGESTS
+        self.digest = zlib.crc32(json.dumps(self._rows).encode()) % TagSequence.DIGESTS
 
     def hold_for(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these are still what the parameters are like."""
         return _attributes(parameters) == self._attributes
 
-    def tell(self, wire: Wire, place: int) -> None:
+    def tell(self, communicator: Communicator, place: int) -> None:
         """Leave them where other ranks find them, unless they do not need to.
 
         Args:
-            place: of the unit among those that use the wire.
+            place: of the unit among those that use the communicator.
         """
         if not self._told:
-            wire.publish(json.dumps(self._rows), place, of_rank=True)
+            communicator.publish(json.dumps(self._rows), place, of_rank=True)
             self._told = True
 
-    def refuse_others(self, wire: Wire, place: int, unit: str) -> None:
+    def refuse_others(self, communicator: Communicator, place: int, unit: str) -> None:
         """Raise if another rank has other ones."""
-        for rank in range(wire.ways):
-            if rank == wire.rank:
+        for rank in range(communicator.size):
+            if rank == communicator.rank:
                 continue
-            said = wire.published(place, rank)
+            said = communicator.published(place, rank)
             theirs = json.loads(said) if said else self._first
             if theirs != self._rows:
-                _refuse(unit, {wire.rank: self._rows, rank: theirs})
+                _refuse(unit, {communicator.rank: self._rows, rank: theirs})
 
 
 def _refuse(unit: str, by_rank: dict[int, list[list[str]]]) -> None:

@@ -23,12 +23,12 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from composable.device.collectives import Wire
+from composable.device.collectives import Communicator
 from composable.errors import CommunicationError
 from composable.model.transaction import on_undo
 from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
 from composable.runtime.bucket import Bucket
-from composable.runtime.ground import Ground
+from composable.runtime.mesh_info import MeshInfo
 
 
 class Member(Protocol):
@@ -82,8 +82,9 @@ class Member(Protocol):
 _LAUNCH_COMPLETE: Final = methodcaller("launch_complete")
 _LAUNCH_REST: Final = methodcaller("launch_rest")
 
-# Orders in a backward that has been opened and not closed, by wire, as backwards came to them: copies of a model share wires.
-_LINES: Final[WeakKeyDictionary[Wire, list[ref[LaunchOrder]]]] = WeakKeyDictionary()
+# Orders in a backward that has been opened and not closed, by communicator, as backwards came to them: copies of a model share
+# communicators.
+_LINES: Final[WeakKeyDictionary[Communicator, list[ref[LaunchOrder]]]] = WeakKeyDictionary()
 
 
 class LaunchOrder:
@@ -92,9 +93,9 @@ class LaunchOrder:
     A participant of the end of a backward, see `composable.runtime.backward_end`.
     """
 
-    def __init__(self, wire: Wire) -> None:
-        self._wire = wire
-        self._line = _LINES.setdefault(wire, [])
+    def __init__(self, communicator: Communicator) -> None:
+        self._communicator = communicator
+        self._line = _LINES.setdefault(communicator, [])
         self._places: dict[int, Member] = {}
         self._members: tuple[Member, ...] = ()
         self._first = 0  # of those that have not launched everything in this backward
@@ -116,7 +117,7 @@ class LaunchOrder:
         self._members = tuple(self._places[place] for place in sorted(self._places))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LaunchOrder:
-        twin = memo[id(self)] = LaunchOrder(self._wire)
+        twin = memo[id(self)] = LaunchOrder(self._communicator)
         return twin  # who is copied, too, puts a reducer of its own there
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ class LaunchOrder:
     def open(self, *_: Any) -> None:
         """Backward has reached the module of one of them, or one of its parameters: all of them take part."""
         if self._backward is not None and self._backward() is None:
-            self.unwind()
+            self.abort()
         if self._backward is None and any(member.waits for member in self._members):
             try:
                 self._open()
@@ -142,9 +143,9 @@ class LaunchOrder:
                 raise
 
     def _open(self) -> None:
-        end, steps = end_of_backward(), self._wire.sums.steps
+        end, steps = end_of_backward(), self._communicator.sums.steps
         if end.join(self, steps, self._launch_again):
-            steps.look_ahead([self._wire])
+            steps.look_ahead([self._communicator])
         self._first = 0
         self._line.append(ref(self))
         self._backward = ref(end)  # before anything changes: whoever finds it open, and no backward, cleans up
@@ -153,14 +154,14 @@ class LaunchOrder:
 
     def lose_backward(self) -> None:
         """It was about to be opened when something was raised: its end is to tell the other ranks."""
-        end_of_backward().join(self, self._wire.sums.steps)
+        end_of_backward().join(self, self._communicator.sums.steps)
         self._backward = gone
         self.note_interrupt()
 
     def note_interrupt(self) -> None:
         """An error is on its way out of a hook."""
         if not isinstance(sys.exception(), Exception):
-            self._wire.sums.steps.behind = True
+            self._communicator.sums.steps.behind = True
 
     @torch.no_grad()
     def launch_complete(self) -> None:
@@ -182,7 +183,7 @@ class LaunchOrder:
                 order._first += 1
 
     def _up_to_this(self) -> Sequence[LaunchOrder]:
-        """Those over the same wire, of copies, that this backward came to before this one; and this one."""
+        """Those over the same communicator, of copies, that this backward came to before this one; and this one."""
         end = self._backward() if self._backward is not None else None
         before = []
         for reference in self._line:
@@ -208,7 +209,7 @@ class LaunchOrder:
         for member in self._members:
             member.conclude()
         self.reset()
-        self._wire.sums.steps.behind = False
+        self._communicator.sums.steps.behind = False
         for member in self._members:
             member.deliver()
 
@@ -226,7 +227,7 @@ class LaunchOrder:
                 return
             except CommunicationError as error:
                 end = self._backward() if self._backward is not None else None
-                steps, later = self._wire.sums.steps, error.later_step
+                steps, later = self._communicator.sums.steps, error.later_step
                 if end is None or later is None or not steps.by_backward or not steps.may_go_on_to(later):
                     member.refuse_others()
                     raise
@@ -238,7 +239,7 @@ class LaunchOrder:
             self._backward = gone
         for member in self._members:
             member.stop()
-        self._wire.leave(self._wire.sums, "its backward did not finish")
+        self._communicator.leave(self._communicator.sums, "its backward did not finish")
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -249,25 +250,25 @@ class LaunchOrder:
         self._line[:] = [reference for reference in self._line if reference() not in (self, None)]
         self._backward = None  # last: who is interrupted before finds that it is to be done again
 
-    def unwind(self) -> None:
+    def abort(self) -> None:
         """If a backward raised: give up what is in flight and forget it."""
         if not self.in_backward:
             return
         for member in self._members:
             for bucket in member.buckets:
                 with suppress(CommunicationError):  # the error that ended the backward has been reported already
-                    bucket.give_up()
+                    bucket.abort()
         self.reset()
 
 
 class Unit(Protocol):
     """A replicated unit."""
 
-    ground: Ground | None
+    mesh_info: MeshInfo | None
     order: LaunchOrder
     place: int
 
-    def launch_in(self, order: LaunchOrder, place: int, ground: Ground | None) -> None:
+    def launch_in(self, order: LaunchOrder, place: int, mesh_info: MeshInfo | None) -> None:
         """Belong to `order` from here on, and communicate over what all in it communicate over; nothing if it was removed."""
 
 
@@ -275,18 +276,18 @@ def launch_together(units: Sequence[Unit]) -> None:
     """Units on and below a module that is being annotated, outer ones first, until that is taken back. See Note [One order]."""
     families: dict[Any, list[Unit]] = {}
     for unit in dict.fromkeys(units):
-        if unit.ground is not None and unit.ground.wire.capabilities.ordered:
-            families.setdefault(unit.ground.place, []).append(unit)
+        if unit.mesh_info is not None and unit.mesh_info.communicator.capabilities.ordered:
+            families.setdefault(unit.mesh_info.place, []).append(unit)
     for family in families.values():
-        ground = family[0].ground
-        if len(family) > 1 and ground is not None:
-            order = LaunchOrder(ground.wire)
-            on_undo(partial(_apart, order, [(unit, unit.order, unit.place, unit.ground) for unit in family]))
+        mesh_info = family[0].mesh_info
+        if len(family) > 1 and mesh_info is not None:
+            order = LaunchOrder(mesh_info.communicator)
+            on_undo(partial(_apart, order, [(unit, unit.order, unit.place, unit.mesh_info) for unit in family]))
             for place, unit in enumerate(reversed(family)):  # gradients of what comes last are ready first
-                unit.launch_in(order, place, ground)
+                unit.launch_in(order, place, mesh_info)
 
 
-def _apart(order: LaunchOrder, before: Sequence[tuple[Unit, LaunchOrder, int, Ground | None]]) -> None:
-    for unit, last, place, ground in before:
+def _apart(order: LaunchOrder, before: Sequence[tuple[Unit, LaunchOrder, int, MeshInfo | None]]) -> None:
+    for unit, last, place, mesh_info in before:
         if unit.order is order:
-            unit.launch_in(last, place, ground)
+            unit.launch_in(last, place, mesh_info)

@@ -38,12 +38,12 @@ class _Gathering:
     def run(self) -> None:
         self._open()
         for handle in self._handles:
-            handle.take_over()
+            handle.adopt_from()
             if handle.phase is not Phase.UNSHARDED:
                 self._unsharded.append(handle)
                 handle.unshard_in_step(for_user=True)
         for handle in self._handles:
-            handle.land()
+            handle.wait_for_unshard()
             handle.whole_gradients = _whole_gradients(handle)
 
     def _open(self) -> None:
@@ -71,9 +71,9 @@ class _Gathering:
 
     def _vote(self) -> None:
         handle = self._handles[0]
-        handle.ground.wire.extremes([0], label="vote on remove() across ranks", channel=handle.checks)
+        handle.mesh_info.communicator.min_max([0], label="vote on remove() across ranks", tags=handle.checks)
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         self._open()
         for handle in self._unsharded:
             handle.withdraw()
@@ -90,7 +90,7 @@ def remove_together(handles: Sequence[Handle], undo: Callable[[], object]) -> No
         gathering.run()
         interrupt = gathering.vote()
     except BaseException:
-        through_interrupts(lambda: (gathering or _Gathering(handles)).give_up())
+        through_interrupts(lambda: (gathering or _Gathering(handles)).abort())
         raise
     try:
         undo()
@@ -110,13 +110,13 @@ def after_interrupt(handles: Sequence[Handle], *, begun: bool) -> None:
         begun: this rank has told them.
     """
     if not begun:
-        _Gathering(handles).give_up()
+        _Gathering(handles).abort()
     for handle in handles:
         handle.steps.behind = True
 
 
 def _whole_gradients(handle: Handle) -> list[Tensor | None]:
-    """Over the unit's own wire: who is interrupted in a collective of torch's own leaves the others waiting in it."""
+    """Over the unit's own communicator: who is interrupted in a collective of torch's own leaves the others waiting in it."""
     return [
         _whole(gradient, handle) if isinstance(gradient := slot.sharded.grad, DTensor) else gradient for slot in handle.slots
     ]
@@ -124,16 +124,19 @@ def _whole_gradients(handle: Handle) -> list[Tensor | None]:
 
 @torch.no_grad()
 def _whole(gradient: DTensor, handle: Handle) -> Tensor:
-    wire, (placement,), local = handle.ground.wire, gradient.placements, local_of(gradient).detach()
+    communicator, (placement,), local = handle.mesh_info.communicator, gradient.placements, local_of(gradient).detach()
     if not isinstance(placement, Shard):
         return local.clone()
     dim, shape = placement.dim, list(gradient.shape)
-    largest = -(-shape[dim] // wire.ways)
-    shapes = [[*shape[:dim], max(0, min(largest, shape[dim] - rank * largest)), *shape[dim + 1 :]] for rank in range(wire.ways)]
+    largest = -(-shape[dim] // communicator.size)
+    shapes = [
+        [*shape[:dim], max(0, min(largest, shape[dim] - rank * largest)), *shape[dim + 1 :]]
+        for rank in range(communicator.size)
+    ]
     chunk = prod(shapes[0])
-    shard, whole = local.new_zeros(chunk), local.new_empty(wire.ways * chunk)
+    shard, whole = local.new_zeros(chunk), local.new_empty(communicator.size * chunk)
     shard[: local.numel()].copy_(local.reshape(-1))
-    parts = wire.prepare([GatherPart(shard, whole, whole.numel())])
-    wire.all_gather(parts, label=f"all-gather of gradients of unit '{handle.name}'", channel=handle.checks).wait()
+    parts = communicator.prepare([GatherPart(shard, whole, whole.numel())])
+    communicator.all_gather(parts, label=f"all-gather of gradients of unit '{handle.name}'", tags=handle.checks).wait()
     pieces = [whole[rank * chunk :][: prod(shape)].view(shape) for rank, shape in enumerate(shapes)]
     return torch.cat(pieces, dim)

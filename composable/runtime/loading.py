@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.parameters import ParameterSlots, describe_mesh, shard_like
+from composable.device.parameter_swap import ParameterSlots, describe_mesh, shard_like
 from composable.device.private import local_of
 
 

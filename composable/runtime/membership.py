@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from torch import nn
 
-from composable.device.parameters import Owner, ParameterSlots
+from composable.device.parameter_swap import Owner, ParameterSlots
 from composable.errors import ForeignParameterError
 from composable.model.traversal import Place, TreeWatch, registered_parameters
 

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from composable.compilation import untraced
-from composable.device.parameters import Owner, ParameterSlots, Stage, describe_mesh, make_replicated
+from composable.device.parameter_swap import Owner, ParameterSlots, ParameterSwap, describe_mesh, make_replicated
 from composable.device.private import agree_on_infinities, in_backward, local_of
 from composable.errors import ForeignParameterError
 from composable.model.hooks import Guard, GuardRow, after_call
@@ -35,8 +35,8 @@ from composable.model.interrupts import calls_of
 from composable.model.transaction import on_undo
 from composable.runtime.loading import StateDictHook
 from composable.runtime.optimizers import Form, forget, note
-from composable.runtime.pairs import Pair, fits, pair_of, plain_over
-from composable.runtime.shown import Shown, Unit
+from composable.runtime.readers import Readers, Unit
+from composable.runtime.resting_form import Pair, fits, pair_of, plain_over
 from composable.runtime.sparse import is_sparse_lookup
 
 
@@ -116,7 +116,7 @@ class MixedParameters:
             if pair is not None:
                 note(pair.plain, Form.COMPUTING, self._unit, name)
                 note(pair.resting, Form.REPLICATED, self._unit, name)
-        self._stage = Stage(self._slots)
+        self._stage = ParameterSwap(self._slots)
         self._row = GuardRow(self._guards)
         self._at_rest = self._registered()
         held = zip(self._found, self._at_rest, strict=True)
@@ -220,7 +220,7 @@ class MixedParameters:
     @untraced
     def _before_state_dict(self, *_: Any) -> None:
         for reader in list(self._shown):
-            if isinstance(reader, Shown):
+            if isinstance(reader, Readers):
                 reader.settle()
 
     def forget_calls(self) -> None:

@@ -31,7 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composable.compilation import untraced
-from composable.device.parameters import label, label_of, like_parameter, unlabel
+from composable.device.parameter_swap import label, label_of, like_parameter, unlabel
 from composable.device.private import as_tensors, local_of
 from composable.errors import OptimizerError
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.collectives import Channel
+from composable.device.collectives import TagSequence
+from composable.device.flat_parameters import FlatParameters, memory_order
 from composable.device.memory import MemoryPool
-from composable.device.parameters import (
+from composable.device.parameter_swap import (
     ParameterSlots,
-    Stage,
+    ParameterSwap,
     adopt_local,
     copy_attributes,
     cut,
@@ -24,10 +25,9 @@ from composable.device.parameters import (
     make_unsharded,
 )
 from composable.device.private import as_tensors, innermost, local_of
-from composable.device.storage import FlatParameters, memory_order
 from composable.errors import ForeignParameterError
 from composable.plan.layout import Layout, ParamSpec, plan_layout
-from composable.runtime.ground import Ground
+from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.optimizers import Form, note
 from composable.runtime.part import Part
 
@@ -50,8 +50,8 @@ class UnitParameters:
     """
 
     __slots__ = (
-        "_ground", "_names", "_on_gradient", "_placements", "_pool", "_unit", "locals", "numels", "on_meta", "parts",
-        "sharded", "slots", "stage", "trainable"
+        "_mesh_info", "_names", "_on_gradient", "_placements", "_pool", "_unit", "locals", "numels", "on_meta", "parts",
+        "sharded", "slots", "swap", "trainable"
     )  # fmt: skip
 
     def __init__(
@@ -59,18 +59,18 @@ class UnitParameters:
         slots: Sequence[ParameterSlots],
         names: Sequence[str],
         placements: Sequence[int | None],
-        ground: Ground,
+        mesh_info: MeshInfo,
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
     ) -> None:
         self.slots = tuple(slots)
         self._names = names
         self._placements = placements
-        self._ground = ground
+        self._mesh_info = mesh_info
         self._pool = pool
         self._on_gradient = on_gradient
         self.parts: tuple[Part, ...] = ()
-        self.stage = Stage(())
+        self.swap = ParameterSwap(())
         self.trainable = False  # any of them
         self.on_meta: tuple[str, ...] = ()  # names of those that have no values yet
         self.sharded: tuple[DTensor, ...] = ()
@@ -83,7 +83,7 @@ class UnitParameters:
 
     def rebuild(self) -> None:
         """(Re)build the buffers around the parameters as they are now: plain tensors, or DTensors of our placement."""
-        if self._ground.mesh is None:
+        if self._mesh_info.mesh is None:
             self.follow()
             return
         groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -91,29 +91,29 @@ class UnitParameters:
             tensor = slot.registered
             assert tensor is not None
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-            stays = local.device.type in ("meta", self._ground.device.type)
-            groups.setdefault((tensor.dtype, local.device if stays else self._ground.device), []).append(index)
+            stays = local.device.type in ("meta", self._mesh_info.device.type)
+            groups.setdefault((tensor.dtype, local.device if stays else self._mesh_info.device), []).append(index)
         # Everything that can fail happens before the first parameter of the module changes.
         flats = [(indices, self._flat(dtype, device, indices)) for (dtype, device), indices in groups.items()]
         parts = []
         for indices, flat in flats:
             for position, index in enumerate(indices):
                 self._settle_in(flat, position, self.slots[index])
-            parts.append(Part(flat, [self.slots[index] for index in indices], self._ground))
+            parts.append(Part(flat, [self.slots[index] for index in indices], self._mesh_info))
         self.parts = tuple(parts)
         self.on_meta = tuple(self._names[i] for indices, flat in flats if flat.device.type == "meta" for i in indices)
         self.rename(self._unit)
         self.trainable = False
-        self.stage = Stage(self.slots)
+        self.swap = ParameterSwap(self.slots)
         self.sharded = tuple(slot.sharded for slot in self.slots if isinstance(slot.sharded, DTensor))
         self.locals = tuple(map(local_of, self.sharded))
         self.numels = list(map(Tensor.numel, self.locals))
         self.follow()
 
     def _flat(self, dtype: torch.dtype, device: torch.device, indices: Sequence[int]) -> FlatParameters:
-        wire = self._ground.wire
+        communicator = self._mesh_info.communicator
         layout = self._layout(indices, dtype, device)
-        flat = FlatParameters(layout, dtype=dtype, device=device, wire=wire, pool=self._pool)
+        flat = FlatParameters(layout, dtype=dtype, device=device, communicator=communicator, pool=self._pool)
         with torch.no_grad():
             for position, index in enumerate(indices):
                 tensor = self.slots[index].registered
@@ -122,11 +122,11 @@ class UnitParameters:
                 if isinstance(tensor, DTensor):
                     view.copy_(local_of(tensor).reshape(view.shape))
                 elif device.type != "meta":
-                    view.copy_(cut(tensor.data, layout.slots[position], wire.rank))
+                    view.copy_(cut(tensor.data, layout.slots[position], communicator.rank))
         return flat
 
     def _layout(self, indices: Sequence[int], dtype: torch.dtype, device: torch.device) -> Layout:
-        wire = self._ground.wire
+        communicator = self._mesh_info.communicator
         specs = []
         for index in indices:
             tensor = self.slots[index].registered
@@ -134,15 +134,17 @@ class UnitParameters:
             order, dim = memory_order(tensor), self._placements[index]
             shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
             specs.append(ParamSpec(self._names[index], shape, order.index(dim) if order and dim is not None else dim, order))
-        direct = -(-wire.capabilities.direct_bytes // dtype.itemsize)
-        if len(specs) > Channel.PARTS // 2:
-            direct = max(direct, sorted(max(1, math.prod(s.shape)) // wire.ways for s in specs)[-Channel.PARTS // 2])
+        direct = -(-communicator.capabilities.direct_bytes // dtype.itemsize)
+        if len(specs) > TagSequence.PARTS // 2:
+            direct = max(
+                direct, sorted(max(1, math.prod(s.shape)) // communicator.size for s in specs)[-TagSequence.PARTS // 2]
+            )
         align = max(1, _CACHE_LINE // dtype.itemsize)
         packed_align = 1 if device.type == "cpu" else max(1, _VECTOR // dtype.itemsize)
-        return plan_layout(specs, ways=wire.ways, direct_numel=direct, align=align, packed_align=packed_align)
+        return plan_layout(specs, num_shards=communicator.size, direct_numel=direct, align=align, packed_align=packed_align)
 
     def _settle_in(self, flat: FlatParameters, position: int, slot: ParameterSlots) -> None:
-        mesh = self._ground.mesh
+        mesh = self._mesh_info.mesh
         assert mesh is not None
         registered = slot.registered
         assert isinstance(registered, nn.Parameter)
@@ -167,21 +169,21 @@ class UnitParameters:
         for fqn, slot in zip(self._names, self.slots, strict=True):
             if slot.unsharded is not slot.sharded:
                 note(slot.unsharded, Form.UNSHARDED, unit, fqn)
-            note(slot.sharded, Form.SHARDED if self._ground.mesh is not None else Form.WHOLE, unit, fqn)
+            note(slot.sharded, Form.SHARDED if self._mesh_info.mesh is not None else Form.WHOLE, unit, fqn)
 
     # --- staying ----------------------------------------------------------------------------------------------------
 
     def intact(self) -> bool:
         """Whether modules hold the parameters that we put there, and these hold our memory."""
-        if self._ground.mesh is None:
+        if self._mesh_info.mesh is None:
             return False  # they are the user's own: what they are is looked up each time
-        if not self.stage.intact() or not all(map(is_, map(local_of, self.sharded), self.locals)):
+        if not self.swap.intact() or not all(map(is_, map(local_of, self.sharded), self.locals)):
             return False
         return list(map(Tensor.numel, self.locals)) == self.numels
 
-    def accept(self) -> bool:
+    def adopt_replaced(self) -> bool:
         """Take parameters that somebody registered, or moved, for the unit's own; True when `rebuild` has to follow."""
-        if self._ground.mesh is None:
+        if self._mesh_info.mesh is None:
             for slot in self.slots:
                 slot.sharded = slot.unsharded = slot.registered  # type: ignore[assignment]
             return False
@@ -222,7 +224,7 @@ class UnitParameters:
             if strays:
                 slot.replace(slot.sharded)
                 replaced = replaced or f"'{name}' ({slot.sharded.dtype}) by another one ({strays[0].dtype})"
-        self.stage.strays = False
+        self.swap.strays = False
         if replaced:
             raise ForeignParameterError(
                 f"the forward of unit '{self._unit}' replaced its parameter {replaced}, which would get this rank's gradient "
@@ -276,7 +278,7 @@ class UnitParameters:
 
     def follow(self) -> None:
         """Unsharded parameters follow what users freeze and unfreeze on the sharded ones."""
-        if self._ground.mesh is None:
+        if self._mesh_info.mesh is None:
             self.trainable = any(slot.sharded.requires_grad for slot in self.slots)
             return
         for part in self.parts:

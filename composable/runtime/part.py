@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from composable.device.collectives import Arrival, Channel, GatherPart, Wire
-from composable.device.gradients import take_gradients
+from composable.device.collectives import Communicator, GatherPart, TagSequence, Work
+from composable.device.flat_parameters import FlatParameters
 from composable.device.memory import ElasticBuffer
-from composable.device.parameters import ParameterSlots
+from composable.device.parameter_swap import ParameterSlots
 from composable.device.private import innermost, outside_transforms
-from composable.device.storage import FlatParameters
+from composable.device.sharded_gradients import take_gradients
 from composable.plan.layout import Route
-from composable.runtime.ground import Ground
+from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.reduction import Reduction
 
 _version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quicker than any other way to ask many
@@ -29,12 +29,13 @@ class Part:
     """The parameters of one dtype: their buffers, their reduction, and the coarse shard kept after forward."""
 
     __slots__ = (
-        "_addresses", "_coarse", "_coarse_of_whole", "_for_user", "_full", "_gathered", "_is_watched", "_moving", "_near",
-        "_near_plan", "_offsets", "_reduction", "_reductions", "_staying", "_unsharded", "_versions", "_watched",
-        "_watched_ones", "_wire", "counted", "flat", "sharded", "trainable", "trains", "worth_releasing"
+        "_addresses", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_is_watched", "_moving",
+        "_offsets", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_reduction", "_reductions", "_staying",
+        "_unsharded", "_versions", "_watched", "_watched_ones", "counted", "flat", "sharded", "trainable", "trains",
+        "worth_releasing"
     )  # fmt: skip
 
-    def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], ground: Ground) -> None:
+    def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], mesh_info: MeshInfo) -> None:
         self.flat = flat
         self.sharded = tuple([member.sharded for member in members])
         self._unsharded = tuple([member.unsharded for member in members])
@@ -51,7 +52,7 @@ class Part:
         self._for_user = False  # whether what is gathered is the user's to write to
         # Whose version counters tell of writes to shards: to each parameter, and to local tensors, which count with the buffer.
         self.counted = (*self.sharded, flat.shard)
-        self._wire = ground.wire
+        self._communicator = mesh_info.communicator
         self._full = flat.full
         # Where the unsharded parameters lie from the start of their buffer, which moves; what every rank holds whole stays.
         moving = [slot.route is not Route.WHOLE and slot.numel > 0 for slot in flat.layout.slots]
@@ -65,25 +66,27 @@ class Part:
         self.trains = False  # whether any of them gets a gradient
         self._reductions: dict[tuple[bool, ...], Reduction] = {}
         self._reduction: Reduction | None = None  # of what is trainable now
-        self._near = ground.near
-        self._coarse: ElasticBuffer | None = None
-        if self._near is not None and self._gathered:
-            self._plan_coarse(self._near)
+        self._post_forward = mesh_info.post_forward
+        self._post_forward_shard: ElasticBuffer | None = None
+        if self._post_forward is not None and self._gathered:
+            self._plan_post_forward(self._post_forward)
 
-    def _plan_coarse(self, near: Wire) -> None:
+    def _plan_post_forward(self, post_forward: Communicator) -> None:
         flat = self.flat
-        self._coarse = ElasticBuffer(flat.layout.full_numel // near.ways, flat.dtype, flat.device, flat.pool)
+        self._post_forward_shard = ElasticBuffer(
+            flat.layout.full_numel // post_forward.size, flat.dtype, flat.device, flat.pool
+        )
         flat.full.allocate()
         whole = flat.full.tensor
-        start = near.rank * self._coarse.tensor.numel()
-        self._coarse_of_whole = whole[start : start + self._coarse.tensor.numel()]
-        self._near_plan = near.prepare([GatherPart(self._coarse.tensor, whole, whole.numel())])
+        start = post_forward.rank * self._post_forward_shard.tensor.numel()
+        self._coarse_of_whole = whole[start : start + self._post_forward_shard.tensor.numel()]
+        self._post_forward_plan = post_forward.prepare([GatherPart(self._post_forward_shard.tensor, whole, whole.numel())])
         flat.full.free()
-        self._coarse.free()
+        self._post_forward_shard.free()
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
-    def gather(self, channel: Channel, label: str, *, for_user: bool) -> Arrival | None:
+    def gather(self, tags: TagSequence, label: str, *, for_user: bool) -> Work | None:
         """Launch the all-gather from everybody's shards; None if every rank holds everything anyway.
 
         Args:
@@ -93,21 +96,21 @@ class Part:
             return None
         self._for_user = for_user
         self._full.allocate()
-        return self._wire.all_gather(self.flat.gather_plan, label=label, channel=channel)
+        return self._communicator.all_gather(self.flat.gather_plan, label=label, tags=tags)
 
-    def gather_from_neighbours(self, channel: Channel, label: str) -> Arrival | None:
+    def gather_post_forward(self, tags: TagSequence, label: str) -> Work | None:
         """Launch the all-gather from the coarse shards."""
-        if self._near is None or not self._gathered:
+        if self._post_forward is None or not self._gathered:
             return None
         self._full.allocate()
-        return self._near.all_gather(self._near_plan, label=label, channel=channel)
+        return self._post_forward.all_gather(self._post_forward_plan, label=label, tags=tags)
 
-    def land(self, *, from_neighbours: bool) -> None:
+    def wait_for_unshard(self, *, post_forward: bool) -> None:
         """What was gathered has arrived: put it where modules read it."""
-        if not from_neighbours:
+        if not post_forward:
             self.flat.copy_out()
-        elif self._coarse is not None:
-            self._coarse.free()
+        elif self._post_forward_shard is not None:
+            self._post_forward_shard.free()
 
     def find_writes(self) -> Sequence[str]:
         """The unsharded parameters that somebody has written to in place since they were gathered: it will be lost."""
@@ -151,15 +154,15 @@ class Part:
     def free(self) -> None:
         """Only the shards remain."""
         self._full.free()
-        if self._coarse is not None:
-            self._coarse.free()
+        if self._post_forward_shard is not None:
+            self._post_forward_shard.free()
 
     @outside_transforms
-    def regroup(self) -> None:
+    def reshard_post_forward(self) -> None:
         """Only the shards and the coarse shard remain."""
-        if self._coarse is not None:
-            self._coarse.allocate()
-            self._coarse.tensor.data.copy_(self._coarse_of_whole.data)
+        if self._post_forward_shard is not None:
+            self._post_forward_shard.allocate()
+            self._post_forward_shard.tensor.data.copy_(self._coarse_of_whole.data)
             self._full.free()
 
     def holds(self, tensor: Tensor) -> bool:
@@ -181,17 +184,17 @@ class Part:
         """Whether a gradient has arrived that was not reduced."""
         return any(parameter.grad is not None for parameter in self._unsharded)
 
-    def reduce(self, channel: Channel, label: str) -> None:
+    def reduce(self, tags: TagSequence, label: str) -> None:
         """Launch the reduction of what is here."""
         if not self.trains:
             return
         reduction = self._reduction
         if reduction is None:
-            reduction = self._reduction = Reduction(self.flat, self.sharded, self._wire, self.trainable)
+            reduction = self._reduction = Reduction(self.flat, self.sharded, self._communicator, self.trainable)
             self._reductions[self.trainable] = reduction
             if reduction.worth_releasing:
                 self.worth_releasing.append(reduction)
-        reduction.launch(take_gradients(self._unsharded), channel, label)
+        reduction.launch(take_gradients(self._unsharded), tags, label)
 
     def finish(self) -> list[nn.Parameter]:
         """Wait for the reduction; the sharded parameters have their gradients then. Returns those with hooks to be called."""

@@ -13,7 +13,7 @@ from typing import Final
 
 from torch import Tensor
 
-from composable.device.parameters import Stage
+from composable.device.parameter_swap import ParameterSwap
 from composable.device.private import as_tensors, local_of
 from composable.runtime.handle import Handle
 from composable.runtime.parameters import UnitParameters
@@ -25,13 +25,13 @@ class _ParameterWatch:
     """Tells quickly whether sharded parameters are registered where they were, hold what they held, and train as they did."""
 
     def __init__(self, units: Sequence[UnitParameters]) -> None:
-        self._stage = Stage([slot for unit in units for slot in unit.slots])
+        self._stage = ParameterSwap([slot for unit in units for slot in unit.slots])
         self._sharded = [sharded for unit in units for sharded in unit.sharded]
         self._locals = [local for unit in units for local in unit.locals]
         self._numels = [numel for unit in units for numel in unit.numels]
         self._trainable = self._trains()
 
-    def all_stand(self) -> bool:
+    def all_attached(self) -> bool:
         return (
             self._stage.intact()
             and all(map(is_, map(local_of, self._sharded), self._locals))
@@ -50,12 +50,12 @@ class Preparation:
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = tuple(handles)
         # Without a mesh, parameters are the user's own: what they are is looked up each time.
-        self._can_watch = all(handle.ground.mesh is not None for handle in handles)
+        self._can_watch = all(handle.mesh_info.mesh is not None for handle in handles)
         self._watch: _ParameterWatch | None = None
 
     def prepare(self) -> None:
         """May raise: what nobody can compute with is refused."""
-        if self._watch is None or not self._watch.all_stand():
+        if self._watch is None or not self._watch.all_attached():
             self._watch = None
             for handle in self._handles:
                 handle.look_into_parameters()

@@ -91,12 +91,12 @@ class RecomputeBracket:
             next(self._pop(), None)
         return output
 
-    def abandon(self, module: nn.Module) -> None:
+    def on_error(self, module: nn.Module) -> None:
         if not self._recomputing and self._generators:
             self._pop().close()
 
     @untraced
-    def forget(self) -> None:
+    def on_interrupt(self) -> None:
         self._recomputing = 0
         while self._generators:
             self._pop().close()

@@ -1,4 +1,5 @@
-"""Buckets of gradients that are all-reduced as they fill: what `replicate` runs on. Knows parameters and a wire, not modules.
+"""Buckets of gradients that are all-reduced as they fill: what `replicate` runs on. Knows parameters and a
+communicator, not modules.
 
 Note [The same collectives on every rank]
 Buckets are launched strictly in their order, and all of them in every backward: a rank that has no gradient for a parameter
@@ -23,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.device.buckets import GradientBucket, gradient_strides
-from composable.device.collectives import Channel, Wire
+from composable.device.collectives import Communicator, TagSequence
+from composable.device.gradient_buckets import GradientBucket, gradient_strides
 from composable.errors import PhaseError
 from composable.plan.scaling import division_factors
-from composable.runtime.agreement import Agreement, agree, known_to_others
 from composable.runtime.bucket import AWAITED, IDLE, SENT, Bucket, grouped_in_order
+from composable.runtime.bucket_order import BucketOrder, agree_on_bucket_order, known_to_others
 from composable.runtime.gradients import weakly
 from composable.runtime.kinds import Kinds
 from composable.runtime.launch_order import LaunchOrder
@@ -39,7 +40,7 @@ HOST_IN_FLIGHT: Final = 4  # buckets; each has a message in memory that ranks of
 
 
 class Reducer:
-    """Averages the gradients of `parameters` over a wire while backward runs.
+    """Averages the gradients of `parameters` over a communicator while backward runs.
 
     Args:
         parameters: in the order of their FQNs; gradients are expected roughly in the reverse of it.
@@ -59,14 +60,14 @@ class Reducer:
         self,
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
-        wire: Wire,
+        communicator: Communicator,
         together: LaunchOrder,
         place: int,
         *,
         cap_bytes: int,
         unit: str,
         turn: int = 0,
-        agreement: Agreement | None = None,
+        bucket_order: BucketOrder | None = None,
         elsewhere: frozenset[int] = frozenset(),
         sparse: frozenset[int] = frozenset(),
         deliver: Callable[[Sequence[nn.Parameter]], None] | None = None,
@@ -77,33 +78,35 @@ class Reducer:
         self.names = tuple(names)
         self.unit = unit
         self.turn = turn
-        self.agreement = agreement or Agreement()
+        self.bucket_order = bucket_order or BucketOrder()
         self._together = together
         self._place = place
-        self._round = Round(forwards, wire, unit)
+        self._round = Round(forwards, communicator, unit)
         self._deliver = deliver
-        self._wire = wire
+        self._communicator = communicator
         self._cap_bytes = cap_bytes
         self.elsewhere = elsewhere
         mine = [i for i, p in enumerate(parameters) if p.requires_grad and i not in elsewhere]
         self._trainable = [i for i in mine if i not in sparse]
         self._sparse = [i for i in mine if i in sparse]
-        self._rows = SparseGradients([parameters[i] for i in self._sparse], [names[i] for i in self._sparse], wire, unit)
+        self._rows = SparseGradients(
+            [parameters[i] for i in self._sparse], [names[i] for i in self._sparse], communicator, unit
+        )
         self._buckets: list[Bucket] = []
         self._launched = 0
         self._in_flight: list[Bucket] = []
-        self._on_host = wire.ways > 1 and all(p.device.type == "cpu" for p in parameters)
+        self._on_host = communicator.size > 1 and all(p.device.type == "cpu" for p in parameters)
         self._few_in_flight = (
-            self._on_host and not wire.capabilities.ordered
+            self._on_host and not communicator.capabilities.ordered
         )  # what is launched then must not depend on what has arrived
         self._arrivals: list[int] = []
         self._hooks: list[RemovableHandle] = []
-        self._adopting: Agreement | None = None  # is being put into effect
+        self._adopting: BucketOrder | None = None  # is being put into effect
         self._sure = False  # that all ranks know of the same agreement
         self._missed: int | None = None  # the step in which the others may have agreed without this rank
         self.kinds = Kinds(self.parameters, self.names, before)
-        self._recording = not all(i in self.agreement.order for i in self._trainable)
-        if wire.ways > 1:
+        self._recording = not all(i in self.bucket_order.order for i in self._trainable)
+        if communicator.size > 1:
             self._buckets = self._make_buckets()
             self._attach()
         elif deliver is not None:
@@ -114,7 +117,7 @@ class Reducer:
 
     def _order(self) -> list[int]:
         trainable = dict.fromkeys(self._trainable)
-        known = dict.fromkeys(i for i in self.agreement.order if i in trainable)
+        known = dict.fromkeys(i for i in self.bucket_order.order if i in trainable)
         return [*known, *(i for i in reversed(self._trainable) if i not in known)]
 
     def _make_buckets(self) -> list[Bucket]:
@@ -123,11 +126,11 @@ class Reducer:
         for number, members in enumerate(grouped, start=1):
             gradients = GradientBucket(
                 [self.parameters[i] for i in members],
-                [self.agreement.strides.get(i) for i in members],
+                [self.bucket_order.strides.get(i) for i in members],
                 divide_by=self._factors(self.parameters[members[0]].dtype),
                 # One flag per parameter, one that says that this rank had a gradient for all of them, and which backward it is.
                 flags=len(self._trainable) + 1 + NUMBERS if number == len(grouped) else 0,
-                terms=self._wire.capabilities.reads_terms,
+                scaled_inputs=self._communicator.capabilities.reads_scaled_inputs,
             )
             names = self.names[members[0]], self.names[members[-1]]
             label = f"gradient all-reduce of unit '{self.unit}' ('{names[0]}' to '{names[1]}')"
@@ -135,7 +138,7 @@ class Reducer:
         return buckets
 
     def _factors(self, dtype: torch.dtype) -> tuple[float, float]:
-        before, after = division_factors(str(dtype).removeprefix("torch."), self._wire.ways)
+        before, after = division_factors(str(dtype).removeprefix("torch."), self._communicator.size)
         # A dtype that cannot overflow is divided on its way into the bucket, where that costs no pass of its own.
         return (before, after) if dtype is torch.float16 else (before * after, 1.0)
 
@@ -197,8 +200,10 @@ class Reducer:
         return self._launched == len(self._buckets)
 
     def begin(self) -> None:
-        self._wire.sums.agreed = self._round.agreed = (self.agreement.digest + self.kinds.digest) % Channel.DIGESTS
-        self.kinds.tell(self._wire, self._place)
+        self._communicator.sums.agreed = self._round.agreed = (
+            self.bucket_order.digest + self.kinds.digest
+        ) % TagSequence.DIGESTS
+        self.kinds.tell(self._communicator, self._place)
         for bucket in self._buckets:
             bucket.tally.enter(AWAITED)
             bucket.gradients.open()
@@ -220,8 +225,8 @@ class Reducer:
 
     def launch_complete(self) -> None:
         if self._on_host:
-            # A host's wires do part of the work when asked to, better while backward runs than after it. Nobody is waited
-            # for: another rank may launch its bucket at the end of its backward only, see Note [Launch points].
+            # A host's communicators do part of the work when asked to, better while backward runs than after it. Nobody is
+            # waited for: another rank may launch its bucket at the end of its backward only, see Note [Launch points].
             self._in_flight = [bucket for bucket in self._in_flight if not bucket.progress()]
         while self._next is not None and not self._next.awaited:
             if self._next is self._buckets[-1] and self._round.incomplete:
@@ -241,16 +246,18 @@ class Reducer:
             self._write_flags(bucket.gradients.flags)
         if not bucket.awaited:  # otherwise backward is at its end, and what was awaited was missing
             bucket.tally.enter(SENT)
-        bucket.arrival = self._wire.all_reduce(message, label=bucket.label, term=bucket.gradients.term)
+        bucket.work = self._communicator.all_reduce(message, label=bucket.label, scaled_input=bucket.gradients.scaled_input)
         self._in_flight.append(bucket)
         self._launched += 1
 
     def launch_again(self) -> None:
         for bucket in self._buckets[: self._launched]:
-            bucket.give_up()
+            bucket.abort()
             if bucket is self._buckets[-1]:
                 self._round.write(bucket.gradients.flags[-NUMBERS:])
-            bucket.arrival = self._wire.all_reduce(bucket.gradients.message, label=bucket.label, term=bucket.gradients.term)
+            bucket.work = self._communicator.all_reduce(
+                bucket.gradients.message, label=bucket.label, scaled_input=bucket.gradients.scaled_input
+            )
 
     def _write_flags(self, flags: Tensor) -> None:
         self._round.write(flags[-NUMBERS:])
@@ -284,7 +291,7 @@ class Reducer:
             self._rows.average()
 
     def refuse_others(self) -> None:
-        self.kinds.refuse_others(self._wire, self._place, self.unit)
+        self.kinds.refuse_others(self._communicator, self._place, self.unit)
 
     def _check_round(self) -> None:
         numbers = self._buckets[-1].gradients.flags[-NUMBERS:]
@@ -298,7 +305,7 @@ class Reducer:
 
     def stop(self) -> None:
         if self._recording and self._missed is None:
-            self._missed = self._wire.sums.steps.number
+            self._missed = self._communicator.sums.steps.number
         for bucket in self._buckets:
             bucket.tally.enter(IDLE)
 
@@ -316,12 +323,16 @@ class Reducer:
         """Find out in which order gradients become ready, and fill the buckets in that order from now on."""
         strides = {i: gradient_strides(self.parameters[i]) for i in self._trainable}
         count = len(self.parameters)
-        self._adopt(agree(self.agreement, self._arrivals, self._order(), strides, self._wire, self.unit, count, self._place))
+        self._adopt(
+            agree_on_bucket_order(
+                self.bucket_order, self._arrivals, self._order(), strides, self._communicator, self.unit, count, self._place
+            )
+        )
 
     @torch.no_grad()
-    def _adopt(self, agreement: Agreement) -> None:
-        self._adopting = agreement  # before anything changes: after an interrupt it is done again
-        self.agreement = agreement
+    def _adopt(self, bucket_order: BucketOrder) -> None:
+        self._adopting = bucket_order  # before anything changes: after an interrupt it is done again
+        self.bucket_order = bucket_order
         self._sure = False
         self._recording = False
         self.detach()
@@ -333,7 +344,7 @@ class Reducer:
         """Before a backward is opened. See Note [An agreement that not all ranks know of]."""
         if self._missed is not None and self._adopting is None:
             count = len(self.parameters)
-            self._adopting = known_to_others(self.agreement, self._wire, self._missed, count, self._place)
+            self._adopting = known_to_others(self.bucket_order, self._communicator, self._missed, count, self._place)
         if self._adopting is not None:
             self._adopt(self._adopting)
 
@@ -341,4 +352,4 @@ class Reducer:
         views = {p: v for b in self._buckets for p, v in zip(b.gradients.parameters, b.gradients.views, strict=True)}
         self._buckets = self._make_buckets()  # memory of the old ones goes as the last view of each moves
         for bucket in self._buckets:
-            bucket.gradients.take_over(views)
+            bucket.gradients.adopt_from(views)

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from composable.device.collectives import Arrival, Channel, ReducePart, Wire
-from composable.device.gradients import GradientRows, GradientShards, hooked, with_hooks
-from composable.device.parameters import like_parameter
+from composable.device.collectives import Communicator, ReducePart, TagSequence, Work
+from composable.device.flat_parameters import FlatParameters
+from composable.device.parameter_swap import like_parameter
 from composable.device.private import gradient_hooks
-from composable.device.storage import FlatParameters
+from composable.device.sharded_gradients import GradientRows, GradientShards, hooked, with_hooks
 from composable.plan.layout import plan_reduction
-from composable.plan.scaling import division_factors, may_scale_terms
+from composable.plan.scaling import division_factors, may_scale_inputs
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -24,27 +24,41 @@ class Reduction:
     """Reduces one `FlatParameters`' gradients. `launch` and `finish` alternate."""
 
     __slots__ = (
-        "_arrival", "_before", "_early", "_missing", "_packed", "_plan", "_reordered", "_rows", "_sharded", "_shards",
-        "_share", "_whole", "_wire", "flat"
+        "_before",
+        "_communicator",
+        "_early",
+        "_missing",
+        "_packed",
+        "_plan",
+        "_reordered",
+        "_rows",
+        "_sharded",
+        "_shards",
+        "_share",
+        "_whole",
+        "_work",
+        "flat"
     )  # fmt: skip
 
-    def __init__(self, flat: FlatParameters, sharded: Sequence[nn.Parameter], wire: Wire, trainable: Sequence[bool]) -> None:
+    def __init__(
+        self, flat: FlatParameters, sharded: Sequence[nn.Parameter], communicator: Communicator, trainable: Sequence[bool]
+    ) -> None:
         self.flat = flat
         self._sharded = sharded
-        self._wire = wire
-        self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=wire.capabilities.even_only)
-        self._rows = GradientRows(flat, self._plan, wire.ways) if wire.ways > 1 else None
-        self._before, after = division_factors(_dtype_name(flat.dtype), wire.ways)
+        self._communicator = communicator
+        self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=communicator.capabilities.even_only)
+        self._rows = GradientRows(flat, self._plan, communicator.size) if communicator.size > 1 else None
+        self._before, after = division_factors(_dtype_name(flat.dtype), communicator.size)
         self._share = 1.0 / after
-        self._early = may_scale_terms(_dtype_name(flat.dtype), self._share)
+        self._early = may_scale_inputs(_dtype_name(flat.dtype), self._share)
         self._packed: tuple[ReducePart, ...] = ()  # the message of rows, if there is one
         self._shards = GradientShards(flat, sharded, self._plan)
-        self._arrival: Arrival | None = None
+        self._work: Work | None = None
         self._missing: list[int] = []
         self._reordered = [(index, slot.order) for index, slot in enumerate(flat.layout.slots) if slot.order]
         self._whole: list[tuple[int, Tensor]] = []
 
-    def launch(self, gradients: Sequence[Tensor | None], channel: Channel, label: str) -> None:
+    def launch(self, gradients: Sequence[Tensor | None], tags: TagSequence, label: str) -> None:
         """Start to reduce.
 
         Args:
@@ -69,7 +83,7 @@ class Reduction:
         if self._packed:
             rows.buffer.allocate()
             self._missing = rows.copy_in(gradients)
-        self._arrival = self._wire.reduce_scatter(parts, scratch=self.flat.pool, label=label, channel=channel)
+        self._work = self._communicator.reduce_scatter(parts, scratch=self.flat.pool, label=label, tags=tags)
 
     def _direct_parts(self, gradients: Sequence[Tensor | None]) -> list[ReducePart]:
         parts = []
@@ -92,10 +106,10 @@ class Reduction:
             for index, gradient in whole:
                 _add_gradient(self._sharded[index], gradient)
             return with_hooks([self._sharded[index] for index, _ in whole])
-        if self._arrival is None or self._rows is None:
+        if self._work is None or self._rows is None:
             return []
-        arrival, self._arrival = self._arrival, None
-        arrival.wait()
+        work, self._work = self._work, None
+        work.wait()
         self._shards.take_from_row()
         delivered: Sequence[int] = self._plan.flagged
         if self._missing:
@@ -112,16 +126,16 @@ class Reduction:
 
     def release(self) -> None:
         """Give the memory of gradients back that nobody holds any more."""
-        if self._arrival is None:
+        if self._work is None:
             self._shards.release()
 
     def drop(self) -> None:
         """Forget what is in flight."""
-        arrival, self._arrival = self._arrival, None
+        work, self._work = self._work, None
         self._whole = []
         try:
-            if arrival is not None:
-                arrival.give_up()
+            if work is not None:
+                work.abort()
         finally:
             if self._rows is not None:
                 self._rows.buffer.free()

@@ -22,12 +22,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from composable.device.collectives import Channel, Wire
+from composable.device.collectives import Communicator, TagSequence
 from composable.errors import RanksDisagreeError
 
 _MODULUS: Final = 4  # of backwards and of forwards: ranks that differ have differed by one first
 _FIRST: Final = 2 * _MODULUS + 1  # number of the digest's: for each bit one if it is set, and one if it is not
-_BITS: Final = range(Channel.DIGESTS.bit_length())
+_BITS: Final = range(TagSequence.DIGESTS.bit_length())
 NUMBERS: Final = _FIRST + 2 * len(_BITS)
 
 
@@ -83,9 +83,9 @@ class Forward:
 class Round:
     """One unit's backwards, and the forwards that went before each."""
 
-    def __init__(self, forwards: Sequence[Forwards], wire: Wire, unit: str) -> None:
+    def __init__(self, forwards: Sequence[Forwards], communicator: Communicator, unit: str) -> None:
         self._forwards = forwards
-        self._wire = wire
+        self._communicator = communicator
         self._unit = unit
         self._rows: dict[tuple[int, ...], Tensor] = {}
         self.agreed = 0  # digest of what this rank knows to be agreed on
@@ -96,7 +96,7 @@ class Round:
         return any(each.left for each in self._forwards)
 
     def _state(self) -> tuple[int, int, int]:
-        return self._wire.sums.steps.number, sum(each.count for each in self._forwards), int(self.incomplete)
+        return self._communicator.sums.steps.number, sum(each.count for each in self._forwards), int(self.incomplete)
 
     def write(self, numbers: Tensor) -> None:
         """Say which backward this is."""
@@ -129,7 +129,7 @@ class Round:
 
     def _refuse(self) -> None:
         label = f"exchange of what the ranks did before a backward of unit '{self._unit}'"
-        rows = self._wire.exchange(self._state(), label=label)
+        rows = self._communicator.all_gather_ints(self._state(), label=label)
         seen = "; ".join(f"rank {rank} {_told(*row)}" for rank, row in enumerate(rows))
         raise RanksDisagreeError(
             f"replicate(unit '{self._unit}'): this backward averaged gradients of different steps: {seen}. Every rank must run "

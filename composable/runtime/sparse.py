@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from composable.device.collectives import Wire
+from composable.device.collectives import Communicator
 
 
 def is_sparse_lookup(module: nn.Module) -> bool:
@@ -24,10 +24,10 @@ def is_sparse_lookup(module: nn.Module) -> bool:
 class SparseGradients:
     """The sparse gradients of some parameters in one backward."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], wire: Wire, unit: str) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], names: Sequence[str], communicator: Communicator, unit: str) -> None:
         self._weights = tuple(parameters)
         self._names = tuple(names)
-        self._wire = wire
+        self._communicator = communicator
         self._unit = unit
         self._arrived = bytearray(len(parameters))
 
@@ -51,24 +51,26 @@ class SparseGradients:
         """Every rank calls this at the end of a backward. What no rank had a gradient for stays as it was."""
         mine = [_rows_of(parameter) for parameter in self._weights]
         said = [number for arrived, rows in zip(self._arrived, mine, strict=True) for number in (int(arrived), rows._nnz())]
-        everybody = self._wire.exchange(said, label=f"count of the rows of sparse gradients of unit '{self._unit}'")
+        everybody = self._communicator.all_gather_ints(
+            said, label=f"count of the rows of sparse gradients of unit '{self._unit}'"
+        )
         for slot, (parameter, rows) in enumerate(zip(self._weights, mine, strict=True)):
             if any(numbers[2 * slot] for numbers in everybody):
                 counts = [numbers[2 * slot + 1] for numbers in everybody]
                 _put(parameter, self._sum(rows, counts, self._names[slot]))
 
     def _sum(self, rows: Tensor, counts: Sequence[int], name: str) -> Tensor:
-        total, start = sum(counts), sum(counts[: self._wire.rank])
+        total, start = sum(counts), sum(counts[: self._communicator.rank])
         own = slice(start, start + rows._nnz())
-        # Wires sum what gradients are made of; numbers of rows are exact in this type.
+        # Communicators sum what gradients are made of; numbers of rows are exact in this type.
         indices = torch.zeros(rows.sparse_dim(), total, dtype=torch.float64, device=rows.device)
         values = torch.zeros(total, *rows.values().shape[1:], dtype=rows.dtype, device=rows.device)
         indices[:, own] = rows.indices()
-        torch.div(rows.values(), self._wire.ways, out=values[own])
+        torch.div(rows.values(), self._communicator.size, out=values[own])
         if total:
             label = f"gradient of unit '{self._unit}' ('{name}', sparse)"
             for message in (indices, values):
-                self._wire.all_reduce(message.view(-1), label=label).wait()
+                self._communicator.all_reduce(message.view(-1), label=label).wait()
         return torch.sparse_coo_tensor(indices.long(), values, rows.shape, check_invariants=False).coalesce()
 
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composable.device.parameters import Owner
+from composable.device.parameter_swap import Owner
 from composable.device.private import NAMES_OF_VERBS, STATES_OF_VERBS, active_ddp, flattened_by_torch
 from composable.errors import ClashError
 from composable.model.traversal import ManagedParameter

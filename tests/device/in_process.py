@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from composable.device.collectives import Capabilities, Channel, GatherPart, ReducePart
+from composable.device.collectives import Capabilities, GatherPart, ReducePart, TagSequence
 
 
 class Seat:
-    """The wire of one of several ranks in this process. What it prepares is gathered by `gather`, for all at once."""
+    """The communicator of one of several ranks in this process. What it prepares is gathered by `gather`, for all at once."""
 
-    def __init__(self, rank: int, ways: int, *, even_only: bool = False) -> None:
+    def __init__(self, rank: int, size: int, *, even_only: bool = False) -> None:
         self.rank = rank
-        self.ways = ways
+        self.size = size
         self.capabilities = Capabilities(even_only=even_only)
 
-    def open_channel(self) -> Channel:
-        return Channel(0)
+    def open_tags(self) -> TagSequence:
+        return TagSequence(0)
 
     def prepare(self, parts: Sequence[GatherPart]) -> list[GatherPart]:
         return list(parts)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable.device.memory import Resizing, Shelf
+from composable.device.memory import FreeList, Resizing
 
 COMPUTE = "compute"
 Clock = dict[str, int]
@@ -199,23 +199,23 @@ def watched(streams: ClockedStreams) -> Iterator[RaceWatch]:
     """Watch all operations of the body, and all memory that it frees."""
     watch = RaceWatch(streams)
     with ExitStack() as patches:
-        for kind in (Shelf, Resizing):
+        for kind in (FreeList, Resizing):
             patches.enter_context(mock.patch.multiple(kind, **_noting(kind, watch)))
         patches.enter_context(watch)
         yield watch
 
 
-def _noting(kind: type[Shelf | Resizing], watch: RaceWatch) -> dict[str, Callable[..., None]]:
+def _noting(kind: type[FreeList | Resizing], watch: RaceWatch) -> dict[str, Callable[..., None]]:
     """What storages get their memory from, and give it back to, with a word to `watch`."""
     fill, drain = kind.fill, kind.drain
 
-    def noted_fill(shelf: Any, storage: torch.UntypedStorage) -> None:
-        fill(shelf, storage)
+    def noted_fill(free_list: Any, storage: torch.UntypedStorage) -> None:
+        fill(free_list, storage)
         watch.filled(storage)
 
-    def noted_drain(shelf: Any, storage: torch.UntypedStorage) -> None:
+    def noted_drain(free_list: Any, storage: torch.UntypedStorage) -> None:
         watch.drained(storage)
-        drain(shelf, storage)
+        drain(free_list, storage)
 
     return {"fill": noted_fill, "drain": noted_drain}
 

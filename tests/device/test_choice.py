@@ -1,4 +1,4 @@
-"""Each group gets the wire that serves it best, and groups made of a group are like it."""
+"""Each group gets the communicator that serves it best, and groups made of a group are like it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import torch
 import torch.distributed as dist
 
 from composable.device.collectives import (
-    Channel,
+    Communicator,
     GatherPart,
-    LocalWire,
-    PairsWire,
+    LocalCommunicator,
+    PointToPointCommunicator,
     ReducePart,
-    Wire,
+    TagSequence,
     backend_of,
     communicator_like,
-    neighbours,
-    wire_of,
-    wires_wrapped_by,
+    communicator_of,
+    communicators_wrapped_by,
+    subgroup_of,
     world_group,
 )
 from composable.device.memory import MemoryPool
 from composable.device.private import timeout_of
-from tests.helpers.wires import all_shared
+from tests.helpers.communicators import all_shared
 from tests.helpers.world import Pool, spmd
 
 CPU = torch.device("cpu")
 
 
-def test_without_a_group_a_wire_talks_to_nobody() -> None:
-    wire = wire_of(None, CPU)
-    assert isinstance(wire, LocalWire)
-    assert (wire.rank, wire.ways) == (0, 1)
+def test_without_a_group_a_communicator_talks_to_nobody() -> None:
+    communicator = communicator_of(None, CPU)
+    assert isinstance(communicator, LocalCommunicator)
+    assert (communicator.rank, communicator.size) == (0, 1)
     shard, whole, out = torch.arange(3.0), torch.zeros(3), torch.zeros(3)
-    wire.all_gather(wire.prepare([GatherPart(shard, whole, 3)]), label="", channel=Channel(0)).wait()
-    wire.reduce_scatter([ReducePart(shard, 3, out)], scratch=MemoryPool(), label="", channel=Channel(0)).wait()
+    communicator.all_gather(communicator.prepare([GatherPart(shard, whole, 3)]), label="", tags=TagSequence(0)).wait()
+    communicator.reduce_scatter([ReducePart(shard, 3, out)], scratch=MemoryPool(), label="", tags=TagSequence(0)).wait()
     assert whole.tolist() == out.tolist() == [0.0, 1.0, 2.0]
     tensor = torch.ones(2)
-    wire.all_reduce(tensor, label="").wait()
-    wire.broadcast(tensor, label="")
+    communicator.all_reduce(tensor, label="").wait()
+    communicator.broadcast(tensor, label="")
     assert tensor.tolist() == [1.0, 1.0]
-    assert wire.exchange([4, 5], label="") == [[4, 5]]
-    assert wire.extremes([4, 5], label="") == ([4, 5], [4, 5])
-    assert wire.open_channel().next_tag() >= 0
+    assert communicator.all_gather_ints([4, 5], label="") == [[4, 5]]
+    assert communicator.min_max([4, 5], label="") == ([4, 5], [4, 5])
+    assert communicator.open_tags().next_tag() >= 0
 
 
 @pytest.mark.host
@@ -54,46 +54,46 @@ def test_without_a_group_a_wire_talks_to_nobody() -> None:
 def test_gloo_groups_on_one_host_use_its_memory_and_a_rank_alone_uses_nothing() -> None:
     assert backend_of(world_group(), CPU) == "gloo"
     for device in (CPU, torch.device("meta")):
-        all_shared(wire_of(world_group(), device))
+        all_shared(communicator_of(world_group(), device))
     alone = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
-    assert isinstance(wire_of(alone, CPU), LocalWire)
+    assert isinstance(communicator_of(alone, CPU), LocalCommunicator)
 
 
 @spmd(ranks=2)
 def test_wrappers_apply_in_their_scope_only_the_first_one_innermost() -> None:
     wraps: list[str] = []
 
-    def wrapper(name: str) -> Callable[[Wire], Wire]:
-        def wrap(wire: Wire) -> Wire:
+    def wrapper(name: str) -> Callable[[Communicator], Communicator]:
+        def wrap(communicator: Communicator) -> Communicator:
             wraps.append(name)
-            return wire
+            return communicator
 
         return wrap
 
-    with wires_wrapped_by(wrapper("one")), wires_wrapped_by(wrapper("other")):
-        wire_of(world_group(), CPU)
-    wire_of(world_group(), CPU)
+    with communicators_wrapped_by(wrapper("one")), communicators_wrapped_by(wrapper("other")):
+        communicator_of(world_group(), CPU)
+    communicator_of(world_group(), CPU)
     assert wraps == ["one", "other"]
-    with pytest.raises(ZeroDivisionError), wires_wrapped_by(wrapper("one")):
+    with pytest.raises(ZeroDivisionError), communicators_wrapped_by(wrapper("one")):
         raise ZeroDivisionError
-    wire_of(world_group(), CPU)
+    communicator_of(world_group(), CPU)
     assert wraps == ["one", "other"]
 
 
 @spmd(ranks=4)
 def test_neighbours_are_the_ranks_next_to_each_other() -> None:
     rank = dist.get_rank()
-    pair = neighbours(world_group(), 2, CPU)
+    pair = subgroup_of(world_group(), 2, CPU)
     assert dist.get_process_group_ranks(pair) == [[0, 1], [2, 3]][rank // 2]
-    assert neighbours(world_group(), 2, CPU) is pair, "made once"
-    assert dist.get_process_group_ranks(neighbours(world_group(), 4, CPU)) == [0, 1, 2, 3]
-    wire = wire_of(pair, CPU)
-    assert (wire.ways, wire.rank) == (2, rank % 2)
-    assert wire.exchange([rank], label="") == [[rank // 2 * 2], [rank // 2 * 2 + 1]]
+    assert subgroup_of(world_group(), 2, CPU) is pair, "made once"
+    assert dist.get_process_group_ranks(subgroup_of(world_group(), 4, CPU)) == [0, 1, 2, 3]
+    communicator = communicator_of(pair, CPU)
+    assert (communicator.size, communicator.rank) == (2, rank % 2)
+    assert communicator.all_gather_ints([rank], label="") == [[rank // 2 * 2], [rank // 2 * 2 + 1]]
 
 
 def _timeouts() -> list[float]:
-    groups = [world_group(), neighbours(world_group(), 2, CPU), communicator_like(world_group(), CPU)]
+    groups = [world_group(), subgroup_of(world_group(), 2, CPU), communicator_like(world_group(), CPU)]
     found = [timeout_of(group, CPU) for group in groups]
     return [timeout.total_seconds() for timeout in found if timeout is not None]
 
@@ -108,12 +108,12 @@ def test_a_second_communicator_has_the_same_ranks_and_its_own_order() -> None:
     twin = communicator_like(world_group(), CPU)
     assert twin is not world_group()
     assert dist.get_process_group_ranks(twin) == dist.get_process_group_ranks(world_group())
-    wires = [PairsWire(world_group(), CPU), PairsWire(twin, CPU)]
+    communicators = [PointToPointCommunicator(world_group(), CPU), PointToPointCommunicator(twin, CPU)]
     tensors = [torch.tensor([1.0]), torch.tensor([10.0])]
     order = [0, 1] if dist.get_rank() == 0 else [1, 0]
-    arrivals = [wires[i].all_reduce(tensors[i], label="") for i in order]
-    for arrival in arrivals:
-        arrival.wait()
+    works = [communicators[i].all_reduce(tensors[i], label="") for i in order]
+    for work in works:
+        work.wait()
     assert [t.item() for t in tensors] == [2.0, 20.0]
 
 
@@ -124,29 +124,29 @@ def _use_in_any_order(backend: str) -> list[float]:
         group = dist.new_group()
         switches["COMPOSABLE_SHARED_MEMORY"] = "0"
     with mock.patch.dict(os.environ, switches):
-        wires = [wire_of(group, CPU, apart=True) for _ in range(2)]
-    assert [isinstance(wire, PairsWire) for wire in wires] == [backend == "sockets"] * 2
+        communicators = [communicator_of(group, CPU, dedicated=True) for _ in range(2)]
+    assert [isinstance(communicator, PointToPointCommunicator) for communicator in communicators] == [backend == "sockets"] * 2
     tensors = [torch.tensor([1.0]), torch.tensor([10.0])]
     order = [0, 1] if dist.get_rank() == 0 else [1, 0]
-    arrivals = {i: wires[i].all_reduce(tensors[i], label="") for i in order}
+    works = {i: communicators[i].all_reduce(tensors[i], label="") for i in order}
     for i in range(2):
-        arrivals[i].wait()
-        assert wires[i].exchange([i], label="") == [[i], [i]]
+        works[i].wait()
+        assert communicators[i].all_gather_ints([i], label="") == [[i], [i]]
     return [tensor.item() for tensor in tensors]
 
 
 @pytest.mark.parametrize("backend", [pytest.param("shared memory", marks=pytest.mark.host), "sockets"])
-def test_wires_that_are_apart_may_be_used_in_any_order(pool: Pool, backend: str) -> None:
+def test_communicators_that_are_apart_may_be_used_in_any_order(pool: Pool, backend: str) -> None:
     assert pool.run(2, _use_in_any_order, backend) == [[2.0, 20.0]] * 2
 
 
 @pytest.mark.host
 def test_ranks_of_one_host_need_no_second_communicator(pool: Pool) -> None:
-    assert pool.run(2, _groups_made_for_a_wire_apart) == [0, 0]
+    assert pool.run(2, _groups_made_for_a_dedicated_communicator) == [0, 0]
 
 
-def _groups_made_for_a_wire_apart() -> int:
-    wire_of(world_group(), CPU)
+def _groups_made_for_a_dedicated_communicator() -> int:
+    communicator_of(world_group(), CPU)
     with mock.patch.object(dist, "new_group", side_effect=AssertionError) as made:
-        wire_of(world_group(), CPU, apart=True)
+        communicator_of(world_group(), CPU, dedicated=True)
     return made.call_count

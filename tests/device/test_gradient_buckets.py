@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable.device import buckets
-from composable.device.buckets import GradientBucket, gradient_strides
+from composable.device import gradient_buckets
+from composable.device.gradient_buckets import GradientBucket, gradient_strides
 
 
 class Unit:
@@ -131,7 +131,7 @@ def test_a_neighbour_that_accumulates_keeps_its_tensor_when_the_bucket_is_replac
 
 
 def test_every_bucket_is_new_where_torch_cannot_count_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buckets, "CAN_COUNT_USERS", False)
+    monkeypatch.setattr(gradient_buckets, "CAN_COUNT_USERS", False)
     unit = Unit()
     unit.step(1.0, 2.0)
     kept = unit.first
@@ -177,7 +177,7 @@ def test_flags_lie_behind_the_gradients() -> None:
 
 
 def _alone(before: float = 2.0) -> GradientBucket:
-    return GradientBucket([nn.Parameter(torch.zeros(4, 3))], [None], divide_by=(before, 1.0), terms=True)
+    return GradientBucket([nn.Parameter(torch.zeros(4, 3))], [None], divide_by=(before, 1.0), scaled_inputs=True)
 
 
 def test_a_gradient_alone_is_summed_where_it_lies_and_becomes_a_view_with_the_sum() -> None:
@@ -187,12 +187,12 @@ def test_a_gradient_alone_is_summed_where_it_lies_and_becomes_a_view_with_the_su
         bucket.open()
         gradient = parameter.grad = torch.full((4, 3), 6.0 + step)
         message = bucket.collect([])
-        assert bucket.term is not None
-        assert bucket.term[0] is gradient is parameter.grad
-        assert bucket.term[1] == 0.5
+        assert bucket.scaled_input is not None
+        assert bucket.scaled_input[0] is gradient is parameter.grad
+        assert bucket.scaled_input[1] == 0.5
         message.fill_(1.0 + step)  # the sum
         bucket.finish()
-        assert bucket.term is None
+        assert bucket.scaled_input is None
         assert parameter.grad is bucket.views[0]
         assert bool((parameter.grad == 1.0 + step).all())
         assert bool((gradient == 6.0 + step).all())
@@ -205,7 +205,7 @@ def test_a_gradient_that_its_owner_took_away_before_the_sum_was_there_stays_away
     bucket.open()
     parameter.grad = torch.ones(4, 3)
     bucket.collect([])
-    assert bucket.term is not None
+    assert bucket.scaled_input is not None
     parameter.grad = None
     bucket.finish()
     assert parameter.grad is None
@@ -236,7 +236,7 @@ def test_a_gradient_of_another_form_is_copied(give: Callable[[nn.Parameter], Non
     give(parameter)
     with torch.no_grad():
         message = bucket.collect([])
-    assert bucket.term is None
+    assert bucket.scaled_input is None
     assert message.tolist() == [0.5] * 12
 
 
@@ -246,19 +246,19 @@ def test_a_gradient_that_was_there_before_is_copied() -> None:
     mine = parameter.grad = torch.ones(4, 3)
     bucket.open()
     assert bucket.collect([]).tolist() == [0.5] * 12
-    assert bucket.term is None
+    assert bucket.scaled_input is None
     bucket.finish()
     assert parameter.grad is mine
 
 
 def test_a_gradient_that_is_not_divided_exactly_is_divided_as_it_would_be_elsewhere() -> None:
-    """The wire multiplies; dividing by three and multiplying by a third round differently."""
+    """The communicator multiplies; dividing by three and multiplying by a third round differently."""
     bucket = _alone(before=3.0)
     (parameter,) = bucket.parameters
     bucket.open()
     parameter.grad = torch.full((4, 3), 7.0)
     assert torch.equal(bucket.collect([]), torch.full((12,), 7.0) / 3.0)
-    assert bucket.term is None
+    assert bucket.scaled_input is None
 
 
 # --- missing ones -----------------------------------------------------------------------------------------------------
@@ -354,7 +354,7 @@ def test_gradients_move_to_another_bucket_as_the_tensors_that_they_are() -> None
     second.grad = stranger
     other = GradientBucket([second, first], [None, None])
     with torch.no_grad():
-        other.take_over(dict(zip(unit.parameters, unit.bucket.views, strict=True)))
+        other.adopt_from(dict(zip(unit.parameters, unit.bucket.views, strict=True)))
     assert unit.first is held is other.views[1]
     assert bool((held == 1.0).all())
     assert second.grad is stranger, "what was not in a bucket does not move"
@@ -372,7 +372,7 @@ def test_a_gradient_that_was_kept_over_a_move_does_not_change() -> None:
     kept = unit.first
     other = GradientBucket(unit.parameters, [None, None])
     with torch.no_grad():
-        other.take_over(dict(zip(unit.parameters, unit.bucket.views, strict=True)))
+        other.adopt_from(dict(zip(unit.parameters, unit.bucket.views, strict=True)))
     unit.bucket = other
     unit.zero_grad()
     unit.step(3.0, 4.0)

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, replicate
 from composable.device.collectives import (
-    Arrival,
-    Channel,
+    AcceleratorCommunicator,
+    Communicator,
     GatherPart,
     ReducePart,
-    StreamsWire,
-    Wire,
-    wires_wrapped_by,
+    TagSequence,
+    Work,
+    communicators_wrapped_by,
     world_group,
 )
 from composable.device.memory import MemoryPool
@@ -97,7 +97,7 @@ def test_parts_of_one_buffer_are_told_apart() -> None:
     assert _races(program) == []
 
 
-# --- training with an accelerator's wire ------------------------------------------------------------------------------
+# --- training with an accelerator's communicator ------------------------------------------------------------------------------
 
 Annotate = Callable[[nn.Module], Any]
 
@@ -139,30 +139,30 @@ SCHEMES: Final[dict[str, Annotate]] = {
 }
 
 
-class _Forgetful(StreamsWire):
+class _Forgetful(AcceleratorCommunicator):
     """Keeps nothing alive that its streams still read."""
 
-    def _on_stream(self, *args: Any) -> Arrival:
-        arrival = super()._on_stream(*args)
-        arrival._kept = None  # type: ignore[attr-defined]
-        return arrival
+    def _on_stream(self, *args: Any) -> Work:
+        work = super()._on_stream(*args)
+        work._kept = None  # type: ignore[attr-defined]
+        return work
 
 
 def _train(scheme: str, forgetful: bool, **options: bool) -> tuple[list[str], dict[str, int]]:
     """The races of two training steps, and how many operations ran on each stream."""
     streams = ClockedStreams(**options)
 
-    def accelerated(wire: Wire) -> Wire:
-        group = getattr(wire, "group", None)
+    def accelerated(communicator: Communicator) -> Communicator:
+        group = getattr(communicator, "group", None)
         if group is None:
-            return wire
-        twin = (_Forgetful if forgetful else StreamsWire)(group, CPU, streams)
+            return communicator
+        twin = (_Forgetful if forgetful else AcceleratorCommunicator)(group, CPU, streams)
         twin.capabilities = replace(twin.capabilities, direct_bytes=256)  # so that some parameters travel by themselves
         return twin
 
     model = _model()
     with watched(streams) as watch:
-        with wires_wrapped_by(accelerated):
+        with communicators_wrapped_by(accelerated):
             SCHEMES[scheme](model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -204,36 +204,38 @@ def test_gradients_that_are_freed_while_they_are_reduced_would_be_found(pool: Po
         assert all(race.startswith("memory of compute is freed that c10d") for race in found), found
 
 
-# --- the wire ---------------------------------------------------------------------------------------------------------
+# --- the communicator ---------------------------------------------------------------------------------------------------------
 
 
 @spmd(ranks=[2, 3])
 def test_one_tensor_and_many_in_one_launch_arrive_alike() -> None:
-    wire = StreamsWire(world_group(), CPU, ClockedStreams())
-    ways, rank = wire.ways, wire.rank
+    communicator = AcceleratorCommunicator(world_group(), CPU, ClockedStreams())
+    size, rank = communicator.size, communicator.rank
     for count in (1, 3):
         shards = [torch.full((2,), 10.0 * index + rank) for index in range(count)]
-        wholes = [torch.zeros(2 * ways) for _ in shards]
-        plan = wire.prepare([GatherPart(s, w, 2 * ways) for s, w in zip(shards, wholes, strict=True)])
-        wire.all_gather(plan, label="", channel=Channel(0)).wait()
+        wholes = [torch.zeros(2 * size) for _ in shards]
+        plan = communicator.prepare([GatherPart(s, w, 2 * size) for s, w in zip(shards, wholes, strict=True)])
+        communicator.all_gather(plan, label="", tags=TagSequence(0)).wait()
         for index, whole in enumerate(wholes):
-            assert whole.tolist() == [10.0 * index + r for r in range(ways) for _ in range(2)]
+            assert whole.tolist() == [10.0 * index + r for r in range(size) for _ in range(2)]
         outs = [torch.zeros(2) for _ in shards]
         parts = [ReducePart(whole.clone(), 2, out) for whole, out in zip(wholes, outs, strict=True)]
-        wire.reduce_scatter(parts, scratch=MemoryPool(), label="", channel=Channel(0)).wait()
+        communicator.reduce_scatter(parts, scratch=MemoryPool(), label="", tags=TagSequence(0)).wait()
         for index, out in enumerate(outs):
-            assert out.tolist() == [ways * (10.0 * index + rank)] * 2
+            assert out.tolist() == [size * (10.0 * index + rank)] * 2
 
 
 @spmd(ranks=2)
 def test_each_kind_of_collective_has_a_stream_of_its_own() -> None:
     streams = ClockedStreams()
-    wire = StreamsWire(world_group(), CPU, streams)
-    wire.all_gather(wire.prepare([GatherPart(torch.ones(1), torch.ones(2), 2)]), label="", channel=Channel(0)).wait()
-    wire.reduce_scatter(
-        [ReducePart(torch.ones(2), 1, torch.ones(1))], scratch=MemoryPool(), label="", channel=Channel(0)
+    communicator = AcceleratorCommunicator(world_group(), CPU, streams)
+    communicator.all_gather(
+        communicator.prepare([GatherPart(torch.ones(1), torch.ones(2), 2)]), label="", tags=TagSequence(0)
     ).wait()
-    wire.all_reduce(torch.ones(1), label="").wait()
+    communicator.reduce_scatter(
+        [ReducePart(torch.ones(2), 1, torch.ones(1))], scratch=MemoryPool(), label="", tags=TagSequence(0)
+    ).wait()
+    communicator.all_reduce(torch.ones(1), label="").wait()
     assert list(streams.used) == ["all_gather", "reduce_scatter", "all_reduce"]
 
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.collectives import wires_wrapped_by
+from composable.device.collectives import communicators_wrapped_by
 from composable.errors import ComposableError
 from tests.helpers.illegal_plans import (
     CALLS_MORE,
@@ -206,7 +206,9 @@ def annotate_anew(model: Unruly, plan: IllegalPlan) -> None:
     draw = random.Random(f"{plan.seed} {dist.get_rank()}")
     holder = Piece(Node("", 0), 0.0)
     holder.inside = nn.ModuleList([model])
-    with wires_wrapped_by(lambda wire: Delayed(wire, draw) if plan.delays and wire.ways > 1 else wire):  # type: ignore[return-value]
+    with communicators_wrapped_by(
+        lambda communicator: Delayed(communicator, draw) if plan.delays and communicator.size > 1 else communicator
+    ):  # type: ignore[return-value]
         annotate(holder)
 
 

@@ -242,7 +242,11 @@ def _whole(parameter: Tensor) -> Tensor:
 def _look(model: Model, before: dict[str, Tensor], seen: Seen) -> None:
     """What users do right after an interrupt."""
     said = str(describe(model))
-    if "SHARDED" not in said and "REGROUPED" not in said and any(isinstance(value, DTensor) for value in before.values()):
+    if (
+        "SHARDED" not in said
+        and "SHARDED_POST_FORWARD" not in said
+        and any(isinstance(value, DTensor) for value in before.values())
+    ):
         seen.wrong.append("describe() tells of nothing sharded")
     for name, value in model.state_dict().items():
         local = value.to_local() if isinstance(value, DTensor) else value

@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, replicate
 from composable.device.collectives import (
-    Arrival,
-    Channel,
-    Pending,
+    Communicator,
+    PollableWork,
+    ScaledInput,
     Scratch,
-    Term,
-    Wire,
-    wires_wrapped_by,
+    TagSequence,
+    Work,
+    communicators_wrapped_by,
 )
+from tests.helpers.communicators import Log, Recording, all_ordered
 from tests.helpers.compare import averaged_gradients, full_gradients
-from tests.helpers.wires import Log, Recording, all_ordered
 
 WIDTH: Final = 4
 
@@ -246,9 +246,9 @@ def _annotate_together(pieces: list[Piece]) -> None:
 
 
 class Delayed:
-    """A wire that now and then sleeps before it launches or waits, on every rank at other times."""
+    """A communicator that now and then sleeps before it launches or waits, on every rank at other times."""
 
-    def __init__(self, inner: Wire, draw: random.Random) -> None:
+    def __init__(self, inner: Communicator, draw: random.Random) -> None:
         self._inner = inner
         self._draw = draw
 
@@ -263,16 +263,16 @@ class Delayed:
         self._nap()
         return _Delayed(launch(), self._nap)
 
-    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
-        return self._delayed(lambda: self._inner.all_gather(prepared, label=label, channel=channel))  # type: ignore[no-any-return]
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+        return self._delayed(lambda: self._inner.all_gather(prepared, label=label, tags=tags))  # type: ignore[no-any-return]
 
-    def reduce_scatter(self, parts: Any, *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
+    def reduce_scatter(self, parts: Any, *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         return self._delayed(  # type: ignore[no-any-return]
-            lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, channel=channel)
+            lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
         )
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
-        return self._delayed(lambda: self._inner.all_reduce(tensor, label=label, term=term))  # type: ignore[no-any-return]
+    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+        return self._delayed(lambda: self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input))  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -280,8 +280,8 @@ class _Delayed:
     inner: Any
     nap: Callable[[], None]
 
-    def give_up(self) -> None:
-        self.inner.give_up()
+    def abort(self) -> None:
+        self.inner.abort()
 
     def wait(self) -> None:
         self.nap()
@@ -306,13 +306,13 @@ class _Runner:
             return
         draw = random.Random(f"{plan.seed} {dist.get_rank()}")
 
-        def wrapped(wire: Wire) -> Wire:
-            if wire.ways == 1:
-                return wire
-            inner: Any = all_ordered(wire) if ordered else wire
+        def wrapped(communicator: Communicator) -> Communicator:
+            if communicator.size == 1:
+                return communicator
+            inner: Any = all_ordered(communicator) if ordered else communicator
             return Recording(Delayed(inner, draw) if plan.delays else inner, log)  # type: ignore[arg-type]
 
-        with wires_wrapped_by(wrapped):
+        with communicators_wrapped_by(wrapped):
             holder = nn.ModuleList([self.model])
             root = Piece(Node("", 0), 0.0)
             root.inside = holder

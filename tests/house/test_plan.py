@@ -24,15 +24,15 @@ TOO_LONG: Final[tuple[str, ...]] = ()
 POWERS: Final[dict[str, tuple[str, ...]]] = {
     # What modules hold. Registries are written by storage (which form of a parameter is seen) and by undoing.
     "_parameters": (
-        "device/parameters.py",
+        "device/parameter_swap.py",
         "model/traversal.py",
         "runtime/handle.py",
-        "runtime/replica.py",
-        "runtime/unit.py",
+        "runtime/replicated_unit.py",
+        "runtime/sharded_unit.py",
     ),
-    "_buffers": ("api/devices.py", "runtime/buffers.py"),
+    "_buffers": ("api/devices.py", "runtime/buffer_broadcast.py"),
     "_modules": ("model/record.py", "model/traversal.py"),
-    "__dict__": ("model/hooks.py", "state/step_on_shards.py"),
+    "__dict__": ("model/hooks.py", "optim/step_on_shards.py"),
     # When we are called back.
     "register_forward_pre_hook": ("model/hooks.py",),
     "register_forward_hook": ("model/hooks.py",),
@@ -49,17 +49,12 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     # Memory.
     "resize_": ("device/memory.py",),
     "set_": ("device/memory.py",),
-    "untyped_storage": (
-        "device/gradients.py",
-        "device/memory.py",
-        "device/private.py",
-        "runtime/part.py",
-    ),
+    "untyped_storage": ("device/memory.py", "device/private.py", "device/sharded_gradients.py", "runtime/part.py"),
     "UntypedStorage": ("device/memory.py", "device/private.py"),
     "swap_memory": ("device/memory.py", "device/private.py"),
     "_local_tensor": ("device/private.py",),
-    "set_local": ("device/parameters.py", "device/private.py"),
-    "_version": ("runtime/pairs.py", "runtime/parameters.py", "runtime/part.py", "state/scalars.py"),
+    "set_local": ("device/parameter_swap.py", "device/private.py"),
+    "_version": ("optim/scalars.py", "runtime/parameters.py", "runtime/part.py", "runtime/resting_form.py"),
     # Time.
     "Stream": ("device/streams.py",),
     "Event": ("device/streams.py",),

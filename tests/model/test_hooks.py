@@ -47,10 +47,10 @@ class Noting:
         self._note("leave")
         return output
 
-    def abandon(self, module: nn.Module) -> None:
+    def on_error(self, module: nn.Module) -> None:
         self._note("abandon")
 
-    def forget(self) -> None:
+    def on_interrupt(self) -> None:
         self._note("forget")
 
 
@@ -325,16 +325,16 @@ def test_hooks_that_somebody_cleared_are_missed(hooks: str) -> None:
     assert dispatcher.attached_to(module)
     other, _ = _annotated()
     watch = HookWatch([module, other])
-    assert watch.all_stand()
+    assert watch.all_attached()
     getattr(module, hooks).clear()
     assert not dispatcher.attached_to(module)
-    assert not watch.all_stand()
+    assert not watch.all_attached()
 
 
 def test_hooks_that_were_never_there_are_missed() -> None:
     module, _ = _annotated()
-    assert not HookWatch([module, nn.Linear(1, 1)]).all_stand()
-    assert HookWatch([]).all_stand()
+    assert not HookWatch([module, nn.Linear(1, 1)]).all_attached()
+    assert HookWatch([]).all_attached()
 
 
 # --- guards -----------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ class Planned:
     """A layout and what it was made from."""
 
     specs: list[ParamSpec]
-    ways: int
+    num_shards: int
     align: int
     layout: Layout
     packed_align: int = 0  # 0: as `align`
@@ -44,9 +44,9 @@ class Planned:
 def planned(draw: Callable[..., Any]) -> Planned:
     """Layouts for 1 to 7 ranks with every mixture of routes."""
     specs = draw(specs_with())
-    ways = draw(st.integers(1, 7))
+    num_shards = draw(st.integers(1, 7))
     align = draw(st.sampled_from([1, 3, 4, 16]))
     packed_align = draw(st.sampled_from([divisor for divisor in (1, 2, 3, 4, 16) if align % divisor == 0]))
     direct = draw(st.sampled_from([0, 1, 8, 40, 10**9]))
-    layout = plan_layout(specs, ways=ways, direct_numel=direct, align=align, packed_align=packed_align)
-    return Planned(specs, ways, align, layout, packed_align)
+    layout = plan_layout(specs, num_shards=num_shards, direct_numel=direct, align=align, packed_align=packed_align)
+    return Planned(specs, num_shards, align, layout, packed_align)

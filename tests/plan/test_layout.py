@@ -22,8 +22,8 @@ def _overlaps(ranges: list[tuple[int, int]]) -> list[tuple[tuple[int, int], tupl
     return [(one, other) for one, other in itertools.pairwise(filled) if other[0] < one[1]]
 
 
-def _single(shape: tuple[int, ...], ways: int, dim: int | None = 0, direct: int = 0) -> Slot:
-    return plan_layout([ParamSpec("p", shape, dim)], ways=ways, direct_numel=direct, align=1).slots[0]
+def _single(shape: tuple[int, ...], num_shards: int, dim: int | None = 0, direct: int = 0) -> Slot:
+    return plan_layout([ParamSpec("p", shape, dim)], num_shards=num_shards, direct_numel=direct, align=1).slots[0]
 
 
 @_SETTINGS
@@ -37,15 +37,15 @@ def test_slots_keep_the_order_the_names_and_the_shapes_of_the_parameters(plan: P
 def test_every_index_of_a_cut_dimension_has_exactly_one_owner(plan: Planned) -> None:
     for slot in plan.layout.slots:
         if slot.route is Route.WHOLE:
-            assert {slot.local_shape(rank) for rank in range(plan.ways)} == {slot.shape}
+            assert {slot.local_shape(rank) for rank in range(plan.num_shards)} == {slot.shape}
             continue
         owners: Counter[int] = Counter()
-        for rank in range(plan.ways):
+        for rank in range(plan.num_shards):
             start, length = slot.extent(rank)
             assert length >= 0
             owners.update(range(start, start + length))
         assert owners == Counter(range(slot.shape[slot.dim]))
-        assert sum(slot.local_numel(rank) for rank in range(plan.ways)) == slot.numel
+        assert sum(slot.local_numel(rank) for rank in range(plan.num_shards)) == slot.numel
 
 
 @_SETTINGS
@@ -55,8 +55,8 @@ def test_shards_are_those_of_torch_chunk(plan: Planned) -> None:
         if slot.route is Route.WHOLE:
             continue
         whole = torch.arange(slot.numel).view(slot.shape)
-        chunks = whole.chunk(plan.ways, slot.dim)
-        for rank in range(plan.ways):
+        chunks = whole.chunk(plan.num_shards, slot.dim)
+        for rank in range(plan.num_shards):
             start, length = slot.extent(rank)
             mine = whole.narrow(slot.dim, start, length)
             assert mine.shape == torch.Size(slot.local_shape(rank))
@@ -82,7 +82,7 @@ def test_places_in_the_shard_buffer_are_aligned_inside_it_and_apart(plan: Planne
 @given(planned())
 def test_places_in_the_unsharded_buffer_are_aligned_inside_it_and_apart(plan: Planned) -> None:
     layout = plan.layout
-    staging = (layout.staging_start, layout.staging_start + plan.ways * layout.packed_numel)
+    staging = (layout.staging_start, layout.staging_start + plan.num_shards * layout.packed_numel)
     ranges = [(slot.full_start, slot.full_start + slot.full_numel) for slot in layout.slots]
     assert _overlaps([*ranges, staging]) == []
     assert all(start >= 0 and end <= layout.full_numel for start, end in [*ranges, staging])
@@ -93,8 +93,8 @@ def test_places_in_the_unsharded_buffer_are_aligned_inside_it_and_apart(plan: Pl
 @_SETTINGS
 @given(planned())
 def test_the_unsharded_buffer_can_be_cut_evenly_over_any_number_of_neighbours(plan: Planned) -> None:
-    for neighbours in range(1, plan.ways + 1):
-        if plan.ways % neighbours == 0:
+    for neighbours in range(1, plan.num_shards + 1):
+        if plan.num_shards % neighbours == 0:
             assert plan.layout.full_numel % neighbours == 0
 
 
@@ -147,7 +147,7 @@ def test_direct_rows_land_where_the_unsharded_parameter_has_them(plan: Planned) 
     for slot in plan.layout.of(Route.DIRECT):
         whole = torch.arange(slot.numel).view(slot.shape)
         landed = torch.full((slot.full_numel,), -1)
-        for rank in range(plan.ways):
+        for rank in range(plan.num_shards):
             start, length = slot.extent(rank)
             landed[rank * slot.chunk_numel :][: slot.local_numel(rank)] = whole.narrow(0, start, length).reshape(-1)
         assert torch.equal(landed[: slot.numel], whole.view(-1))
@@ -159,12 +159,14 @@ def test_a_layout_is_a_function_of_its_inputs_only(plan: Planned) -> None:
     """Ranks plan on their own; so equal inputs must give equal plans."""
     direct = [slot.chunk_numel for slot in plan.layout.of(Route.DIRECT)]
     direct_numel = min(direct, default=10**9)
-    again = plan_layout(plan.specs, ways=plan.ways, direct_numel=direct_numel, align=plan.align, packed_align=plan.packed_align)
+    again = plan_layout(
+        plan.specs, num_shards=plan.num_shards, direct_numel=direct_numel, align=plan.align, packed_align=plan.packed_align
+    )
     assert again == plan.layout
 
 
 @pytest.mark.parametrize(
-    ("shape", "dim", "ways", "direct", "route"),
+    ("shape", "dim", "num_shards", "direct", "route"),
     [
         ((8, 4), 0, 1, 0, Route.WHOLE),  # nobody to share it with
         ((), None, 4, 0, Route.WHOLE),  # nothing to cut
@@ -178,13 +180,13 @@ def test_a_layout_is_a_function_of_its_inputs_only(plan: Planned) -> None:
     ],
 )
 def test_a_parameter_takes_the_cheapest_way_that_it_can(
-    shape: tuple[int, ...], dim: int | None, ways: int, direct: int, route: Route
+    shape: tuple[int, ...], dim: int | None, num_shards: int, direct: int, route: Route
 ) -> None:
-    assert _single(shape, ways, dim, direct).route is route
+    assert _single(shape, num_shards, dim, direct).route is route
 
 
 @pytest.mark.parametrize(
-    ("size", "ways", "shards"),
+    ("size", "num_shards", "shards"),
     [
         (8, 4, [2, 2, 2, 2]),
         (7, 4, [2, 2, 2, 1]),
@@ -195,28 +197,30 @@ def test_a_parameter_takes_the_cheapest_way_that_it_can(
         (6, 4, [2, 2, 2, 0]),
     ],
 )
-def test_the_first_ranks_have_full_shards_and_the_last_ones_fewer_or_none(size: int, ways: int, shards: list[int]) -> None:
-    slot = _single((size, 3), ways)
-    assert [slot.extent(rank)[1] for rank in range(ways)] == shards
+def test_the_first_ranks_have_full_shards_and_the_last_ones_fewer_or_none(
+    size: int, num_shards: int, shards: list[int]
+) -> None:
+    slot = _single((size, 3), num_shards)
+    assert [slot.extent(rank)[1] for rank in range(num_shards)] == shards
     assert slot.even is (len(set(shards)) == 1)
 
 
 def test_a_layout_without_cut_parameters_needs_no_message() -> None:
-    assert not plan_layout([ParamSpec("scale", (), None), ParamSpec("w", (4,), None)], ways=4).gathered
-    assert plan_layout([ParamSpec("scale", (), None), ParamSpec("w", (4,))], ways=4).gathered
+    assert not plan_layout([ParamSpec("scale", (), None), ParamSpec("w", (4,), None)], num_shards=4).gathered
+    assert plan_layout([ParamSpec("scale", (), None), ParamSpec("w", (4,))], num_shards=4).gathered
 
 
-@pytest.mark.parametrize(("ways", "align"), [(0, 16), (-1, 16), (2, 0)])
-def test_impossible_numbers_are_refused(ways: int, align: int) -> None:
+@pytest.mark.parametrize(("num_shards", "align"), [(0, 16), (-1, 16), (2, 0)])
+def test_impossible_numbers_are_refused(num_shards: int, align: int) -> None:
     with pytest.raises(ValueError) as refused:
-        plan_layout([ParamSpec("w", (4,))], ways=ways, align=align)
-    assert str(refused.value) == f"ways and align must be at least 1, got ways={ways}, align={align}"
+        plan_layout([ParamSpec("w", (4,))], num_shards=num_shards, align=align)
+    assert str(refused.value) == f"num_shards and align must be at least 1, got num_shards={num_shards}, align={align}"
 
 
 @pytest.mark.parametrize("packed_align", [0, 3, 32])
 def test_slots_of_a_message_are_not_aligned_to_what_others_are_not(packed_align: int) -> None:
     with pytest.raises(ValueError) as refused:
-        plan_layout([ParamSpec("w", (4,))], ways=2, align=16, packed_align=packed_align)
+        plan_layout([ParamSpec("w", (4,))], num_shards=2, align=16, packed_align=packed_align)
     assert str(refused.value) == f"packed_align must divide align=16, got {packed_align}"
 
 
@@ -232,7 +236,7 @@ def _drawn(layout: Layout) -> str:
 def test_a_linear_layer_on_two_ranks() -> None:
     specs = [ParamSpec("weight", (5, 8)), ParamSpec("bias", (5,)), ParamSpec("scale", (), None)]
     assert_text(
-        _drawn(plan_layout(specs, ways=2, direct_numel=10, align=4)),
+        _drawn(plan_layout(specs, num_shards=2, direct_numel=10, align=4)),
         """\
 weight DIRECT: shard 0+24, whole 0+48
 bias PACKED: shard 24+3, whole 48+6
@@ -247,7 +251,7 @@ shard buffer 32, unsharded buffer 64""",
 
 @_SETTINGS
 @given(planned(), st.data())
-@example(Planned([], 2, 4, plan_layout([], ways=2, align=4)), None)
+@example(Planned([], 2, 4, plan_layout([], num_shards=2, align=4)), None)
 def test_every_wanted_gradient_travels_exactly_once(plan: Planned, data: st.DataObject | None) -> None:
     slots = plan.layout.slots
     trainable = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots))) if data is not None else []
@@ -294,15 +298,15 @@ def test_a_row_lands_straight_in_a_shard_buffer_only_where_it_covers_nothing_els
 
 def test_a_row_lands_straight_where_everything_is_trained_and_nothing_is_padded() -> None:
     specs = [ParamSpec("bias", (8,)), ParamSpec("weight", (8, 64)), ParamSpec("norm", (8,)), ParamSpec("scale", (), None)]
-    layout = plan_layout(specs, ways=2, direct_numel=100, align=16, packed_align=4)
+    layout = plan_layout(specs, num_shards=2, direct_numel=100, align=16, packed_align=4)
     everything = plan_reduction(layout, trainable=[True] * 4, even_only=True)
     assert everything.straight == layout.packed_start == 256
     assert everything.row_numel == 4 + 4 + 1 + 4, "bias, norm and scale, then the flags"
     assert plan_reduction(layout, trainable=[False, True, True, True], even_only=True).straight == 256 + 4
     assert plan_reduction(layout, trainable=[True, True, False, True], even_only=True).straight is None
-    aligned = plan_layout(specs, ways=2, direct_numel=100, align=16)
+    aligned = plan_layout(specs, num_shards=2, direct_numel=100, align=16)
     assert plan_reduction(aligned, trainable=[True] * 4, even_only=True).straight is None
-    only_direct = plan_layout(specs[1:2], ways=2, direct_numel=100)
+    only_direct = plan_layout(specs[1:2], num_shards=2, direct_numel=100)
     assert plan_reduction(only_direct, trainable=[True], even_only=True).straight == only_direct.shard_numel, "the flag"
 
 

@@ -14,11 +14,11 @@ from composable.plan.phases import Event, GradEvent, GradPhase, Phase, advance, 
 
 # Written down a second time, on purpose: what follows from each phase, or "-" where it is refused.
 PARAMETERS = """\
-            UNSHARD    LAND       RESHARD    REGROUP
+            UNSHARD    WAIT       RESHARD    RESHARD_POST_FORWARD
 SHARDED     GATHERING  -          SHARDED    -
-REGROUPED   GATHERING  -          SHARDED    -
+SHARDED_POST_FORWARD   GATHERING  -          SHARDED    -
 GATHERING   GATHERING  UNSHARDED  -          -
-UNSHARDED   UNSHARDED  UNSHARDED  SHARDED    REGROUPED"""
+UNSHARDED   UNSHARDED  UNSHARDED  SHARDED    SHARDED_POST_FORWARD"""
 
 GRADIENTS = """\
             ARRIVE     REDUCE     FINISH     DROP
@@ -71,7 +71,7 @@ def test_resharding_while_a_gather_is_in_flight_is_refused_in_words() -> None:
         str(refused.value),
         """\
 unit 'layers.3': RESHARD (free the unsharded parameters) is not possible while GATHERING (an all-gather is writing the \
-unsharded buffer). From here the legal events are UNSHARD, LAND.""",
+unsharded buffer). From here the legal events are UNSHARD, WAIT.""",
     )
 
 
@@ -109,14 +109,14 @@ def test_the_diagram_has_one_arrow_per_legal_event() -> None:
 stateDiagram-v2
     SHARDED --> GATHERING: UNSHARD
     SHARDED --> SHARDED: RESHARD
-    REGROUPED --> GATHERING: UNSHARD
-    REGROUPED --> SHARDED: RESHARD
+    SHARDED_POST_FORWARD --> GATHERING: UNSHARD
+    SHARDED_POST_FORWARD --> SHARDED: RESHARD
     GATHERING --> GATHERING: UNSHARD
-    GATHERING --> UNSHARDED: LAND
+    GATHERING --> UNSHARDED: WAIT
     UNSHARDED --> UNSHARDED: UNSHARD
-    UNSHARDED --> UNSHARDED: LAND
+    UNSHARDED --> UNSHARDED: WAIT
     UNSHARDED --> SHARDED: RESHARD
-    UNSHARDED --> REGROUPED: REGROUP
+    UNSHARDED --> SHARDED_POST_FORWARD: RESHARD_POST_FORWARD
     EMPTY --> ARRIVING: ARRIVE
     EMPTY --> REDUCING: REDUCE
     EMPTY --> EMPTY: DROP

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable.plan.scaling import division_factors, may_scale_terms
+from composable.plan.scaling import division_factors, may_scale_inputs
 
 _RANKS = st.one_of(st.integers(1, 64), st.integers(0, 14).map(lambda power: 2**power), st.integers(1, 5000))
 
@@ -47,9 +47,9 @@ def test_dividing_float16_before_the_sum_is_exact_and_never_too_much(ranks: int)
 @given(_RANKS)
 def test_what_comes_after_the_sum_of_float16_stays_there(ranks: int) -> None:
     _, after = division_factors("float16", ranks)
-    assert not may_scale_terms("float16", 1.0 / after)
+    assert not may_scale_inputs("float16", 1.0 / after)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64"])
 def test_wide_dtypes_may_be_scaled_before_the_sum_by_powers_of_two(dtype: str) -> None:
-    assert [ranks for ranks in range(1, 10) if may_scale_terms(dtype, 1.0 / ranks)] == [1, 2, 4, 8]
+    assert [ranks for ranks in range(1, 10) if may_scale_inputs(dtype, 1.0 / ranks)] == [1, 2, 4, 8]

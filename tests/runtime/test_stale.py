@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, keep_unsharded, reshard, unshard
-from composable.device.collectives import wires_wrapped_by, world_group
+from composable.device.collectives import communicators_wrapped_by, world_group
 from composable.errors import CommunicationError
-from tests.helpers.wires import Log, Recording
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import Pool, current_device, need_devices, set_timeout
 
 
@@ -212,7 +212,7 @@ def test_what_a_backward_still_needs_outlives_another_forward(pool: Pool, way: s
 
 def _labels_of_the_second_forward() -> list[str]:
     log = Log()
-    with wires_wrapped_by(partial(Recording, log=log)):
+    with communicators_wrapped_by(partial(Recording, log=log)):
         model, x = _model()
     with keep_unsharded(model), torch.no_grad():
         model(x)
@@ -269,7 +269,7 @@ def test_one_rank_may_step_an_optimizer_of_its_own_while_parameters_are_kept(poo
 
 def _labels_after_a_step(whose: str) -> list[str]:
     log = Log()
-    with wires_wrapped_by(partial(Recording, log=log)):
+    with communicators_wrapped_by(partial(Recording, log=log)):
         model, x = _model()
     held = {"another's": nn.Linear(2, 2), "a unit's": model[2]}[whose]  # type: ignore[index]
     for parameter in held.parameters():

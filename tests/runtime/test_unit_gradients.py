@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from composable.device.collectives import Channel
+from composable.device.collectives import TagSequence
 from composable.plan.phases import GradPhase
 from composable.runtime.gradients import UnitGradients
 
@@ -18,7 +18,7 @@ class Ledger:
         self.here: dict[str, int] = {}
         self.log: list[str] = []
 
-    def reduce(self, channel: Channel, label: str) -> None:
+    def reduce(self, tags: TagSequence, label: str) -> None:
         self.log.append(f"reduce {dict(self.here)}: {label}")
         self.here = {}
 
@@ -35,7 +35,7 @@ class Ledger:
 
 class Unit:
     def __init__(self, *parts: Ledger) -> None:
-        self.gradients = UnitGradients(Channel(0))
+        self.gradients = UnitGradients(TagSequence(0))
         self.gradients.parts = parts  # type: ignore[assignment]
         self.gradients.rename("u")
         self.gradients.on_unexpected = lambda: self.log.append("unexpected")

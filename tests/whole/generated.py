@@ -1,7 +1,7 @@
 """Runs generated programs for as long as wanted, and says how to repeat what it finds. Knows seeds and pools of ranks.
 
 python -m tests.whole.generated --minutes 60 --seed 0
-python -m tests.whole.generated --count 1 --seed 4711 --ranks 2 --wire ordered      # one of them again
+python -m tests.whole.generated --count 1 --seed 4711 --ranks 2 --communicator ordered      # one of them again
 python -m tests.whole.generated --minutes 60 --illegal      # programs in which one rank does what it may not
 """
 
@@ -69,7 +69,7 @@ def main(write: Callable[[str], object] = sys.stdout.write) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one; the others follow")
     parser.add_argument("--count", type=int, default=0, help="end after so many seeds")
     parser.add_argument("--ranks", type=int, default=0, help="2 and 4 by turns unless given")
-    parser.add_argument("--wire", choices=["tags", "ordered"], help="both by turns unless given")
+    parser.add_argument("--communicator", choices=["tags", "ordered"], help="both by turns unless given")
     parser.add_argument("--illegal", action="store_true", help="programs in which one rank does what it may not; on tags")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
@@ -78,12 +78,16 @@ def main(write: Callable[[str], object] = sys.stdout.write) -> int:
     while time.monotonic() < end and not (options.count and done >= options.count):
         turn = done // batch
         ranks = options.ranks or (2, 2, 4)[turn % 3]
-        wire = options.wire or ("tags", "ordered")[turn % 2]
+        communicator = options.communicator or ("tags", "ordered")[turn % 2]
         seeds = range(seed, seed + batch)
         if options.illegal:
             found, plan, kind = illegal_failures(pool, ranks, seeds), illegal_plan_of, "--illegal"
         else:
-            found, plan, kind = failures(pool, ranks, seeds, ordered=wire == "ordered"), plan_of, f"--wire {wire}"
+            found, plan, kind = (
+                failures(pool, ranks, seeds, ordered=communicator == "ordered"),
+                plan_of,
+                f"--communicator {communicator}",
+            )
         if found is not None:
             failed += 1
             write(f"\nseed {found[0]} fails: {plan(found[0], ranks)}\n{found[1]}\n")

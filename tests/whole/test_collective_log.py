@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, replicate
-from composable.device.collectives import wires_wrapped_by
-from tests.helpers.wires import Log, Recording
+from composable.device.collectives import communicators_wrapped_by
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import Pool, current_device, need_devices
 
 LAYERS = 4
@@ -57,7 +57,7 @@ def _log_of(how: str, steps: int) -> list[tuple[str, str]]:
     """The events of the last of some steps."""
     log = Log()
     model = _model(log)
-    with wires_wrapped_by(partial(Recording, log=log)):
+    with communicators_wrapped_by(partial(Recording, log=log)):
         if how == "checkpoint first":
             checkpoint(model, policy={Layer})
         if how == "by hand":

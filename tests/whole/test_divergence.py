@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
-from composable.device.collectives import wires_wrapped_by
+from composable.device.collectives import communicators_wrapped_by
 from composable.errors import CommunicationError
-from tests.helpers.wires import all_shared, all_sockets
+from tests.helpers.communicators import all_shared, all_sockets
 from tests.helpers.world import Pool, set_timeout
 
 # Seconds; every program below ends by it. gloo takes this long for connecting, too, the other way only when all is set up.
@@ -85,7 +85,7 @@ def _diverge(way: str, cases: list[tuple[str, str]]) -> dict[str, tuple[str, lis
         torch.manual_seed(0)
         model = _Model()
         plain = copy.deepcopy(model)
-        with wires_wrapped_by(_WAYS[way]):
+        with communicators_wrapped_by(_WAYS[way]):
             _VERBS[verb](model, group)
         if way != "sockets":
             set_timeout(group, _TIMEOUTS[way])

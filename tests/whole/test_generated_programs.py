@@ -13,12 +13,12 @@ from tests.helpers.world import Pool
 from tests.whole.generated import failures, illegal_failures
 
 
-@pytest.mark.parametrize("wire", ["tags", "ordered"])
+@pytest.mark.parametrize("communicator", ["tags", "ordered"])
 @pytest.mark.parametrize(("ranks", "seeds"), [(2, range(20)), (4, range(100, 108))], ids=["2 ranks", "4 ranks"])
 def test_programs_end_with_the_numbers_of_one_process_and_the_same_launches(
-    pool: Pool, ranks: int, seeds: range, wire: str
+    pool: Pool, ranks: int, seeds: range, communicator: str
 ) -> None:
-    found = failures(pool, ranks, seeds, ordered=wire == "ordered")
+    found = failures(pool, ranks, seeds, ordered=communicator == "ordered")
     assert found is None, f"{plan_of(found[0], ranks)}\n{found[1]}"
 
 

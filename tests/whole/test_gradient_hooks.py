@@ -69,7 +69,7 @@ def test_an_optimizer_in_backward_trains_as_the_ordinary_loop_does(options: dict
 @spmd(ranks=[1, 2])
 def test_a_gradient_hook_gets_the_mean_over_ranks_and_may_replace_it() -> None:
     plain, sharded, x = _models()
-    rank, ways = dist.get_rank(), dist.get_world_size()
+    rank, size = dist.get_rank(), dist.get_world_size()
     seen: list[list[Tensor | None]] = [[], []]
     for seen_by, model in zip(seen, (plain, sharded), strict=True):
         for parameter in (model[2].weight, model[0].bias):
@@ -77,7 +77,7 @@ def test_a_gradient_hook_gets_the_mean_over_ranks_and_may_replace_it() -> None:
             parameter.register_hook(lambda gradient: gradient * 3)
     for _ in range(2):
         # Every rank has its own batch: the plain model computes the mean over all of them.
-        (sum(plain(x * (1 + r)).square().mean() for r in range(ways)) / ways).backward()  # type: ignore[union-attr]
+        (sum(plain(x * (1 + r)).square().mean() for r in range(size)) / size).backward()  # type: ignore[union-attr]
         sharded(x * (1 + rank)).square().mean().backward()
     assert len(seen[0]) == len(seen[1]) == 4, "once per parameter and backward"
     for expected, actual in zip(seen[0], seen[1], strict=True):

@@ -16,15 +16,15 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
-from composable.device.collectives import Wire, wires_wrapped_by
+from composable.device.collectives import Communicator, communicators_wrapped_by
 from composable.errors import ComposableError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
+from tests.helpers.communicators import all_ordered, all_sockets
 from tests.helpers.compare import assert_same_gradients, full
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.wires import all_ordered, all_sockets
 from tests.helpers.world import Pool, need_devices
 
 _SCHEMES: Final = ("fully_shard by policy", "fully_shard as one unit", "fully_shard without resharding")
@@ -208,9 +208,9 @@ def test_transforms_over_inputs_see_a_replicated_model_as_a_plain_one(
     pool.run(2, _run, program, scheme, device=device)
 
 
-def _all_transforms(scheme: str, wrapper: Callable[[Wire], Wire]) -> None:
+def _all_transforms(scheme: str, wrapper: Callable[[Communicator], Communicator]) -> None:
     def annotate(model: nn.Module, case: Case) -> None:
-        with wires_wrapped_by(wrapper):
+        with communicators_wrapped_by(wrapper):
             SCHEMES[scheme].annotate(model, case)
 
     for program in TRANSFORMS:
@@ -219,7 +219,9 @@ def _all_transforms(scheme: str, wrapper: Callable[[Wire], Wire]) -> None:
 
 @pytest.mark.parametrize("wrapper", [all_sockets, all_ordered], ids=["from point to point", "by the backend's collectives"])
 @pytest.mark.parametrize("scheme", ["fully_shard by policy", "fully_shard over two neighbours", "replicate"])
-def test_transforms_do_not_depend_on_the_way_that_bytes_take(pool: Pool, scheme: str, wrapper: Callable[[Wire], Wire]) -> None:
+def test_transforms_do_not_depend_on_the_way_that_bytes_take(
+    pool: Pool, scheme: str, wrapper: Callable[[Communicator], Communicator]
+) -> None:
     pool.run(4 if "neighbours" in scheme else 2, _all_transforms, scheme, wrapper)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.device.collectives import PairsWire, Wire, communicator_like, wires_wrapped_by
+from composable.device.collectives import Communicator, PointToPointCommunicator, communicator_like, communicators_wrapped_by
 from composable.errors import ComposableError
 from composable.runtime import reducer
 from composable.runtime.reducer import Reducer
@@ -27,7 +27,7 @@ _ORDER: Final = [2, 0, 1]  # not the one that holds in the first step
 class _Interrupting:
     """Interrupts this rank the first time that one of its functions is called with `label`, before or after the call."""
 
-    def __init__(self, inner: Wire, label: str, *, after: bool) -> None:
+    def __init__(self, inner: Communicator, label: str, *, after: bool) -> None:
         self._inner = inner
         self._label = label
         self._after = after
@@ -35,13 +35,13 @@ class _Interrupting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def extremes(self, values: Any, *, label: str, **kwargs: Any) -> Any:
+    def min_max(self, values: Any, *, label: str, **kwargs: Any) -> Any:
         hit = bool(self._label) and label.startswith(self._label)
         if hit:
             self._label = ""
             if not self._after:
                 raise KeyboardInterrupt
-        found = self._inner.extremes(values, label=label, **kwargs)
+        found = self._inner.min_max(values, label=label, **kwargs)
         if hit:
             raise KeyboardInterrupt
         return found
@@ -66,19 +66,19 @@ _PLACES: Final[dict[str, tuple[str, bool]]] = {
 _METHODS: Final[dict[str, str]] = {"before the buckets are filled anew": "_refill", "without hooks": "detach"}
 
 
-def _sockets(wire: Wire) -> Wire:
-    if not hasattr(wire, "group"):
-        return wire
-    return PairsWire(communicator_like(wire.group, torch.device("cpu")), torch.device("cpu"))
+def _sockets(communicator: Communicator) -> Communicator:
+    if not hasattr(communicator, "group"):
+        return communicator
+    return PointToPointCommunicator(communicator_like(communicator.group, torch.device("cpu")), torch.device("cpu"))
 
 
 @errors_only()
 def _steps_after(place: str, steps: int, *, by_sockets: bool = False, looks: bool = True) -> list[str]:
     """What came of each step; rank 1 is interrupted in the first."""
     mine = dist.get_rank() == 1
-    with wires_wrapped_by(_sockets if by_sockets else lambda wire: wire):
+    with communicators_wrapped_by(_sockets if by_sockets else lambda communicator: communicator):
         label, after = _PLACES.get(place, ("", False)) if mine else ("", False)
-        with wires_wrapped_by(lambda wire: _Interrupting(wire, label, after=after)):
+        with communicators_wrapped_by(lambda communicator: _Interrupting(communicator, label, after=after)):
             plain, ours = twins(Parts, bucket_cap_mb=_CAP)
     said = []
     with pytest.MonkeyPatch.context() as monkeypatch:

@@ -91,7 +91,7 @@ def test_an_interrupted_call_has_done_everything_or_nothing_and_can_be_made_agai
     x = torch.ones(3, 6)
     for model, where, changed in _interrupted(call):
         assert not running(), where
-        assert not transaction.is_taking_back(), where
+        assert not transaction.is_rolling_back(), where
         torch.testing.assert_close(model(x), plain(x))
         try:
             _CALLS[call][1](model)

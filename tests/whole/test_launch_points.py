@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, replicate
-from composable.device.collectives import Wire, wires_wrapped_by
+from composable.device.collectives import Communicator, communicators_wrapped_by
+from tests.helpers.communicators import Log, Recording, all_ordered
 from tests.helpers.compare import averaged_gradients, full_gradients
-from tests.helpers.wires import Log, Recording, all_ordered
 from tests.helpers.world import Pool, current_device, need_devices
 
 WIDTH: Final = 4
@@ -193,10 +193,10 @@ def _run(kind: type[nn.Module], annotate: Callable[..., None], ordered: bool, **
     plain, model = _twins(kind)
     log = Log()
 
-    def wrapped(wire: Wire) -> Wire:
-        return Recording(all_ordered(wire) if ordered else wire, log)
+    def wrapped(communicator: Communicator) -> Communicator:
+        return Recording(all_ordered(communicator) if ordered else communicator, log)
 
-    with wires_wrapped_by(wrapped):
+    with communicators_wrapped_by(wrapped):
         annotate(model, **options)
     _train(plain, model, log)
     return log.labels()

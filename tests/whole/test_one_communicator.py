@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from composable import fully_shard, remove, replicate
-from composable.device.collectives import wires_wrapped_by
+from composable.device.collectives import communicators_wrapped_by
 from composable.errors import RanksDisagreeError
 from composable.model.traversal import get_replicated_states
+from tests.helpers.communicators import all_ordered, all_shared, all_sockets
 from tests.helpers.compare import averaged_gradients, full_gradients
-from tests.helpers.wires import all_ordered, all_shared, all_sockets
 from tests.helpers.world import Pool
 
 WIDTH: Final = 4
@@ -122,18 +122,18 @@ def _groups() -> Iterator[list[int]]:
 
 def _communicators(model: nn.Module) -> int:
     """How many communicators the replicated units use."""
-    return len({id(unit.wire) for unit in get_replicated_states(model)})
+    return len({id(unit.communicator) for unit in get_replicated_states(model)})
 
 
-def _annotated(form: str, wire: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+def _annotated(form: str, communicator: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A plain model and an annotated one, which communicates over one communicator."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(Model(**options).to(torch.float64))
-    with wires_wrapped_by(_WIRES[wire]):
+    with communicators_wrapped_by(_WIRES[communicator]):
         _FORMS[form](models[1])
-    assert (_communicators(models[1]) == 1) == (wire != "tags")
+    assert (_communicators(models[1]) == 1) == (communicator != "tags")
     return models[0], models[1]
 
 
@@ -172,14 +172,14 @@ def _train(plain: nn.Module, model: nn.Module, steps: int = 4) -> None:
         assert torch.equal(ours, theirs)
 
 
-def _parity(form: str, wire: str, **options: Any) -> None:
-    _train(*_annotated(form, wire, **options))
+def _parity(form: str, communicator: str, **options: Any) -> None:
+    _train(*_annotated(form, communicator, **options))
 
 
-@pytest.mark.parametrize("wire", ["ordered", "sockets", pytest.param("tags", marks=pytest.mark.host)])
+@pytest.mark.parametrize("communicator", ["ordered", "sockets", pytest.param("tags", marks=pytest.mark.host)])
 @pytest.mark.parametrize("form", _FORMS)
-def test_ranks_whose_units_become_ready_in_different_orders_get_the_means(pool: Pool, form: str, wire: str) -> None:
-    pool.run(2, _parity, form, wire)
+def test_ranks_whose_units_become_ready_in_different_orders_get_the_means(pool: Pool, form: str, communicator: str) -> None:
+    pool.run(2, _parity, form, communicator)
 
 
 @pytest.mark.parametrize("form", ["_by_policy", "_below_shards"])
@@ -194,7 +194,7 @@ def test_a_unit_whose_gradients_come_in_a_backward_inside_another_one_belongs_to
 
 def _counted(form: str) -> tuple[int, int]:
     model = Model(32)
-    with wires_wrapped_by(all_ordered), _groups() as made:
+    with communicators_wrapped_by(all_ordered), _groups() as made:
         _FORMS[form](model)
     return _communicators(model), len(made)
 
@@ -283,8 +283,8 @@ def test_units_with_buffers_that_are_called_without_the_module_around_them_must_
     ]
 
 
-def _freezing(wire: str) -> None:
-    plain, model = _annotated("_by_policy", wire)
+def _freezing(communicator: str) -> None:
+    plain, model = _annotated("_by_policy", communicator)
     for step, frozen in enumerate([[], ["blocks.2.two", "blocks.3.one"], ["blocks.0.one"], []]):
         _follow(plain)
         for each in (plain, model):
@@ -296,15 +296,15 @@ def _freezing(wire: str) -> None:
         _compare(plain, model, step)
 
 
-@pytest.mark.parametrize("wire", ["ordered", pytest.param("tags", marks=pytest.mark.host)])
+@pytest.mark.parametrize("communicator", ["ordered", pytest.param("tags", marks=pytest.mark.host)])
 def test_a_unit_that_a_rank_leaves_out_launches_what_it_launches_on_the_others_when_its_layers_are_frozen(
-    pool: Pool, wire: str
+    pool: Pool, communicator: str
 ) -> None:
-    pool.run(2, _freezing, wire)
+    pool.run(2, _freezing, communicator)
 
 
-def _copies(wire: str) -> None:
-    plain, model = _annotated("_by_policy", wire)
+def _copies(communicator: str) -> None:
+    plain, model = _annotated("_by_policy", communicator)
     _train(plain, model, 2)
     others = copy.deepcopy(plain), copy.deepcopy(model)
     _train(plain, model)
@@ -318,6 +318,6 @@ def _copies(wire: str) -> None:
         _compare(*both, step)
 
 
-@pytest.mark.parametrize("wire", ["ordered", "sockets", pytest.param("tags", marks=pytest.mark.host)])
-def test_copies_train_in_turn_and_in_one_backward(pool: Pool, wire: str) -> None:
-    pool.run(2, _copies, wire)
+@pytest.mark.parametrize("communicator", ["ordered", "sockets", pytest.param("tags", marks=pytest.mark.host)])
+def test_copies_train_in_turn_and_in_one_backward(pool: Pool, communicator: str) -> None:
+    pool.run(2, _copies, communicator)

@@ -7,25 +7,25 @@ from typing import Final
 
 import torch.distributed as dist
 
-from composable.device.collectives import Channel, Wire, wires_wrapped_by
+from composable.device.collectives import Communicator, TagSequence, communicators_wrapped_by
 from composable.runtime.reducer import HOST_IN_FLIGHT
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import averaged_gradients
 from tests.helpers.means import Parts, assert_means, batch_of, twins
-from tests.helpers.wires import Log, Recording
 from tests.helpers.world import Pool, need_devices
 
 
 class _Counting(Recording):
     """Also notes when ranks tell each other an order."""
 
-    def extremes(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> tuple[list[int], list[int]]:
+    def min_max(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> tuple[list[int], list[int]]:
         if label.startswith("exchange of the order"):
             self._log.add("exchange", label)
-        return self._inner.extremes(values, label=label, channel=channel)
+        return self._inner.min_max(values, label=label, tags=tags)
 
 
-def _observed(log: Log) -> Callable[[Wire], Wire]:
-    return lambda wire: _Counting(wire, log)
+def _observed(log: Log) -> Callable[[Communicator], Communicator]:
+    return lambda communicator: _Counting(communicator, log)
 
 
 _CAP: Final = 160 / (1 << 20)  # bytes: one layer of the model in a bucket
@@ -34,7 +34,7 @@ _CAP: Final = 160 / (1 << 20)  # bytes: one layer of the model in a bucket
 def _launches(orders: Sequence[Sequence[int]]) -> tuple[list[list[str]], int]:
     """For each step the labels of its launches, and how often the ranks agreed on an order."""
     log, steps = Log(), []
-    with wires_wrapped_by(_observed(log)):
+    with communicators_wrapped_by(_observed(log)):
         plain, ours = twins(Parts, bucket_cap_mb=_CAP)
     log.events.clear()
     for step, order in enumerate(orders):
@@ -90,7 +90,7 @@ def test_the_order_is_that_of_the_first_backward_that_some_rank_completes(pool: 
 
 def _freezing() -> tuple[list[str], int]:
     log, launched = Log(), []
-    with wires_wrapped_by(_observed(log)):
+    with communicators_wrapped_by(_observed(log)):
         plain, ours = twins(Parts, bucket_cap_mb=_CAP)
     log.events.clear()
     for step, frozen in enumerate([(), (), (0,), (), (1,), ()]):
@@ -115,7 +115,7 @@ def test_what_is_agreed_outlives_freezing_and_unfreezing(pool: Pool, device: str
 
 def _in_flight() -> list[int]:
     log = Log()
-    with wires_wrapped_by(_observed(log)):
+    with communicators_wrapped_by(_observed(log)):
         _, ours = twins(lambda: Parts(6), bucket_cap_mb=_CAP)
     counts, flying = [], 0
     log.events.clear()

@@ -11,20 +11,20 @@ import pytest
 from torch import nn
 
 from composable import fully_shard
-from composable.device.collectives import Wire, wires_wrapped_by
+from composable.device.collectives import Communicator, communicators_wrapped_by
 from tests.helpers.battery import BATTERY, Case
+from tests.helpers.communicators import Impatient, LastMoment, Slow, all_shared, all_sockets
 from tests.helpers.compare import assert_same_training, differences
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.wires import Impatient, LastMoment, Slow, all_shared, all_sockets
 from tests.helpers.world import Pool, need_devices
 
-WRAPPERS: Final[dict[str, Callable[[Wire], Wire]]] = {
+WRAPPERS: Final[dict[str, Callable[[Communicator], Communicator]]] = {
     "slow on one rank": partial(Slow, rank=1, seconds=0.003),
     "impatient": Impatient,
     "last moment": LastMoment,
 }
 # Which way bytes take depends on where the ranks run; tests would only ever see one way.
-WAYS: Final[dict[str, Callable[[Wire], Wire]]] = {
+WAYS: Final[dict[str, Callable[[Communicator], Communicator]]] = {
     "all through shared memory": all_shared,
     "all through sockets": all_sockets,
 }
@@ -44,13 +44,13 @@ _SCHEMES: Final = (
 )
 
 
-def _train(case: str, scheme: str, *wrappers: Callable[[Wire], Wire]) -> None:
+def _train(case: str, scheme: str, *wrappers: Callable[[Communicator], Communicator]) -> None:
     how = SCHEMES[scheme]
 
     def annotate(model: nn.Module, case: Case) -> None:
         with ExitStack() as stack:
             for wrapper in wrappers:
-                stack.enter_context(wires_wrapped_by(wrapper))
+                stack.enter_context(communicators_wrapped_by(wrapper))
             how.annotate(model, case)
 
     assert_same_training(BATTERY[case], annotate, replicated=how.replicated)
@@ -83,15 +83,15 @@ def test_training_does_not_depend_on_the_way_that_bytes_take(pool: Pool, case: s
 class _NeverArrives(LastMoment):
     """What a forgotten wait would look like."""
 
-    def all_gather(self, prepared, *, label, channel):  # type: ignore[no-untyped-def]
-        arrival = super().all_gather(prepared, label=label, channel=channel)
-        arrival.done = True  # type: ignore[attr-defined]
-        return arrival
+    def all_gather(self, prepared, *, label, tags):  # type: ignore[no-untyped-def]
+        work = super().all_gather(prepared, label=label, tags=tags)
+        work.done = True  # type: ignore[attr-defined]
+        return work
 
 
 def _forget_to_wait() -> list[str]:
     def annotate(model: nn.Module, case: Case) -> None:
-        with wires_wrapped_by(_NeverArrives):
+        with communicators_wrapped_by(_NeverArrives):
             fully_shard(model)
 
     return differences(BATTERY["a unit used several times"], annotate, steps=1)

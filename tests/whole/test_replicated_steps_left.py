@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
-from composable.device.collectives import wires_wrapped_by
+from composable.device.collectives import communicators_wrapped_by
 from composable.errors import CommunicationError, RanksDisagreeError
+from tests.helpers.communicators import all_ordered
 from tests.helpers.leaving import Layer, Layers, Planned, in_backward, in_the_third_layer
-from tests.helpers.wires import all_ordered
 from tests.helpers.world import Pool
 
 # Nobody should wait for as long; a test that does takes all of it and fails.
@@ -131,7 +131,7 @@ def _skip(ordered: bool, annotate: str) -> list[str]:
     torch.manual_seed(0)
     model = Layers()
     group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
-    with wires_wrapped_by(all_ordered if ordered else lambda wire: wire):
+    with communicators_wrapped_by(all_ordered if ordered else lambda communicator: communicator):
         _ANNOTATE[annotate](model, group)
     ended = []
     for step in range(5):
@@ -166,7 +166,7 @@ def test_a_rank_that_leaves_a_backward_out_is_named_on_all_ranks_before_anybody_
 def _lose_a_forward_by_order() -> list[str]:
     torch.manual_seed(0)
     model = Layers()
-    with wires_wrapped_by(all_ordered):
+    with communicators_wrapped_by(all_ordered):
         replicate(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)))
     ended = []
     for step in range(3):

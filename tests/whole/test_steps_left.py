@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import describe, fully_shard
-from composable.device.collectives import wire_of
+from composable.device.collectives import communicator_of
 from composable.errors import CommunicationError
+from tests.helpers.communicators import all_shared
 from tests.helpers.leaving import Layer, Layers, Planned, in_backward, in_the_third_layer, leave
-from tests.helpers.wires import all_shared
 from tests.helpers.world import Pool
 
 # Nobody should wait for as long; a test that does takes all of it and fails.
@@ -125,7 +125,7 @@ def _leave_often() -> tuple[int, int]:
     torch.manual_seed(0)
     group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
     model = fully_shard(Layers(), mesh=group, policy={Layer})
-    outbox = all_shared(wire_of(group, torch.device("cpu"))).host_group.outbox  # type: ignore[attr-defined]
+    outbox = all_shared(communicator_of(group, torch.device("cpu"))).host_group.outbox  # type: ignore[attr-defined]
     needed = []
     for step in range(24):
         try:

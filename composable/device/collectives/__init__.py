@@ -7,49 +7,50 @@ NCCL and other accelerator backends: tensor collectives on a stream of their own
 Anything else: plain tensor collectives, asynchronous where the backend is.
 """
 
-from composable.device.collectives.choice import PAIRS_UP_TO, wire_of, wires_wrapped_by
-from composable.device.collectives.group import backwards_of
-from composable.device.collectives.groups import backend_of, communicator_like, is_distributed, neighbours, world_group
-from composable.device.collectives.numbers import reduce_numbers
-from composable.device.collectives.pairs import PairsWire
-from composable.device.collectives.tensors import StreamsWire, TensorsWire
-from composable.device.collectives.wire import (
-    Arrival,
+from composable.device.collectives.accelerator import AcceleratorCommunicator
+from composable.device.collectives.base import backwards_of
+from composable.device.collectives.choice import PAIRS_UP_TO, communicator_of, communicators_wrapped_by
+from composable.device.collectives.communicator import (
     Capabilities,
-    Channel,
+    Communicator,
     GatherPart,
-    LocalWire,
-    Pending,
+    LocalCommunicator,
+    PollableWork,
     ReducePart,
+    ScaledInput,
     Scratch,
     Steps,
-    Term,
-    Wire,
+    TagSequence,
+    Work,
 )
+from composable.device.collectives.native import NativeCommunicator
+from composable.device.collectives.point_to_point import PointToPointCommunicator
+from composable.device.collectives.process_groups import backend_of, communicator_like, is_distributed, subgroup_of, world_group
+from composable.device.collectives.scalars import reduce_numbers
 
 __all__ = [
     "PAIRS_UP_TO",
-    "Arrival",
+    "AcceleratorCommunicator",
     "Capabilities",
-    "Channel",
+    "Communicator",
     "GatherPart",
-    "LocalWire",
-    "PairsWire",
-    "Pending",
+    "LocalCommunicator",
+    "NativeCommunicator",
+    "PointToPointCommunicator",
+    "PollableWork",
     "ReducePart",
+    "ScaledInput",
     "Scratch",
     "Steps",
-    "StreamsWire",
-    "TensorsWire",
-    "Term",
-    "Wire",
+    "TagSequence",
+    "Work",
     "backend_of",
     "backwards_of",
     "communicator_like",
+    "communicator_of",
+    "communicators_wrapped_by",
     "is_distributed",
-    "neighbours",
     "reduce_numbers",
-    "wire_of",
-    "wires_wrapped_by",
+    "subgroup_of",
     "world_group",
 ]

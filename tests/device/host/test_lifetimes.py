@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
-from composable.device.collectives import GatherPart, PairsWire, wire_of, world_group
-from composable.device.collectives import group as group_module
+from composable.device.collectives import GatherPart, PointToPointCommunicator, base, communicator_of, world_group
 from composable.device.collectives.host import host_communicator
 from composable.device.collectives.host.host_group import HostGroup
 from composable.device.collectives.host.pipes import PipeWriter, Process
@@ -56,11 +55,11 @@ def _train(model: nn.Module, seed: int) -> list[float]:
 
 def _gather(group: dist.ProcessGroup) -> tuple[Any, Tensor]:
     """A gather of each rank's number, launched."""
-    wire = host_communicator(group, CPU)
-    assert wire is not None
-    whole = torch.empty(100 * wire.ways)
-    plan = wire.prepare([GatherPart(torch.full((100,), float(wire.rank)), whole, whole.numel())])
-    return wire.all_gather(plan, label="gather", channel=wire.open_channel()), whole
+    communicator = host_communicator(group, CPU)
+    assert communicator is not None
+    whole = torch.empty(100 * communicator.size)
+    plan = communicator.prepare([GatherPart(torch.full((100,), float(communicator.rank)), whole, whole.numel())])
+    return communicator.all_gather(plan, label="gather", tags=communicator.open_tags()), whole
 
 
 # --- what failed ------------------------------------------------------------------------------------------------------
@@ -93,23 +92,23 @@ def _send(group: HostGroup, messages: int) -> None:
 @spmd(ranks=2)
 def test_messages_that_nobody_reads_end_with_an_error_when_the_pipe_is_full() -> None:
     group = dist.new_group()
-    wire = host_communicator(group, CPU)
-    assert wire is not None
+    communicator = host_communicator(group, CPU)
+    assert communicator is not None
     set_timeout(group, 0.3)
     dist.barrier()
     if dist.get_rank() == 0:
         with pytest.raises(TimeoutError, match=r"^rank 1 has read no message within 0:00:00\.300000$"):
-            _send(wire.host_group, 1 << 20)
+            _send(communicator.host_group, 1 << 20)
     dist.barrier()
 
 
 @spmd(ranks=2)
 def test_ranks_that_fill_each_others_pipes_read_what_is_in_their_own() -> None:
-    wire = host_communicator(world_group(), CPU)
-    assert wire is not None
-    _send(wire.host_group, 10_000)
+    communicator = host_communicator(world_group(), CPU)
+    assert communicator is not None
+    _send(communicator.host_group, 10_000)
     message = torch.ones(10)
-    wire.all_reduce(message, label="").wait()
+    communicator.all_reduce(message, label="").wait()
     assert message[0].item() == 2.0
 
 
@@ -137,7 +136,7 @@ def test_what_one_rank_lacks_while_ranks_meet_makes_all_of_them_use_sockets(what
     for lacking in ([1], [0, 1]):
         group = dist.new_group()
         with _without(what) if dist.get_rank() in lacking else nullcontext():
-            assert isinstance(wire_of(group, CPU), PairsWire)
+            assert isinstance(communicator_of(group, CPU), PointToPointCommunicator)
     plain = _model()
     model = fully_shard(copy.deepcopy(plain), mesh=group)
     assert _train(model, 3) == pytest.approx(_train(plain, 3), rel=1e-5)
@@ -170,12 +169,12 @@ def test_ranks_use_sockets_if_one_of_them_reaches_a_limit_of_its_process_while_t
         group = dist.new_group()
         dist.barrier(group)
         with _at_limit(kind, value) if dist.get_rank() == 1 else nullcontext():
-            wire = wire_of(group, CPU)
-        assert isinstance(wire, PairsWire), f"limit {kind} of {value}"
+            communicator = communicator_of(group, CPU)
+        assert isinstance(communicator, PointToPointCommunicator), f"limit {kind} of {value}"
         message = torch.ones(10)
-        wire.all_reduce(message, label="").wait()
+        communicator.all_reduce(message, label="").wait()
         assert message[0] == 2.0
-        del wire
+        del communicator
         dist.destroy_process_group(group)
         del group
         held.append(_holdings()["descriptors"])
@@ -189,7 +188,7 @@ def test_ranks_that_do_not_see_each_others_processes_use_sockets(seen: str) -> N
     number = 1 << 22 if seen == "nothing" else os.getppid()
     group = dist.new_group()
     with mock.patch.object(os, "getpid", return_value=number) if dist.get_rank() == 1 else nullcontext():
-        assert isinstance(wire_of(group, CPU), PairsWire)
+        assert isinstance(communicator_of(group, CPU), PointToPointCommunicator)
 
 
 @spmd(ranks=2)
@@ -200,7 +199,7 @@ def test_memory_that_one_rank_lacks_later_is_an_error_at_once_on_all_ranks(verb:
     x = torch.ones(4, 64)
     model(x).sum().backward()
     dist.barrier()
-    wire_of(group, CPU).release()  # so that the next message needs memory
+    communicator_of(group, CPU).release()  # so that the next message needs memory
     with _without("memory") if dist.get_rank() == 1 else nullcontext(), pytest.raises(CommunicationError) as failed:
         model(x).sum().backward()
     if dist.get_rank() == 1:
@@ -237,14 +236,14 @@ def test_memory_that_is_missing_later_is_an_error_that_names_the_unit() -> None:
 def _leave_right_after_a_collective() -> None:
     process = torch.tensor([os.getpid()])
     dist.broadcast(process, 0)
-    arrival, whole = _gather(world_group())
+    work, whole = _gather(world_group())
     if dist.get_rank() == 0:
-        arrival.wait()
+        work.wait()
         os._exit(0)
     rank_0 = Process(int(process.item()))
     while not rank_0.has_ended():
         time.sleep(0.01)
-    arrival.wait()
+    work.wait()
     assert torch.equal(whole, torch.tensor([0.0, 1.0]).repeat_interleave(100))
 
 
@@ -254,8 +253,8 @@ def test_what_a_rank_has_shown_is_there_when_it_has_ended(pool: Pool) -> None:
 
 
 def _die_and_leave_a_child() -> None:
-    arrival, _ = _gather(world_group())
-    arrival.wait()
+    work, _ = _gather(world_group())
+    work.wait()
     if dist.get_rank() == 1:
         if os.fork() == 0:
             time.sleep(30)  # it holds rank 1's ends of all pipes for as long
@@ -308,12 +307,12 @@ def _use_the_group() -> None:
 @spmd(ranks=2)
 def test_a_group_that_was_destroyed_gives_its_memory_back_though_a_model_still_holds_it() -> None:
     group = dist.new_group()
-    wire = wire_of(group, CPU)
-    for arrival in [wire.all_reduce(torch.ones(4_000_000), label="") for _ in range(3)]:
-        arrival.wait()
+    communicator = communicator_of(group, CPU)
+    for work in [communicator.all_reduce(torch.ones(4_000_000), label="") for _ in range(3)]:
+        work.wait()
     dist.barrier()
-    wire.all_reduce(torch.ones(1), label="").wait()
-    arena = wire.host_group._arena  # type: ignore[attr-defined]
+    communicator.all_reduce(torch.ones(1), label="").wait()
+    arena = communicator.host_group._arena  # type: ignore[attr-defined]
     held = os.fstat(arena.identity.descriptor).st_blocks * 512
     dist.destroy_process_group(group)
     assert os.fstat(arena.identity.descriptor).st_blocks * 512 <= held - 2 * 16_000_000, "the last message may be read still"
@@ -361,6 +360,6 @@ def test_training_leaves_the_backends_order_of_collectives_to_others(verb: str) 
     with ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(dist, name, side_effect=_NotInvited))
-        stack.enter_context(mock.patch.object(group_module, "all_gather_single", side_effect=_NotInvited))
+        stack.enter_context(mock.patch.object(base, "all_gather_single", side_effect=_NotInvited))
         losses = _train(model, 3)
     assert losses == pytest.approx(_train(plain, 3), rel=1e-5)

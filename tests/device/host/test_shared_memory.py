@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.device.collectives import GatherPart, PairsWire, ReducePart, wire_of, world_group
+from composable.device.collectives import GatherPart, PointToPointCommunicator, ReducePart, communicator_of, world_group
 from composable.device.collectives.host.communicator import HostCommunicator, host_communicator
 from composable.device.collectives.host.shared_memory import GRAIN, SPARE_BLOCKS, Arena, Block, Identity, Outbox, Window
 from composable.device.memory import MemoryPool
@@ -208,84 +208,84 @@ def test_memory_that_nobody_reads_goes_back_on_request_and_is_there_again_for_th
 @spmd(ranks=[2, 3])
 def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
     """Blocks are used again, grow, and serve gathers, reductions and all-reduces in turns."""
-    wire = host_communicator(world_group(), CPU)
-    assert wire is not None
-    ways, rank, channel, scratch = wire.ways, wire.rank, wire.open_channel(), MemoryPool()
+    communicator = host_communicator(world_group(), CPU)
+    assert communicator is not None
+    size, rank, tags, scratch = communicator.size, communicator.rank, communicator.open_tags(), MemoryPool()
     for step, numel in enumerate([10, 100_000, 7, 1_000_000, 3, 700_001, 1_000_000, 50]):
         shard = torch.full((numel,), float(rank + step))
-        whole = torch.empty(ways * numel)
-        gather = wire.all_gather(wire.prepare([GatherPart(shard, whole, whole.numel())]), label="", channel=channel)
-        source = torch.arange(ways, dtype=torch.float64).repeat_interleave(numel) * (rank + 1)
+        whole = torch.empty(size * numel)
+        gather = communicator.all_gather(communicator.prepare([GatherPart(shard, whole, whole.numel())]), label="", tags=tags)
+        source = torch.arange(size, dtype=torch.float64).repeat_interleave(numel) * (rank + 1)
         out = torch.empty(numel, dtype=torch.float64)
-        reduction = wire.reduce_scatter([ReducePart(source, numel, out)], scratch=scratch, label="", channel=channel)
+        reduction = communicator.reduce_scatter([ReducePart(source, numel, out)], scratch=scratch, label="", tags=tags)
         message = torch.full((numel,), 2.0**rank)
-        everything = wire.all_reduce(message, label="")
+        everything = communicator.all_reduce(message, label="")
         shard.fill_(-1.0)  # what was sent is no longer the sender's: an optimizer may write now
         gather.wait()
         reduction.wait()
         everything.wait()
-        assert torch.equal(whole, torch.arange(ways, dtype=torch.float32).repeat_interleave(numel) + step)
-        assert torch.equal(out, torch.full_like(out, rank * ways * (ways + 1) / 2))
-        assert torch.equal(message, torch.full_like(message, 2.0**ways - 1))
+        assert torch.equal(whole, torch.arange(size, dtype=torch.float32).repeat_interleave(numel) + step)
+        assert torch.equal(out, torch.full_like(out, rank * size * (size + 1) / 2))
+        assert torch.equal(message, torch.full_like(message, 2.0**size - 1))
 
 
 @spmd(ranks=2)
 def test_messages_arrive_whole_after_memory_was_given_back() -> None:
     group = dist.new_group()
-    wire = wire_of(group, CPU)
-    channel, shard, whole = wire.open_channel(), torch.empty(100_000), torch.empty(200_000)
-    plan = wire.prepare([GatherPart(shard, whole, 200_000)])
+    communicator = communicator_of(group, CPU)
+    tags, shard, whole = communicator.open_tags(), torch.empty(100_000), torch.empty(200_000)
+    plan = communicator.prepare([GatherPart(shard, whole, 200_000)])
     for step in range(4):
-        shard.fill_(step + 10.0 * wire.rank)
-        arrival = wire.all_gather(plan, label="", channel=channel)
-        wire.release()  # with the message in flight
-        arrival.wait()
+        shard.fill_(step + 10.0 * communicator.rank)
+        work = communicator.all_gather(plan, label="", tags=tags)
+        communicator.release()  # with the message in flight
+        work.wait()
         assert torch.equal(whole, torch.tensor([step, step + 10.0]).repeat_interleave(100_000))
         dist.barrier()  # the block has come back
-        wire.release()
+        communicator.release()
 
 
 @spmd(ranks=2)
 def test_a_gather_may_be_used_in_inference_mode_first_and_outside_of_it_later() -> None:
-    wire = host_communicator(dist.new_group(), CPU)
-    assert wire is not None
-    channel, whole = wire.open_channel(), torch.empty(200)
-    plan = wire.prepare([GatherPart(torch.ones(100), whole, 200)])
+    communicator = host_communicator(dist.new_group(), CPU)
+    assert communicator is not None
+    tags, whole = communicator.open_tags(), torch.empty(200)
+    plan = communicator.prepare([GatherPart(torch.ones(100), whole, 200)])
     for mode in (True, False):
         with torch.inference_mode(mode):
-            wire.all_gather(plan, label="", channel=channel).wait()
+            communicator.all_gather(plan, label="", tags=tags).wait()
         dist.barrier()  # the first block has come back: the second gather takes the same one
         assert torch.equal(whole, torch.ones(200))
 
 
 @spmd(ranks=3)
 def test_an_all_reduce_adds_in_the_order_of_ranks_and_gives_everybody_the_same() -> None:
-    wire = host_communicator(world_group(), CPU)
-    assert wire is not None
+    communicator = host_communicator(world_group(), CPU)
+    assert communicator is not None
     values = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0)) * torch.tensor([[1.0], [1e4], [1e-4]])
-    message = values[wire.rank].clone()
-    wire.all_reduce(message, label="").wait()
+    message = values[communicator.rank].clone()
+    communicator.all_reduce(message, label="").wait()
     assert torch.equal(message, (values[0] + values[1]) + values[2])
 
 
 @spmd(ranks=[2, 3])
-def test_readers_of_a_wire_that_is_gone_still_say_that_they_have_finished() -> None:
+def test_readers_of_a_communicator_that_is_gone_still_say_that_they_have_finished() -> None:
     """A model may be dropped right after its last step; the next one on the same group uses its blocks."""
     for step in range(40):
-        wire = host_communicator(world_group(), CPU)
-        assert wire is not None
+        communicator = host_communicator(world_group(), CPU)
+        assert communicator is not None
         message = torch.full((100_000,), float(step))
-        wire.all_reduce(message, label="").wait()
-        assert message[-1] == step * wire.ways
-        del wire
+        communicator.all_reduce(message, label="").wait()
+        assert message[-1] == step * communicator.size
+        del communicator
 
 
 @spmd(ranks=2)
 def test_an_all_reduce_of_a_tensor_that_is_not_contiguous_changes_it_in_place() -> None:
-    wire = host_communicator(world_group(), CPU)
-    assert wire is not None
+    communicator = host_communicator(world_group(), CPU)
+    assert communicator is not None
     message = torch.arange(6.0).view(2, 3).t()
-    wire.all_reduce(message, label="").wait()
+    communicator.all_reduce(message, label="").wait()
     assert torch.equal(message, 2 * torch.arange(6.0).view(2, 3).t())
 
 
@@ -294,26 +294,26 @@ def _wires_when_switched_off_on(rank: int) -> str:
     if dist.get_rank() == rank:
         os.environ["COMPOSABLE_SHARED_MEMORY"] = "0"
     try:
-        return type(wire_of(group, CPU)).__name__
+        return type(communicator_of(group, CPU)).__name__
     finally:
         os.environ.pop("COMPOSABLE_SHARED_MEMORY", None)
 
 
 def test_one_rank_without_shared_memory_makes_all_of_them_use_sockets(pool: Pool) -> None:
-    assert pool.run(2, _wires_when_switched_off_on, 1) == [PairsWire.__name__] * 2
+    assert pool.run(2, _wires_when_switched_off_on, 1) == [PointToPointCommunicator.__name__] * 2
     assert pool.run(2, _wires_when_switched_off_on, -1) == [HostCommunicator.__name__] * 2
 
 
 def _use_and_leave() -> None:
     """A group that is used and destroyed at once: what its ranks had yet to tell each other is never told."""
     group = dist.new_group()
-    wire = host_communicator(group, CPU)
-    assert wire is not None
-    channel = wire.open_channel()
+    communicator = host_communicator(group, CPU)
+    assert communicator is not None
+    tags = communicator.open_tags()
     for _ in range(SPARE_BLOCKS + 3):
         whole = torch.empty(2 * 100)
-        plan = wire.prepare([GatherPart(torch.ones(100), whole, 200)])
-        wire.all_gather(plan, label="", channel=channel).wait()
+        plan = communicator.prepare([GatherPart(torch.ones(100), whole, 200)])
+        communicator.all_gather(plan, label="", tags=tags).wait()
         assert torch.equal(whole, torch.ones(200))
     dist.barrier()
     dist.destroy_process_group(group)

@@ -19,31 +19,33 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.group import GroupWire
+from composable.device.collectives.base import GroupCommunicator
+from composable.device.collectives.communicator import (
+    FAILURES,
+    Capabilities,
+    GatherPart,
+    PollableWork,
+    ReducePart,
+    ScaledInput,
+    Scratch,
+    Steps,
+    TagSequence,
+    Work,
+    failed,
+)
 from composable.device.collectives.host.discovery import host_group_of
 from composable.device.collectives.host.gathers import GatherPlan, offsets, plan_gather, view_of
 from composable.device.collectives.host.host_group import HostGroup
 from composable.device.collectives.host.pipes import Message
 from composable.device.collectives.host.shared_memory import Block
-from composable.device.collectives.wire import (
-    FAILURES,
-    Arrival,
-    Capabilities,
-    Channel,
-    GatherPart,
-    Pending,
-    ReducePart,
-    Scratch,
-    Steps,
-    Term,
-    failed,
-)
-from composable.plan.scaling import may_scale_terms
+from composable.plan.scaling import may_scale_inputs
 
 DIRECT_BYTES: Final = 32 << 10  # bytes in a shard from which copying it by itself pays; benchmarks/collectives.py
 
 Fill = Callable[[Block], object]
-Receive = Callable[[dict[int, Message]], Pending | None]  # of the messages of the peers, by rank; what it returns is the rest
+Receive = Callable[
+    [dict[int, Message]], PollableWork | None
+]  # of the messages of the peers, by rank; what it returns is the rest
 
 
 class _Transfer:
@@ -63,7 +65,7 @@ class _Transfer:
         in_step: bool,
         keeps: bool = False,
     ) -> None:
-        self._rest: Pending | None = None
+        self._rest: PollableWork | None = None
         self._receive: Receive | None = None
         self._messages: dict[int, Message] = {}
         self._host_group = host_group
@@ -110,35 +112,35 @@ class _Transfer:
             for peer in host_group.peers:
                 if peer not in received:
                     received[peer] = host_group.receive(peer, self._tag, self._label)
-            self._steps.met = Channel.step_in(self._tag)
+            self._steps.met = TagSequence.step_in(self._tag)
             with torch.no_grad():
                 self._rest = receive(received)
             host_group.acknowledge(self._tag)
         except FAILURES as error:
-            self.give_up()
+            self.abort()
             raise failed(self._label, host_group.rank, error) from error
         except BaseException:
-            self.give_up()
+            self.abort()
             raise
         self._receive = None  # first: a block that comes back is another message's
         self._block.settled = True
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         if self._receive is not None:
             self._leave()
             self._receive = None
         elif self._rest is not None:
-            self._rest.give_up()
+            self._rest.abort()
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # interrupted before it was made
-            self.give_up()  # an interrupt left nobody who holds it
+            self.abort()  # an interrupt left nobody who holds it
 
     def _leave(self) -> None:
-        self._host_group.give_up(self._block, self._tag, self._messages, self._steps)
+        self._host_group.abort(self._block, self._tag, self._messages, self._steps)
 
 
-class HostCommunicator(GroupWire):
+class HostCommunicator(GroupCommunicator):
     """All ranks on one host. Make it with `host_communicator`, which finds out whether the ranks see each other's memory.
 
     Args:
@@ -147,22 +149,24 @@ class HostCommunicator(GroupWire):
             their order.
     """
 
-    capabilities = Capabilities(DIRECT_BYTES, reads_terms=True, tells_of_leaving=True)
+    capabilities = Capabilities(DIRECT_BYTES, reads_scaled_inputs=True, tells_of_leaving=True)
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, host_group: HostGroup, *, apart: bool = False) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, host_group: HostGroup, *, dedicated: bool = False
+    ) -> None:
         super().__init__(group, device)
         self.host_group = host_group
-        self.apart = apart
-        self._broadcasts: Channel | None = self.open_channel() if apart else None
-        self._checks: Channel = self.open_channel() if apart else host_group.checks
+        self.dedicated = dedicated
+        self._broadcasts: TagSequence | None = self.open_tags() if dedicated else None
+        self._checks: TagSequence = self.open_tags() if dedicated else host_group.checks
 
     def count_by(self, steps: Steps) -> None:
         super().count_by(steps)
         if self._broadcasts is not None:
             self._broadcasts.steps = self._checks.steps = steps
 
-    def leave(self, channel: Channel, why: str) -> None:
-        self.host_group.tell_leaving(channel, why)
+    def leave(self, tags: TagSequence, why: str) -> None:
+        self.host_group.tell_leaving(tags, why)
 
     def latest_step(self, steps: Steps) -> int:
         return self.host_group.latest_step(steps)
@@ -173,21 +177,21 @@ class HostCommunicator(GroupWire):
     # --- gathers ----------------------------------------------------------------------------------------------------
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
-        return plan_gather(parts, self.rank, self.ways)
+        return plan_gather(parts, self.rank, self.size)
 
-    def all_gather(self, prepared: Any, *, label: str, channel: Channel) -> Arrival:
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
         plan: GatherPlan = prepared
 
         def receive(messages: dict[int, Message]) -> None:
             plan.copy_from(messages, self.host_group.view)
 
-        arrival = self._transfer(plan.nbytes, plan.fill, receive, label, channel, in_step=True)
+        work = self._transfer(plan.nbytes, plan.fill, receive, label, tags, in_step=True)
         plan.copy_own()
-        return arrival
+        return work
 
     # --- reductions -------------------------------------------------------------------------------------------------
 
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, channel: Channel) -> Arrival:
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         starts, stride = offsets([part.source for part in parts], [part.chunk for part in parts])
         me = self.rank
 
@@ -210,40 +214,40 @@ class HostCommunicator(GroupWire):
                 terms = {me: own}
                 for peer, block in self._blocks(messages):
                     terms[peer] = view_of(block, column(me, peer) + start, numel, own.dtype)
-                if self.ways == 2 and part.early:
+                if self.size == 2 and part.early:
                     torch.add(terms[1 - me], own, alpha=part.scale, out=part.out)
                     continue
                 if part.early:
                     terms[me] = own * part.scale
-                add_up([terms[rank] for rank in range(self.ways)], out=part.out)
+                add_up([terms[rank] for rank in range(self.size)], out=part.out)
                 if not part.early and part.scale != 1.0:
                     part.out.mul_(part.scale)
 
-        return self._transfer(stride * len(self.host_group.peers), fill, receive, label, channel, in_step=True)
+        return self._transfer(stride * len(self.host_group.peers), fill, receive, label, tags, in_step=True)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, term: Term | None = None) -> Pending:
+    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
         flat = tensor.detach().contiguous().view(-1)
-        mine, factor = (term[0].detach().view(-1), term[1]) if term is not None else (flat, 1.0)
+        mine, factor = (scaled_input[0].detach().view(-1), scaled_input[1]) if scaled_input is not None else (flat, 1.0)
         # Adding a multiple rounds once where multiplying and adding rounds twice, so ranks would differ in what is not exact.
-        at_once = self.ways == 2 and (term is None or may_scale_terms(str(flat.dtype).removeprefix("torch."), factor))
+        at_once = self.size == 2 and (scaled_input is None or may_scale_inputs(str(flat.dtype).removeprefix("torch."), factor))
         # Each rank adds up one chunk and shows the sum; between two ranks it is as quick that both add up everything.
-        chunk = flat.numel() if self.ways == 2 else -(-flat.numel() // self.ways)
-        start = 0 if self.ways == 2 else self.rank * chunk
+        chunk = flat.numel() if self.size == 2 else -(-flat.numel() // self.size)
+        start = 0 if self.size == 2 else self.rank * chunk
         sums = flat[start : start + chunk]
         tag, next_tag = self.sums.next_tag(), self.sums.next_tag()
 
         def fill(block: Block) -> None:
             _scale(mine, factor, out=view_of(block.memory, 0, flat.numel(), flat.dtype))
 
-        def receive(messages: dict[int, Message]) -> Pending | None:
+        def receive(messages: dict[int, Message]) -> PollableWork | None:
             own, first = mine[start : start + chunk], start * flat.element_size()
             terms = {peer: view_of(block, first, sums.numel(), flat.dtype) for peer, block in self._blocks(messages)}
             if at_once:
                 torch.add(terms[1 - self.rank], own, alpha=factor, out=sums)
             else:
                 terms[self.rank] = own if factor == 1.0 else torch.mul(own, factor, out=sums)
-                add_up([terms[rank] for rank in range(self.ways)], out=sums)
-            if self.ways > 2:
+                add_up([terms[rank] for rank in range(self.size)], out=sums)
+            if self.size > 2:
                 return self._transfer(chunk * flat.element_size(), fill_sum, receive_sums, label, self.sums, next_tag)
             put_in_place()
             return None
@@ -289,13 +293,13 @@ class HostCommunicator(GroupWire):
 
     # --- checks -----------------------------------------------------------------------------------------------------
 
-    def extremes(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> tuple[list[int], list[int]]:
-        columns = list(zip(*self.exchange(values, label=label, channel=channel), strict=True))
+    def min_max(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> tuple[list[int], list[int]]:
+        columns = list(zip(*self.all_gather_ints(values, label=label, tags=tags), strict=True))
         return [min(column) for column in columns], [max(column) for column in columns]
 
-    def exchange(self, values: Sequence[int], *, label: str, channel: Channel | None = None) -> list[list[int]]:
+    def all_gather_ints(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> list[list[int]]:
         count = len(values)
-        rows = [list(values)] * self.ways
+        rows = [list(values)] * self.size
 
         def fill(block: Block) -> None:
             view_of(block.memory, 0, 1 + count, torch.int64).copy_(torch.tensor([count, *values], dtype=torch.int64))
@@ -306,7 +310,7 @@ class HostCommunicator(GroupWire):
                 if said != count:
                     raise RuntimeError(f"rank {peer} takes part in another check, of {said} values and not of {count}")
 
-        self._transfer(8 * (1 + count), fill, receive, label, channel or self._checks, keeps=True).wait()
+        self._transfer(8 * (1 + count), fill, receive, label, tags or self._checks, keeps=True).wait()
         return rows
 
     # --- all of them ------------------------------------------------------------------------------------------------
@@ -317,19 +321,19 @@ class HostCommunicator(GroupWire):
         fill: Fill,
         receive: Receive,
         label: str,
-        channel: Channel,
+        tags: TagSequence,
         tag: int = 0,
         *,
         in_step: bool = False,
         keeps: bool = False,
     ) -> _Transfer:
         host_group = self.host_group
-        tag = tag or channel.next_tag()
+        tag = tag or tags.next_tag()
         try:
             block = host_group.outbox.take(max(1, nbytes))
             with torch.no_grad():
                 fill(block)
-            return _Transfer(host_group, block, tag, label, receive, channel.steps, in_step=in_step, keeps=keeps)
+            return _Transfer(host_group, block, tag, label, receive, tags.steps, in_step=in_step, keeps=keeps)
         except FAILURES as error:
             raise failed(label, self.rank, error) from error
 
@@ -347,12 +351,12 @@ def add_up(terms: Sequence[Tensor], *, out: Tensor) -> None:
         torch.add(terms[0], terms[1], out=out)
         return
     total = torch.add(terms[0], terms[1])
-    for term in terms[2:-1]:
-        total.add_(term)
+    for scaled_input in terms[2:-1]:
+        total.add_(scaled_input)
     torch.add(total, terms[-1], out=out)
 
 
-def host_communicator(group: dist.ProcessGroup, device: torch.device, *, apart: bool = False) -> HostCommunicator | None:
+def host_communicator(group: dist.ProcessGroup, device: torch.device, *, dedicated: bool = False) -> HostCommunicator | None:
     """For a group whose ranks all see each other's memory; None for any other. All ranks call it together."""
     host = host_group_of(group, device)
-    return HostCommunicator(group, device, host, apart=apart) if host is not None else None
+    return HostCommunicator(group, device, host, dedicated=dedicated) if host is not None else None

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from composable.device.collectives.group import GroupWire
+from composable.device.collectives.base import GroupCommunicator
 from composable.device.collectives.host.host_group import Connection, HostGroup
 from composable.device.collectives.host.pipes import PipeReader, PipeWriter, Process
 from composable.device.collectives.host.shared_memory import UNKNOWN_HOST, Arena, Identity, Window
@@ -28,36 +28,38 @@ _FOUND: WeakKeyDictionary[dist.ProcessGroup, HostGroup | None] = WeakKeyDictiona
 def host_group_of(group: dist.ProcessGroup, device: torch.device) -> HostGroup | None:
     """The host group of a process group, None if its ranks do not all see each other's memory. All ranks call it together."""
     if group not in _FOUND:
-        _FOUND[group] = _discover(GroupWire(group, device))
+        _FOUND[group] = _discover(GroupCommunicator(group, device))
     return _FOUND[group]
 
 
-def _discover(wire: GroupWire) -> HostGroup | None:
+def _discover(communicator: GroupCommunicator) -> HostGroup | None:
     """None on every rank if any rank cannot look at any other.
 
     Whatever a rank lacks (memory, descriptors, /proc), it goes on to the votes: the others wait for it there.
     """
     arena = _made(Arena) if os.environ.get(ENABLE_VARIABLE, "1") != "0" else None
     # Numbers of hosts are not negative; a rank that cannot, or may not, has a number that nobody else has.
-    host = arena.identity.host if arena is not None and arena.identity.host != UNKNOWN_HOST else -2 - wire.rank
+    host = arena.identity.host if arena is not None and arena.identity.host != UNKNOWN_HOST else -2 - communicator.rank
     # First what costs the same for any number of ranks: most large groups are on several hosts.
-    lowest, highest = wire.extremes([host], label=_LABEL)
+    lowest, highest = communicator.min_max([host], label=_LABEL)
     if lowest != highest or arena is None:
         return None
-    readers = {rank: _made(partial(PipeReader, f"rank {rank}")) for rank in range(wire.ways) if rank != wire.rank}
-    pipes = [reader.descriptor if (reader := readers.get(rank)) is not None else -1 for rank in range(wire.ways)]
-    rows = wire.exchange([*astuple(arena.identity), *pipes], label=_LABEL)
+    readers = {
+        rank: _made(partial(PipeReader, f"rank {rank}")) for rank in range(communicator.size) if rank != communicator.rank
+    }
+    pipes = [reader.descriptor if (reader := readers.get(rank)) is not None else -1 for rank in range(communicator.size)]
+    rows = communicator.all_gather_ints([*astuple(arena.identity), *pipes], label=_LABEL)
     connections: dict[int, Connection] = {}
     for rank, reader in readers.items():
         if reader is not None:
-            found = _made(partial(_connect, Identity(*rows[rank][:4]), rows[rank][4 + wire.rank], reader))
+            found = _made(partial(_connect, Identity(*rows[rank][:4]), rows[rank][4 + communicator.rank], reader))
             if found is not None:
                 connections[rank] = found
-    if wire.extremes([len(connections)], label=_LABEL)[0] != [wire.ways - 1]:
+    if communicator.min_max([len(connections)], label=_LABEL)[0] != [communicator.size - 1]:
         return None
     for rank, connection in connections.items():
         connection.reader.connected(Process(rows[rank][1]))
-    return HostGroup(wire, arena, connections)
+    return HostGroup(communicator, arena, connections)
 
 
 def _made(make: Callable[[], T]) -> T | None:

@@ -9,9 +9,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from composable.device.collectives.communicator import GatherPart
 from composable.device.collectives.host.pipes import Message
 from composable.device.collectives.host.shared_memory import Block
-from composable.device.collectives.wire import GatherPart
 
 _ALIGN: Final = 64  # bytes
 
@@ -69,13 +69,13 @@ class GatherPlan:
             torch._foreach_copy_([target for target, _ in wanted], self.seen[key])
 
 
-def plan_gather(parts: Sequence[GatherPart], rank: int, ways: int) -> GatherPlan:
+def plan_gather(parts: Sequence[GatherPart], rank: int, size: int) -> GatherPlan:
     chunks = [part.shard.numel() for part in parts]
     starts, nbytes = offsets([part.shard for part in parts], chunks)
     own: tuple[list[Tensor], list[Tensor]] = ([], [])
-    wanted: dict[int, list[tuple[Tensor, int]]] = {peer: [] for peer in range(ways) if peer != rank}
+    wanted: dict[int, list[tuple[Tensor, int]]] = {peer: [] for peer in range(size) if peer != rank}
     for part, chunk, start in zip(parts, chunks, starts, strict=True):
-        for owner in range(ways):
+        for owner in range(size):
             target = part.whole[owner * chunk : min((owner + 1) * chunk, part.numel)]
             if not target.numel():
                 continue

@@ -13,14 +13,14 @@ from typing import Final
 
 from torch import Tensor
 
-from composable.device.collectives.group import GroupWire, channel_of
+from composable.device.collectives.base import GroupCommunicator, tags_of
+from composable.device.collectives.communicator import Steps, TagSequence
 from composable.device.collectives.host.pipes import Message, PipeReader, PipeWriter
 from composable.device.collectives.host.shared_memory import Arena, Block, Outbox, Window
-from composable.device.collectives.wire import Channel, Steps
 from composable.device.private import timeout_of, when_destroyed
 
 _ACK: Final = 1  # added to a message's tag: what it told of has been read, or never will be
-_LEAVING: Final = 2  # added to a channel's: where this rank says why it has left a step
+_LEAVING: Final = 2  # added to a tag: where this rank says why it has left a step
 _TOLD: Final = 4  # added to that, if another rank had left the step before
 _MUTUAL: Final = 8  # added to that, if this rank and one that waits for it are both in the step
 _LONG: Final = 0.1  # seconds from which on the others may look up what this rank waits for
@@ -86,7 +86,7 @@ class AcksOfSome(Acks):
         if super()._has_finished(peer):
             return True
         tag = self._tag - _ACK
-        past = self._steps.met > Channel.step_in(tag)  # then all that the peer sent in that step is here
+        past = self._steps.met > TagSequence.step_in(tag)  # then all that the peer sent in that step is here
         if peer not in self._launched and self._group.poll(peer, tag) is not None:
             self._launched[peer] = None
         return past and peer not in self._launched
@@ -99,14 +99,14 @@ class HostGroup:
     destroys the group closes its pipes, whatever models still hold, so that the others are told.
     """
 
-    def __init__(self, wire: GroupWire, arena: Arena, connections: dict[int, Connection]) -> None:
-        self.rank = wire.rank
-        self.ways = wire.ways
-        self.peers = tuple((wire.rank + step) % wire.ways for step in range(1, wire.ways))
+    def __init__(self, communicator: GroupCommunicator, arena: Arena, connections: dict[int, Connection]) -> None:
+        self.rank = communicator.rank
+        self.size = communicator.size
+        self.peers = tuple((communicator.rank + step) % communicator.size for step in range(1, communicator.size))
         self.outbox = Outbox(arena)
         # For the checks of all communicators. Not the backend's own order: others may use the group in another thread, as
         # torch's checkpoints do that are written while training goes on.
-        self.checks: Channel = wire.open_channel()
+        self.checks: TagSequence = communicator.open_tags()
         self._connections = connections
         self._arena = arena
         self._board = arena.board
@@ -114,9 +114,9 @@ class HostGroup:
         _ALL[next(_NUMBERS)] = self
         self._left: weakref.WeakKeyDictionary[Steps, int] = weakref.WeakKeyDictionary()
         self._notes = 0  # left for the others so far
-        self._group = weakref.ref(wire.group)
-        self._device = wire.device
-        when_destroyed(wire.group, weakref.WeakMethod(self.close))
+        self._group = weakref.ref(communicator.group)
+        self._device = communicator.device
+        when_destroyed(communicator.group, weakref.WeakMethod(self.close))
 
     def close(self) -> None:
         """Neither send nor receive anything any more. Memory stays where somebody may read it."""
@@ -193,13 +193,13 @@ class HostGroup:
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
-    def tell_leaving(self, channel: Channel, why: str) -> None:
+    def tell_leaving(self, tags: TagSequence, why: str) -> None:
         """Tell everybody, once a step, that this rank sends nothing more in it."""
-        steps = channel.steps
+        steps = tags.steps
         if self._left.get(steps) == steps.number:
             return
         self._left[steps] = steps.number
-        tag = channel.farewell() + _LEAVING + (_TOLD if steps.told == steps.number else 0)
+        tag = tags.farewell() + _LEAVING + (_TOLD if steps.told == steps.number else 0)
         tag += _MUTUAL if steps.mutual == steps.number else 0
         with suppress(OSError, EOFError):  # who does not get it notices the end, or waits
             start, length = self._arena.write_note(self._notes, why.encode())  # who reads it, and when, is of no interest
@@ -216,12 +216,12 @@ class HostGroup:
         latest = steps.number
         for connection in self._connections.values():
             tags = [tag for tag in connection.reader.pending() if self._steps_of(tag) is steps]
-            if any(Channel.step_in(tag) == steps.number and not tag & (_ACK | _LEAVING) for tag in tags):
+            if any(TagSequence.step_in(tag) == steps.number and not tag & (_ACK | _LEAVING) for tag in tags):
                 tags = [tag for tag in tags if tag & _LEAVING and not tag & _TOLD]
-            latest = max([latest, *map(Channel.step_in, tags)])
+            latest = max([latest, *map(TagSequence.step_in, tags)])
         return latest
 
-    def give_up(self, block: Block, tag: int, received: Iterable[int], steps: Steps) -> None:
+    def abort(self, block: Block, tag: int, received: Iterable[int], steps: Steps) -> None:
         """This rank reads nothing that the others show under `tag`, but they may read what it has shown."""
         block.readers = AcksOfSome(self, tag, received, steps)
         block.in_step = False
@@ -239,19 +239,19 @@ class HostGroup:
         steps = self._steps_of(tag)
         if steps is not None:
             # In a later step it launches nothing of an earlier one any more, but it may have yet to read what it launched then.
-            last = steps.number if tag & _ACK else Channel.step_in(tag)
+            last = steps.number if tag & _ACK else TagSequence.step_in(tag)
             self._look_for_later(peer, steps, last, pending)
 
     def _steps_of(self, tag: int) -> Steps | None:
         group = self._group()
-        channel = channel_of(group, tag) if group is not None else None
-        return channel.steps if channel is not None else None
+        tags = tags_of(group, tag) if group is not None else None
+        return tags.steps if tags is not None else None
 
     def _look_for_later(self, peer: int, steps: Steps, last: int, pending: Sequence[int]) -> None:
         """Raise if `peer` has sent something in a later one of `steps` than `last`."""
         gone_on = -1
         for other in pending:
-            step = Channel.step_in(other)
+            step = TagSequence.step_in(other)
             if step <= steps.oldest or other & _ACK or self._steps_of(other) is not steps:
                 continue
             if other & _LEAVING:
@@ -279,7 +279,7 @@ class HostGroup:
                 pending = connection.reader.pending()
                 if mine.reader.has(tag):  # looked at last: it was sent before what has just been found
                     return
-                other._look_for_later(rank, steps, Channel.step_in(tag), pending)
+                other._look_for_later(rank, steps, TagSequence.step_in(tag), pending)
                 if waits_for:
                     other._refuse_if_mutual(rank, steps, waits_for, label)
 
@@ -290,10 +290,10 @@ class HostGroup:
         rank waits for is known because it sends what it launches before it shows what it waits for.
         """
         group = self._group()
-        channel = channel_of(group, waits_for) if group is not None else None
-        if channel is None or channel.steps is not steps:
+        tags = tags_of(group, waits_for) if group is not None else None
+        if tags is None or tags.steps is not steps:
             return
-        if Channel.step_in(waits_for) == steps.number and not channel.has_come_to(waits_for):
+        if TagSequence.step_in(waits_for) == steps.number and not tags.has_come_to(waits_for):
             steps.mutual = steps.number
             raise WentOn(
                 f"rank {peer} waits for the {label}, and neither rank comes to what the other waits for: in this step they run "

@@ -1,0 +1,125 @@
+"""What every communicator over a process group does the same way; knows no algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable.device.collectives.communicator import Capabilities, ReducePart, Steps, TagSequence, failed
+from composable.device.collectives.process_groups import backend_of
+from composable.device.private import read_from_store, write_to_store
+
+# torch 2.13 renamed these two; both names mean the same collective.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_AVERAGING: Final = ("nccl", "fake")  # backends that divide sums by the number of ranks at no price, if asked to
+
+
+class _GroupTags:
+    """The tag sequences of a group."""
+
+    def __init__(self) -> None:
+        self.opened = 0
+        self.backwards = Steps(by_backward=True)
+        self.by_number: WeakValueDictionary[int, TagSequence] = WeakValueDictionary()
+
+
+_TAGS: WeakKeyDictionary[dist.ProcessGroup, _GroupTags] = WeakKeyDictionary()
+
+
+def tags_of(group: dist.ProcessGroup, tag: int) -> TagSequence | None:
+    """The sequence that a tag is of, if this rank has opened it and still uses it."""
+    known = _TAGS.get(group)
+    return known.by_number.get(TagSequence.number_in(tag)) if known is not None else None
+
+
+def backwards_of(group: dist.ProcessGroup) -> Steps:
+    """What counts the backwards of all that sums over `group`, or over its like."""
+    return _TAGS.setdefault(group, _GroupTags()).backwards
+
+
+class GroupCommunicator:
+    """What every real process group does the same way."""
+
+    capabilities = Capabilities()
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group = group
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._averaging = backend_of(group, device) in _AVERAGING
+        self._share = 1.0 / self.size
+        self.sums = self.open_tags()
+
+    def count_by(self, steps: Steps) -> None:
+        self.sums.steps = steps
+
+    def open_tags(self) -> TagSequence:
+        known = _TAGS.setdefault(self.group, _GroupTags())
+        tags = TagSequence(known.opened)
+        known.opened += 1
+        known.by_number[tags.number] = tags
+        return tags
+
+    @property
+    def tags_opened(self) -> int:
+        return _TAGS.setdefault(self.group, _GroupTags()).opened
+
+    def open_tags_up_to(self, count: int) -> None:
+        _TAGS.setdefault(self.group, _GroupTags()).opened = count
+
+    def leave(self, tags: TagSequence, why: str) -> None:
+        """Backends carry no messages of ours: who waits for this rank waits until its group's timeout."""
+
+    def latest_step(self, steps: Steps) -> int:
+        return steps.number
+
+    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
+        write_to_store(self.group, self._key(place, self.rank if of_rank else None), text)
+
+    def published(self, place: int, rank: int | None = None) -> str:
+        return read_from_store(self.group, self._key(place, rank))
+
+    def _key(self, place: int, rank: int | None) -> str:
+        return f"composable/{self.sums.number}/{place}/{'all' if rank is None else rank}"
+
+    def release(self) -> None:
+        """Backends keep what they keep."""
+
+    def _is_mean(self, parts: Sequence[ReducePart]) -> bool:
+        """Whether the backend can scale the sums, too."""
+        if not self._averaging:
+            return False
+        for part in parts:  # noqa: SIM110 - a generator would cost more than the comparison
+            if part.scale != self._share:
+                return False
+        return True
+
+    def _launch(self, label: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise failed(label, self.rank, error) from error
+
+    def broadcast(self, tensor: Tensor, *, label: str) -> None:
+        self._launch(label, lambda: dist.broadcast(tensor, group=self.group, group_src=0))
+
+    def min_max(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> tuple[list[int], list[int]]:
+        both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self.device)
+        self._launch(label, lambda: dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self.group))
+        found: list[int] = both.tolist()
+        return [-value for value in found[len(values) :]], found[: len(values)]
+
+    def all_gather_ints(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> list[list[int]]:
+        mine = torch.tensor(list(values), dtype=torch.int64, device=self.device)
+        everybody = torch.empty(self.size * len(values), dtype=torch.int64, device=self.device)
+        self._launch(label, lambda: all_gather_single(everybody, mine, group=self.group))
+        rows: list[list[int]] = everybody.view(self.size, len(values)).tolist()
+        return rows

@@ -1,0 +1,69 @@
+"""Tensor collectives of any backend, off this thread where it is a host's; knows no point-to-point messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import starmap
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable.device.collectives.base import GroupCommunicator
+from composable.device.collectives.communicator import (
+    Capabilities,
+    CompositeWork,
+    GatherPart,
+    PollableWork,
+    ReducePart,
+    ScaledInput,
+    Scratch,
+    TagSequence,
+    Work,
+    failed,
+    put_scaled_input,
+    scale_sums,
+)
+from composable.device.private import as_real, launchers
+
+DIRECT_BYTES: Final = 1 << 20  # bytes in a shard from which its own message pays
+
+
+class NativeCommunicator(GroupCommunicator):
+    """Plain tensor collectives; `async_op` keeps those of a host backend off this thread."""
+
+    capabilities = Capabilities(DIRECT_BYTES, even_only=True, ordered=True)
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group, device)
+        (self._gather, self._for_gather), (self._scatter, self._for_sum), (_, self._for_mean) = launchers(group)
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        return [(as_real(part.whole), as_real(part.shard), self._for_gather) for part in parts]
+
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+        return self._run(label, self._gather, prepared)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
+        is_mean = self._is_mean(parts)
+        options = self._for_mean if is_mean else self._for_sum
+        calls = [(as_real(part.out), as_real(part.source), options) for part in parts]
+        return self._run(label, self._scatter, calls, None if is_mean else partial(scale_sums, parts))
+
+    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+        put_scaled_input(tensor, scaled_input)
+        return self._run(label, partial(dist.all_reduce, group=self.group, async_op=True), [(tensor,)])
+
+    def _run(
+        self,
+        label: str,
+        launch: Callable[..., Any],
+        calls: Sequence[tuple[Any, ...]],
+        finish: Callable[[], None] | None = None,
+    ) -> PollableWork:
+        try:
+            return CompositeWork(list(starmap(launch, calls)), label, self.rank, finish)
+        except RuntimeError as error:
+            raise failed(label, self.rank, error) from error

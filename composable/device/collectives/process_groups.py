@@ -1,0 +1,55 @@
+"""Process groups: which backend serves them, and new ones made of them; moves no tensor."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from composable.device.private import timeout_of
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves tensors on `device`, e.g. "gloo"."""
+    for entry in str(dist.get_backend_config(group)).split(","):
+        kind, _, backend = entry.rpartition(":")
+        if kind in ("", device.type):
+            return backend
+    return "undefined"
+
+
+_SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
+def subgroup_of(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
+    """The group of `size` neighbouring ranks of `group` that this rank belongs to; made once."""
+    made = _SUBGROUPS.setdefault(group, {})
+    if size not in made:
+        ranks = dist.get_process_group_ranks(group)
+        start = dist.get_rank(group) // size * size
+        made[size] = _new_group(ranks[start : start + size], group, device)
+    return made[size]
+
+
+def communicator_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A new group of the same ranks, whose collectives cannot be taken for those of `group`."""
+    if dist.get_world_size(group) == 1:
+        return group
+    return _new_group(dist.get_process_group_ranks(group), group, device)
+
+
+def _new_group(ranks: list[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """A group of `ranks` that gives up as early, or as late, as `like` does."""
+    made: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout_of(like, device), use_local_synchronization=True)
+    return made
+
+
+def is_distributed() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def world_group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None  # callers asked is_distributed() first
+    return group

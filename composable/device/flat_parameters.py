@@ -1,0 +1,246 @@
+"""The flat buffers of one unit and dtype, and their views; knows layouts and tensors, not modules, units or order.
+
+Note [Version counters]
+Autograd refuses to use a saved tensor that was written to since. Gathering the same values again is not such a write, so
+all our writes go through tensors made from `.data`, whose version counters are their own.
+
+Note [A storage per shard]
+What torch saves is storages, and a `DTensor` whose local tensor starts inside its storage can neither be detached and copied
+nor saved. So a sharded parameter does not hold a view of the shard buffer, but a tensor over the same memory with a storage
+of its own, as DLPack makes it: a saved shard is as large as the shard. Its version counter is the buffer's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+from typing import Final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from composable.device.collectives import Communicator, GatherPart
+from composable.device.memory import ElasticBuffer, MemoryPool
+from composable.plan.layout import Layout, Route, Slot
+
+_STARTS: Final = "_composable_starts"
+_WIDE: Final = (torch.complex128, torch.int64, torch.int32)  # elements of 16, 8 and 4 bytes
+
+
+def note_starts(buffer: Tensor, starts: Iterable[int]) -> None:
+    """Note on a buffer where, in elements, its tensors start; what lies between one's end and the next start is padding."""
+    setattr(buffer, _STARTS, tuple(sorted(dict.fromkeys(starts))))
+
+
+def starts_in(buffer: Tensor) -> tuple[int, ...]:
+    """What `note_starts` noted; nothing for a buffer that is not ours, about whose gaps nobody knows anything."""
+    found: tuple[int, ...] = getattr(buffer, _STARTS, ())
+    return found
+
+
+def note_shards(buffer: Tensor, layout: Layout, rank: int) -> None:
+    """Note where the shards start in a shard buffer, or in a buffer that is laid out like one."""
+    note_starts(buffer, [slot.shard_start for slot in layout.slots if slot.local_numel(rank)])
+
+
+_BUFFERS: Final[WeakValueDictionary[int, Tensor]] = WeakValueDictionary()  # where shards are: by the address of each
+
+
+def with_own_storage(view: Tensor, buffer: Tensor) -> Tensor:
+    """Another tensor over the memory of `view`, a stretch of `buffer`; see Note [A storage per shard].
+
+    The view itself where that cannot be had: some devices do not speak DLPack.
+    """
+    if view.device.type == "meta":
+        return torch.empty_like(view)
+    try:
+        octets = from_dlpack(view.detach().view(torch.uint8))
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        return view
+    if view.numel():
+        _BUFFERS[view.data_ptr()] = buffer
+    return octets.view(view.dtype)
+
+
+def in_buffer(local: Tensor) -> Tensor:
+    """The view of a shard buffer that `with_own_storage` was given; `local` itself if that is not where it comes from."""
+    buffer = _BUFFERS.get(local.data_ptr()) if local.numel() else None
+    if buffer is None or buffer.dtype != local.dtype or buffer.device != local.device:
+        return local
+    start = (local.data_ptr() - buffer.data_ptr()) // local.element_size()
+    return buffer.as_strided(local.shape, local.stride(), start)
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost; nothing if that is how they are."""
+    if tensor.is_contiguous():
+        return ()
+    # As torch lays out a tensor like this one: what is not dense becomes so.
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    strides = torch.empty_like(bare).stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return () if order == tuple(range(tensor.ndim)) else order
+
+
+def as_parameter(tensor: Tensor, slot: Slot) -> Tensor:
+    """A tensor whose dimensions are in the order of memory, seen as the parameter is."""
+    if not slot.order:
+        return tensor
+    return tensor.permute(sorted(range(tensor.ndim), key=slot.order.__getitem__))
+
+
+def shape_like_rows(flat: Tensor, slot: Slot, rank: int) -> Tensor:
+    """The shard of `slot` inside its chunk of a shard buffer."""
+    shard = flat[slot.shard_start : slot.shard_start + slot.local_numel(rank)]
+    return as_parameter(shard.view(slot.local_shape(rank)), slot)
+
+
+class FlatParameters:
+    """All parameters of one unit and dtype: shard buffer, unsharded buffer, and the copies that packed messages need."""
+
+    __slots__ = ("_packed_copies", "device", "dtype", "full", "full_views", "gather_plan", "layout", "pool", "rank", "shard")
+
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        communicator: Communicator,
+        pool: MemoryPool,
+        shard: Tensor | None = None,
+    ) -> None:
+        self.layout = layout
+        self.dtype = dtype
+        self.device = device
+        self.rank = communicator.rank
+        self.pool = pool
+        with torch.inference_mode(False):
+            self.shard = shard if shard is not None else torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+        note_shards(self.shard, layout, self.rank)
+        self.full = ElasticBuffer(layout.full_numel if layout.gathered else 0, dtype, device, pool)
+        self._packed_copies = self._plan_copies()
+        self.gather_plan = communicator.prepare(self._gather_parts()) if layout.gathered else None
+        # Views can only be made while the memory is there.
+        self.full_views = [self._full_view(index) for index in range(len(layout.slots))]
+        self.full.free()
+
+    def shard_view(self, index: int) -> Tensor:
+        """The shard of parameter `index`, as a view: it shares the buffer's version counter."""
+        return shape_like_rows(self.shard, self.layout.slots[index], self.rank)
+
+    def local(self, index: int) -> Tensor:
+        """The shard of parameter `index` as the sharded parameter holds it: the same memory, a storage of its own, and the
+        buffer's version counter, so that one look tells whether any of them was written to."""
+        with torch.inference_mode(False):
+            slot = self.layout.slots[index]
+            shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.rank)]
+            local = shard.detach()
+            local.data = as_parameter(with_own_storage(shard, self.shard).view(slot.local_shape(self.rank)), slot)
+            return local
+
+    def _full_view(self, index: int) -> Tensor:
+        slot = self.layout.slots[index]
+        if slot.route is Route.WHOLE:
+            return self.shard_view(index).data
+        start = slot.full_start
+        return as_parameter(self.full.tensor[start : start + slot.numel].view(slot.shape), slot).data
+
+    def _gather_parts(self) -> list[GatherPart]:
+        layout, full, shard = self.layout, self.full.tensor.data, self.shard.data
+        parts = []
+        if layout.packed_numel:
+            total = layout.num_shards * layout.packed_numel
+            staging = full[layout.staging_start : layout.staging_start + total]
+            mine = shard[layout.packed_start : layout.packed_start + layout.packed_numel]
+            parts.append(GatherPart(mine, staging, total))
+        for slot in layout.of(Route.DIRECT):
+            parts.append(
+                GatherPart(
+                    shard[slot.shard_start : slot.shard_start + slot.chunk_numel],
+                    full[slot.full_start : slot.full_start + slot.full_numel],
+                    slot.numel,
+                )
+            )
+        return parts
+
+    def _plan_copies(self) -> tuple[list[Tensor], list[Tensor]]:
+        layout, full = self.layout, self.full.tensor.data
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        staging = full[layout.staging_start : layout.staging_start + layout.num_shards * layout.packed_numel]
+        rows = staging.view(layout.num_shards, layout.packed_numel) if layout.packed_numel else staging
+        packed = sorted((slot for slot in layout.of(Route.PACKED) if slot.numel), key=lambda slot: slot.shard_start)
+        for chunk_numel, group in groupby(packed, key=lambda slot: slot.chunk_numel if slot.dim == 0 else 0):
+            alike = list(group)
+            if chunk_numel and len(alike) > 1:
+                targets.append(_stack(full, [slot.full_start for slot in alike], layout.num_shards, chunk_numel, chunk_numel))
+                starts = [layout.staging_start + slot.shard_start - layout.packed_start for slot in alike]
+                sources.append(_stack(full, starts, layout.num_shards, layout.packed_numel, chunk_numel))
+                continue
+            for slot in alike:
+                start = slot.shard_start - layout.packed_start
+                whole = full[slot.full_start : slot.full_start + slot.full_numel]
+                for target, source in pair_rows(slot, whole, rows[:, start : start + slot.chunk_numel]):
+                    targets.append(target)
+                    sources.append(source)
+        pairs = [widened(target, source) for target, source in zip(targets, sources, strict=True)]
+        return [target for target, _ in pairs], [source for _, source in pairs]
+
+    def copy_out(self) -> None:
+        """Copy the packed parameters from where their message landed to where modules read them."""
+        targets, sources = self._packed_copies
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+
+def _stack(buffer: Tensor, starts: Sequence[int], rows: int, row_stride: int, row_numel: int) -> Tensor:
+    """Equal stretches of rows, which start at equal distances in `buffer`, as one (stretches, rows, row_numel) view."""
+    return buffer.as_strided((len(starts), rows, row_numel), (starts[1] - starts[0], row_stride, 1), starts[0])
+
+
+def widened(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Equal-shaped views of the same bytes, in elements as wide as they allow; to copy one to the other.
+
+    A copy walks short rows element by element: with 1024 ranks and rows of 16 bytes this takes less than half the time.
+    """
+    if target.device.type != "cpu":  # not every accelerator has such elements
+        return target, source
+    for wide in _WIDE:
+        if all(_can_hold(tensor, wide) for tensor in (target, source)):
+            return target.view(wide), source.view(wide)
+    return target, source
+
+
+def _can_hold(tensor: Tensor, wide: torch.dtype) -> bool:
+    *strides, last = tensor.stride()
+    ratio = wide.itemsize // tensor.dtype.itemsize
+    return ratio > 1 and last == 1 and not any(x % ratio for x in (tensor.shape[-1], tensor.storage_offset(), *strides))
+
+
+def pair_rows(slot: Slot, whole: Tensor, columns: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of equal-shaped views that match a parameter with its chunks, one chunk per row of `columns`.
+
+    Args:
+        whole: 1-D; the parameter, with room for `slot.full_numel` elements, or for `slot.numel` only.
+        columns: (num_shards, chunk_numel) view of a staging area.
+    """
+    if not slot.numel:
+        return []
+    if slot.dim == 0 and whole.numel() >= slot.num_shards * slot.chunk_numel:
+        return [(whole[: slot.num_shards * slot.chunk_numel].view(slot.num_shards, slot.chunk_numel), columns)]
+    size, chunk, outer, inner = slot.shape[slot.dim], slot.chunk, slot.outer, slot.inner
+    cube = whole[: slot.numel].view(outer, size, inner)
+    full_rows, rest = divmod(size, chunk)
+    pairs = []
+    if full_rows:
+        even = cube[:, : full_rows * chunk].view(outer, full_rows, chunk, inner) if outer == 1 else None
+        if even is None:
+            even = cube.narrow(1, 0, full_rows * chunk).unflatten(1, (full_rows, chunk))
+        pairs.append((even.permute(1, 0, 2, 3), columns[:full_rows].unflatten(1, (outer, chunk, inner))))
+    if rest:
+        tail = columns[full_rows, : outer * rest * inner].view(outer, rest, inner)
+        pairs.append((cube[:, full_rows * chunk :], tail))
+    return pairs

@@ -1,0 +1,259 @@
+"""Flat memory in which gradients live from step to step, and the views of it that users see as `grad`; knows no communicator.
+
+Note [Gradients in buckets]
+Autograd makes a new gradient wherever `grad` is None; it is divided and copied into the bucket, and `grad` becomes a view
+of the bucket. Where `grad` is that view already, autograd adds to it in place and nothing is copied. A gradient that was
+somewhere else before backward began is somebody's: it stays where it is (a guest), and gets the result copied back.
+What nobody accumulates to is overwritten, so somebody who kept it would see it change. Use counts tell: then the keeper
+gets the memory, and the bucket new one.
+
+A new gradient that has a bucket to itself and may be divided as it is read (`may_scale_terms`) need not be copied: the sum is
+made of it (`scaled_input`) and lands in the bucket, and only then `grad` becomes the view.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
+from operator import attrgetter, is_
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from composable.device.private import CAN_COUNT_USERS, storage_key, storage_users, tensor_users
+from composable.plan.scaling import may_scale_inputs
+
+Strides = tuple[int, ...]
+
+_NOWHERE: Final = torch.empty(0, device="cpu")  # in place of what is not made yet
+_gradient_of = attrgetter("grad")
+_is_sparse = attrgetter("is_sparse")
+_exhaust: Final = deque[object](maxlen=0).extend  # run an iterator to its end, in C
+
+
+def gradient_strides(parameter: Tensor) -> Strides | None:
+    """How autograd lays out a new gradient of `parameter`; None means contiguous."""
+    if parameter.is_contiguous():
+        return None
+    like = torch.empty_like(parameter, device="meta")
+    return None if like.is_contiguous() else tuple(like.stride())
+
+
+class GradientBucket:
+    """The gradients of some parameters of one dtype and device. In a backward: `open`, `collect`, `finish`, `settle`.
+
+    Args:
+        strides: of each gradient, the same on all ranks; None means contiguous. Where autograd's own differ from them the
+            gradient cannot be a view of the bucket, and is a guest in every backward.
+        divide_by: what gradients are divided by on their way into the bucket, and after the sum.
+        flags: numbers at the end of the message that are none of the gradients'.
+        scaled_inputs: whether a sum may be made of a gradient where it lies.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        strides: Sequence[Strides | None],
+        *,
+        divide_by: tuple[float, float] = (1.0, 1.0),
+        flags: int = 0,
+        scaled_inputs: bool = False,
+    ) -> None:
+        self.parameters = tuple(parameters)
+        self._strides = tuple(strides)
+        self._before, self._after = divide_by
+        self._sizes = [parameter.numel() for parameter in parameters]
+        self._flag_count = flags
+        self._misfits = [k for k, p in enumerate(parameters) if gradient_strides(p) != strides[k]]
+        alone = scaled_inputs and len(self._sizes) == 1 and not flags
+        dtype = str(parameters[0].dtype).removeprefix("torch.")
+        self._makes_scaled_input = alone and self._after == 1.0 and may_scale_inputs(dtype, 1.0 / self._before)
+        self._message = self._body = self.flags = _NOWHERE
+        self.views = [_NOWHERE] * len(parameters)
+        self._storage = self._users_of_storage = self._users_of_view = 0
+        # Of one backward:
+        self.scaled_input: tuple[Tensor, float] | None = None  # what to sum instead of the message, and the factor
+        self._guests: dict[int, None] = {}
+        self._keeps_graph = False
+        self._returns: list[tuple[Tensor, Tensor]] = []  # where results are copied to, and from
+        self._undecided: dict[int, Tensor | None] = {}  # what missing slots held before
+
+    def _make(self) -> None:
+        """New memory. The old one belongs to those who hold gradients in it."""
+        self._message = _NOWHERE  # until everything is made: an interrupt may come in between
+        first, numel = self.parameters[0], sum(self._sizes)
+        with torch.inference_mode(False), torch.no_grad():
+            message = torch.empty(numel + self._flag_count, dtype=first.dtype, device=first.device)
+            self._body, self.flags = message[:numel], message[numel:]
+            pieces = self._body.split(self._sizes)
+            shaped = [
+                piece.view(parameter.shape) if strides is None else piece.as_strided(parameter.shape, strides)
+                for piece, parameter, strides in zip(pieces, self.parameters, self._strides, strict=True)
+            ]
+            # `.data`: to autograd and to users they are tensors like others, which may be detached in place.
+            self.views = [view.data for view in shaped]
+            del pieces, shaped
+        if CAN_COUNT_USERS:
+            self._storage = storage_key(message)
+            self._users_of_storage = storage_users(self._storage)
+            self._users_of_view = self._references(range(1))
+        self._message = message
+
+    @property
+    def message(self) -> Tensor:
+        """What `collect` returned."""
+        return self._message
+
+    def _references(self, slots: Sequence[int]) -> int:
+        """References to the views in `slots`, from Python and from C++."""
+        views = [self.views[k] for k in slots]
+        return sum(map(sys.getrefcount, views)) + sum(map(tensor_users, views))
+
+    def _kept_by_somebody(self, slots: Sequence[int]) -> bool:
+        """Whether somebody may still read what an earlier backward left in `slots`, none of which is a `grad` now."""
+        if not CAN_COUNT_USERS or storage_users(self._storage) != self._users_of_storage:
+            return True
+        return self._references(slots) != self._users_of_view * len(slots)
+
+    # --- a backward -------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Backward begins: a gradient that is there already, and not in the bucket, will stay where it is."""
+        self._guests = dict.fromkeys(self._misfits)
+        gradients = list(map(_gradient_of, self.parameters))
+        if not all(map(is_, gradients, repeat(None))) and not all(map(is_, gradients, self.views)):
+            for k, (gradient, view) in enumerate(zip(gradients, self.views, strict=True)):
+                if gradient is not None and gradient is not view:
+                    self._guests[k] = None
+        self._keeps_graph = torch.is_grad_enabled()
+
+    def collect(self, missing: Sequence[int]) -> Tensor:
+        """Bring the gradients into the bucket.
+
+        Args:
+            missing: slots without a gradient in this backward; what they had before counts, or else zero.
+
+        Returns:
+            The message to be summed over the ranks, in place, or from everybody's `scaled_input`. The caller fills its
+            end, `flags`.
+        """
+        if self._message is _NOWHERE:
+            self._make()
+        gradients = list(map(_gradient_of, self.parameters))
+        outside: Sequence[int] = range(len(gradients))
+        if any(map(is_, gradients, self.views)):
+            outside = [k for k in outside if gradients[k] is not self.views[k]]
+        if outside and self._kept_by_somebody(outside):
+            for k, gradient in enumerate(gradients):
+                if gradient is self.views[k]:
+                    self._guests[k] = None  # it stays in the old memory
+            self._make()
+            outside = range(len(gradients))
+        self._undecided = {k: gradients[k] for k in missing}
+        for k in missing:
+            if gradients[k] is self.views[k]:
+                self._undecided[k] = gradients[k].clone()
+        if len(outside) < len(gradients) or any(map(is_, gradients, repeat(None))):
+            for k in outside:
+                if gradients[k] is None:
+                    self.views[k].zero_()
+            outside = [k for k in outside if gradients[k] is not None]
+        if self._makes_scaled_input and outside and self._can_be_term(gradients[0]):
+            self.scaled_input = gradients[0], 1.0 / self._before
+            return self._message
+        self._copy_in([gradients[k] for k in outside], [self.views[k] for k in outside])
+        self._place(gradients, outside)
+        return self._message
+
+    def _can_be_term(self, gradient: Tensor) -> bool:
+        """Whether the sum can be made of the gradient as it is."""
+        return (
+            not self._guests
+            and not self._undecided
+            and gradient.layout is torch.strided
+            and gradient.stride() == self.views[0].stride()
+            and gradient.is_contiguous()
+            and not gradient.requires_grad
+        )
+
+    def _copy_in(self, sources: list[Tensor], targets: list[Tensor]) -> None:
+        if any(map(_is_sparse, sources)):
+            sources = [source.to_dense() if source.is_sparse else source for source in sources]
+        if len(targets) == len(self.views) == 1 and self._before != 1.0:
+            torch.div(sources[0], self._before, out=targets[0])  # it may be large: one pass over the memory, not two
+            return
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        if self._before != 1.0:
+            self._body.div_(self._before)
+
+    def _place(self, gradients: Sequence[Tensor], outside: Sequence[int]) -> None:
+        """Make views of the bucket the gradients that arrived, or note where their results have to be copied to."""
+        external, unresolved, parameters, views = self._guests, self._undecided, self.parameters, self.views
+        if self._keeps_graph:  # under `create_graph` a gradient keeps its graph, and gets the mean as its value
+            external = {**external, **{k: None for k in outside if gradients[k].requires_grad}}
+        self._returns = []
+        if not external and not unresolved and len(outside) == len(views):
+            _exhaust(map(setattr, parameters, repeat("grad"), views))
+            return
+        for k in outside:
+            if k in unresolved:
+                continue
+            if k in external and not gradients[k].is_sparse:
+                self._returns.append((gradients[k].data, views[k]))
+            else:
+                parameters[k].grad = views[k]
+
+    def finish(self) -> None:
+        """The message has been summed: gradients that arrived on this rank are ready afterwards."""
+        if self._after != 1.0:
+            self._body.div_(self._after)
+        if self.scaled_input is not None:
+            if self.parameters[0].grad is self.scaled_input[0]:  # else somebody took it away meanwhile
+                self.parameters[0].grad = self.views[0]
+            self.scaled_input = None
+        if self._returns:
+            returns, self._returns = self._returns, []
+            torch._foreach_copy_([target for target, _ in returns], [source for _, source in returns])
+
+    def settle(self, used: Sequence[bool]) -> None:
+        """Decide about the slots that were missing on this rank; what was missing on all ranks stays as it was.
+
+        Args:
+            used: for each slot, whether any rank had a gradient.
+        """
+        for k, before in self._undecided.items():
+            parameter, view = self.parameters[k], self.views[k]
+            if before is not None and parameter.grad is view:
+                if not used[k]:
+                    view.copy_(before)
+            elif not used[k]:
+                continue
+            elif before is not None and not before.is_sparse:
+                before.data.copy_(view)
+            elif k in self._misfits:
+                parameter.grad = torch.empty_like(parameter).copy_(view)
+            else:
+                parameter.grad = view
+        self._undecided = {}
+
+    def drop(self) -> None:
+        """Forget a backward that did not end."""
+        self.scaled_input = None
+        self._returns = []
+        self._undecided = {}
+
+    def adopt_from(self, others: dict[nn.Parameter, Tensor]) -> None:
+        """Move gradients here that are views of other buckets, by parameter. What users hold stays the tensor that it is."""
+        for k, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or gradient is not others.pop(parameter, None) or k in self._misfits:
+                continue
+            if self._message is _NOWHERE:
+                self._make()
+            self.views[k].copy_(gradient)
+            gradient.data = self.views[k]
+            self.views[k] = gradient

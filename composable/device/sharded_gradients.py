@@ -1,0 +1,286 @@
+"""Gradients on their way to the shards: the rows of a message, and the gradients that users see; knows no communicator."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from operator import attrgetter, itemgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.device.flat_parameters import FlatParameters, note_shards, pair_rows, shape_like_rows
+from composable.device.memory import ElasticBuffer
+from composable.device.parameter_swap import like_parameter
+from composable.device.private import (
+    CAN_COUNT_USERS,
+    as_tensors,
+    chunk_cat,
+    gradient_hooks,
+    hooks_after_accumulation,
+    local_of,
+    storage_key,
+    storage_users,
+    tensor_users,
+)
+from composable.plan.layout import ReduceLayout, Route
+
+WORTH_RELEASING: Final = 64 << 10  # bytes below which giving memory back, and getting it again, costs more than it brings
+
+gradient_of: Final = attrgetter("grad")
+
+
+def missing_in(values: Sequence[object]) -> int:
+    """How many are None. A plain loop is quicker than what C offers, and comparing would ask the tensors."""
+    missing = 0
+    for value in values:
+        if value is None:
+            missing += 1
+    return missing
+
+
+def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """The parameters' gradients, which they have no longer."""
+    gradients = list(map(gradient_of, parameters))
+    for parameter in parameters:
+        parameter.grad = None
+    return gradients
+
+
+def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """What a parameter's gradient hooks make of its gradient, as autograd would ask them."""
+    with torch.no_grad():
+        for hook in list((gradient_hooks(parameter) or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+    return gradient
+
+
+def with_hooks(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Those that have hooks which wait for their gradient to be accumulated; almost always none."""
+    if not any(map(hooks_after_accumulation, parameters)):
+        return []
+    return [parameter for parameter in parameters if hooks_after_accumulation(parameter)]
+
+
+def call_hooks_after_accumulation(parameter: nn.Parameter) -> None:
+    """As autograd would."""
+    with torch.no_grad():
+        for hook in list((hooks_after_accumulation(parameter) or {}).values()):
+            hook(parameter)
+
+
+def _picker(indices: Sequence[int]) -> Any:
+    """A function, made in C, from a list to the tuple of its items at `indices`."""
+    if len(indices) > 1:
+        return itemgetter(*indices)
+    return lambda items: tuple(items[index] for index in indices)
+
+
+class GradientRows:
+    """The message of one reduction: one row per rank with that rank's chunk of every column, then the flags.
+
+    It does not hold the reduced row: that lands in the gradients' own buffer where the plan says so, see `GradientShards`.
+    """
+
+    __slots__ = (
+        "_all_used", "_as_they_are", "_cut_together", "_num_shards", "_pick_columns", "_pick_flagged", "_rows", "_slots",
+        "buffer", "plan"
+    )  # fmt: skip
+
+    def __init__(self, flat: FlatParameters, plan: ReduceLayout, num_shards: int) -> None:
+        self.plan = plan
+        self._slots = flat.layout.slots
+        self._num_shards = num_shards
+        self.buffer = ElasticBuffer(num_shards * plan.row_numel, flat.dtype, flat.device, flat.pool)
+        self._rows = self.buffer.tensor.view(num_shards, plan.row_numel)
+        with torch.inference_mode(False):
+            self._all_used = torch.ones(num_shards, len(plan.flagged), dtype=flat.dtype, device=flat.device)
+        # One kernel cuts, pads and packs all tensors whose dimension 0 is cut.
+        self._cut_together = all(self._slots[column.slot].dim == 0 for column in plan.columns)
+        self._as_they_are = self._cut_together and all(self._slots[c.slot].route is not Route.WHOLE for c in plan.columns)
+        self._pick_columns = _picker([column.slot for column in plan.columns])
+        self._pick_flagged = _picker(plan.flagged)
+        self.buffer.free()
+
+    def copy_in(self, gradients: Sequence[Tensor | None]) -> list[int]:
+        """Fill the rows; a missing gradient counts as zeros with a zero flag. The buffer must be allocated.
+
+        Args:
+            gradients: one per slot; those of slots that are not in the plan are not looked at.
+
+        Returns:
+            The slots whose gradients are missing.
+        """
+        complete = not missing_in(self._pick_flagged(gradients))
+        if complete and self._as_they_are:
+            chunk_cat((*self._pick_columns(gradients), self._all_used), self._num_shards, self._rows)
+            return []
+        missing = [] if complete else [slot for slot in self.plan.flagged if gradients[slot] is None]
+        self._copy_in_carefully(gradients, missing)
+        return missing
+
+    def _copy_in_carefully(self, gradients: Sequence[Tensor | None], missing: Sequence[int]) -> None:
+        wanted = []
+        for column in self.plan.columns:
+            slot, gradient = self._slots[column.slot], gradients[column.slot]
+            if gradient is None:
+                gradient = self._all_used.new_zeros(slot.shape)
+            wanted.append(gradient.expand(self._num_shards, *slot.shape) if slot.route is Route.WHOLE else gradient)
+        flags = self._all_used
+        if missing:
+            flags = flags.clone()
+            flags[:, [self.plan.flagged.index(slot) for slot in missing]] = 0
+        if self._cut_together:
+            chunk_cat([*wanted, flags], self._num_shards, self._rows)
+            return
+        targets, sources = [self._rows[:, self.plan.flags_start :]], [flags]
+        for column, tensor in zip(self.plan.columns, wanted, strict=True):
+            slot = self._slots[column.slot]
+            view = self._rows[:, column.start : column.start + column.numel]
+            if slot.route is Route.WHOLE:
+                targets.append(view)
+                sources.append(tensor.reshape(self._num_shards, -1))
+                continue
+            for source, target in pair_rows(slot, tensor.reshape(-1), view):
+                targets.append(target)
+                sources.append(source)
+        torch._foreach_copy_(targets, sources)
+
+
+class GradientShards:
+    """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them."""
+
+    __slots__ = (
+        "_belongs", "_buffer", "_dtensors", "_flat", "_landed", "_numel", "_plan", "_released", "_sharded", "_shelf",
+        "_storage", "_unused", "direct", "row", "worth_releasing"
+    )  # fmt: skip
+
+    def __init__(self, flat: FlatParameters, parameters: Sequence[nn.Parameter], plan: ReduceLayout) -> None:
+        self._flat = flat
+        self._sharded = parameters
+        self._plan = plan
+        self._buffer: Tensor | None = None
+        self._storage = 0  # the buffer's, by the key that counts its users
+        self.direct: list[Tensor] = []  # where direct gradients belong, in the plan's order
+        self.row = torch.empty(0)  # where the reduced row lands: in the buffer itself if it can
+        self._landed: list[Tensor] = []  # otherwise: where its columns are, ...
+        self._belongs: list[Tensor] = []  # ... and where they belong
+        self._dtensors: list[Tensor] = []
+        self._unused: tuple[int, list[int], list[int]] = (0, [], [])  # what `_users` says when nobody kept anything
+        self._released = False
+        self._numel = flat.layout.shard_numel if plan.straight is None else plan.straight + plan.row_numel
+        nbytes = self._numel * flat.dtype.itemsize
+        self.worth_releasing = nbytes >= WORTH_RELEASING
+        self._shelf = flat.pool.free_list(nbytes, flat.device)
+
+    def _make(self) -> None:
+        flat = self._flat
+        self._released = False
+        self._buffer = None  # until everything is made: an interrupt may come in between
+        with torch.inference_mode(False), torch.no_grad():
+            buffer = torch.empty(self._numel, dtype=flat.dtype, device=flat.device)
+            self._storage = storage_key(buffer)
+            note_shards(buffer, flat.layout, flat.rank)
+            self._dtensors = [
+                like_parameter(shape_like_rows(buffer, slot, flat.rank), parameter)
+                for slot, parameter in zip(flat.layout.slots, self._sharded, strict=True)
+            ]
+            shards = [buffer[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots]
+            self.direct = [shards[index] for index in self._plan.direct]
+            self._make_row(buffer, shards)
+            del shards
+        self._unused = self._users()
+        self._buffer = buffer
+
+    def _make_row(self, buffer: Tensor, shards: Sequence[Tensor]) -> None:
+        plan = self._plan
+        if plan.straight is not None:
+            self.row = buffer[plan.straight :]
+            return
+        self.row = buffer.new_empty(plan.row_numel)
+        self._belongs = [shards[column.slot] for column in plan.columns]
+        starts = [column.start for column in plan.columns]
+        self._landed = [self.row[start : start + shard.numel()] for start, shard in zip(starts, self._belongs, strict=True)]
+
+    def _kept_by_somebody(self) -> bool:
+        """Whether a gradient handed out earlier may still be read: it must not change under its reader."""
+        return self._buffer is None or not CAN_COUNT_USERS or self._users() != self._unused
+
+    def _users(self) -> tuple[int, list[int], list[int]]:
+        """Who holds what: the memory (views of it, too), the gradients from Python, and from C++ (`.grad`, a graph)."""
+        gradients = self._dtensors
+        return storage_users(self._storage), list(map(sys.getrefcount, gradients)), list(map(tensor_users, gradients))
+
+    def refresh(self) -> bool:
+        """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients; True if it is another one."""
+        if self._released:
+            self._shelf.fill(self.buffer.untyped_storage())
+            self._released = False
+            return False
+        if not self._kept_by_somebody():
+            return False
+        self._make()
+        return True
+
+    def release(self) -> None:
+        """Give the memory back if nobody holds a gradient in it: during forward, activations need it more."""
+        if not self._released and not self._kept_by_somebody():
+            self._released = True  # first: after an interrupt there may be more memory, never less
+            self._shelf.drain(self.buffer.untyped_storage())
+
+    @property
+    def buffer(self) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer
+
+    def take_from_row(self) -> None:
+        """Copy what landed in the row to where it belongs, unless it landed there."""
+        if self._belongs:
+            torch._foreach_copy_(self._belongs, self._landed)
+
+    def used_anywhere(self) -> dict[int, bool]:
+        """For each slot, whether any rank had a gradient. Reads memory: on an accelerator the host waits."""
+        flags = self.row[self._plan.flags_start :].tolist()
+        return {slot: flag > 0 for slot, flag in zip(self._plan.flagged, flags, strict=True)}
+
+    def deliver(self, indices: Sequence[int]) -> list[nn.Parameter]:
+        """Put the buffer's contents on the parameters: as their gradient, or added to the one they have.
+
+        Returns:
+            Those of them that have hooks which wait for it.
+        """
+        everyone = len(indices) == len(self._dtensors)
+        parameters = self._sharded if everyone else [self._sharded[index] for index in indices]
+        fresh = self._dtensors if everyone else [self._dtensors[index] for index in indices]
+        with as_tensors():
+            have_hooks = any(map(gradient_hooks, parameters))
+            gradients = list(map(gradient_of, parameters))
+            if not have_hooks and missing_in(gradients) == len(gradients):
+                for parameter, more in zip(parameters, fresh, strict=True):
+                    parameter.grad = more
+                return with_hooks(parameters)
+        if have_hooks:
+            fresh = list(map(hooked, parameters, fresh))
+            gradients = list(map(gradient_of, parameters))  # hooks of the user's may have changed them
+        self._add(parameters, gradients, fresh)
+        return with_hooks(parameters)
+
+    @staticmethod
+    def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], fresh: Sequence[Tensor]) -> None:
+        for parameter, gradient, more in zip(parameters, gradients, fresh, strict=True):
+            if gradient is None:
+                parameter.grad = more
+            elif isinstance(gradient, DTensor) and isinstance(more, DTensor):
+                if gradient.placements != more.placements:  # of a loss made from the parameter itself
+                    parameter.grad = gradient = gradient.redistribute(placements=more.placements)
+                local_of(gradient).add_(local_of(more))
+            else:
+                gradient.add_(more)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the gradients hold now."""
+        return self._buffer.untyped_storage().nbytes() if self._buffer is not None else 0

@@ -1,0 +1,292 @@
+"""`clip_grad_norm_` for any mix of sharded, replicated and plain parameters; knows gradients, but no unit and no optimizer.
+
+Note [Which collectives]
+All ranks must run the same ones. So parameters alone say which: a DTensor whose placements cut it over a dimension of its
+mesh makes that dimension's process group take part, whether or not this rank has a gradient, or anything, of it. Per group
+there is one all-reduce of one number, or of a few where parameters are cut over several groups.
+
+Note [Whole gradients]
+What every rank holds whole is counted once. Where there is a collective anyway, each rank puts in its share of it, one over
+the number of ranks: so even if ranks hold different values, or one of them NaN, all ranks get the same norm, scale their shards
+of one gradient by the same number, and raise together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from numbers import Real
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from composable.api.meshes import communication_device
+from composable.compilation import untraced
+from composable.device.collectives import reduce_numbers
+from composable.device.private import local_of
+from composable.errors import ClippingError, NonFiniteError
+
+_EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
+_DOUBLE: Final = (torch.float64, torch.complex128)
+_HALF: Final = (torch.float16, torch.bfloat16)
+
+Groups = tuple[dist.ProcessGroup, ...]
+Placements = tuple[Placement, ...]
+
+
+class _Spread:
+    """Local gradients that are cut over the same process groups; none: every rank holds them whole."""
+
+    def __init__(self, groups: Groups, device: torch.device) -> None:
+        self.groups = groups
+        self.device = device  # where its share of the norm is put together
+        self.locals: list[Tensor] = []
+
+    @cached_property
+    def kinds(self) -> list[list[Tensor]]:
+        """The local gradients that are not empty, those together that one kernel can take."""
+        # An empty shard has no largest element, and nothing to scale.
+        found = [local for local in self.locals if local.numel()]
+        kinds = [(local.dtype, local.get_device()) for local in found]
+        different = dict.fromkeys(kinds)
+        if len(different) == 1:
+            return [found]
+        return [[local for local, k in zip(found, kinds, strict=True) if k == kind] for kind in different]
+
+    def norm(self, order: float, device: torch.device) -> Tensor:
+        """The norm of what this rank has, in single precision at least."""
+        norms: list[Tensor] = []
+        for locals_ in self.kinds:
+            norms += torch._foreach_norm(locals_, order, dtype=torch.float32 if locals_[0].dtype in _HALF else None)
+        if not norms:
+            return torch.zeros((), device=device)
+        in_place = len(self.kinds) == 1 and norms[0].device == device
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms if in_place else [n.to(device) for n in norms]), order)
+        return norm
+
+
+class _Gradients:
+    """The gradients of some parameters, in local tensors."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._spreads: dict[Groups, _Spread] = {}
+        self.device = _local(parameters[0]).device
+        # As for the collectives, it is parameters that decide: ranks that round in different ways would drift apart.
+        dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
+        self.dtype = torch.float64 if any(dtype in _DOUBLE for dtype in dtypes) else torch.float32
+        self._collect(parameters)
+
+    def _collect(self, parameters: Sequence[Tensor]) -> None:
+        """Sort the local gradients by what they are cut over. Written out: it runs for every parameter in every step."""
+        mesh, placements = None, None
+        whole = sharded = self._spread((), self.device).locals
+        for parameter in parameters:
+            gradient = parameter.grad
+            if not isinstance(parameter, DTensor):
+                if gradient is not None:
+                    if isinstance(gradient, DTensor):
+                        raise _spread_otherwise(parameter, gradient)
+                    whole.append(gradient)
+                continue
+            if parameter.device_mesh is not mesh or parameter.placements != placements:
+                mesh, placements = parameter.device_mesh, parameter.placements
+                groups = _groups_of(mesh, placements)
+                sharded = self._spread(groups, communication_device(mesh, local_of(parameter).device)).locals
+            if gradient is None:
+                continue
+            if not isinstance(gradient, DTensor) or gradient.placements != placements:
+                raise _spread_otherwise(parameter, gradient)
+            if gradient.device_mesh is not mesh and gradient.device_mesh != mesh:
+                raise _spread_otherwise(parameter, gradient)
+            sharded.append(local_of(gradient))
+
+    def _spread(self, groups: Groups, device: torch.device) -> _Spread:
+        return self._spreads.setdefault(groups, _Spread(groups, device))
+
+    def total_norm(self, order: float) -> Tensor:
+        """The norm of all gradients of all ranks, as if they were one vector: the same on all ranks."""
+        whole, *cut = self._spreads.values()
+        if not cut:
+            return whole.norm(order, self.device).to(self.dtype)
+        powers = [_power(spread.norm(order, spread.device), order) for spread in cut]
+        alone = _power(whole.norm(order, cut[0].device), order)
+        num_shards = math.prod(dist.get_world_size(group) for group in cut[0].groups)
+        powers[0] = torch.maximum(powers[0], alone) if order == math.inf else powers[0] + alone / num_shards
+        for group in dict.fromkeys(group for spread in cut for group in spread.groups):
+            inside = [index for index, spread in enumerate(cut) if group in spread.groups]
+            numbers = torch.stack([powers[index].to(cut[inside[0]].device) for index in inside])
+            reduced = reduce_numbers(numbers, group, largest=order == math.inf, label="all-reduce of the gradients' norm")
+            for index, number in zip(inside, reduced.unbind(), strict=True):
+                powers[index] = number
+        at_home = torch.stack([power.to(self.device) for power in powers])
+        return (at_home.amax() if order == math.inf else at_home.sum() ** (1 / order)).to(self.dtype)
+
+    def scale(self, coefficient: Tensor) -> None:
+        """Multiply all gradients, in place."""
+        if coefficient.is_cpu and coefficient.item() == 1:
+            return  # nothing would change; on an accelerator, to ask would cost more than to multiply
+        for spread in self._spreads.values():
+            for locals_ in spread.kinds:
+                torch._foreach_mul_(locals_, coefficient.to(locals_[0].device, locals_[0].dtype))
+
+
+def _groups_of(mesh: DeviceMesh, placements: Placements) -> Groups:
+    """The process groups among which the parts of a DTensor must be added up."""
+    if any(placement.is_partial() for placement in placements):
+        raise ClippingError(
+            f"clip_grad_norm_: of a parameter with placements {placements}, each rank holds a summand only, from which its "
+            "norm cannot be told. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()] * p.device_mesh.ndim)"
+        )
+    return tuple(
+        mesh.get_group(dimension)
+        for dimension, placement in enumerate(placements)
+        if mesh.size(dimension) > 1 and not placement.is_replicate()
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _power(norm: Tensor, order: float) -> Tensor:
+    """What is added up over ranks, or compared; in double precision, so that this overflows only where torch's own would."""
+    return norm.double() if order == math.inf else norm.double() ** order
+
+
+def _spread_otherwise(parameter: Tensor, gradient: Tensor) -> ClippingError:
+    def spread(tensor: Tensor) -> str:
+        return f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
+
+    cure = "p.grad = p.grad.redistribute(p.device_mesh, p.placements)"
+    if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
+        cure = "make both DTensors, or neither"
+    return ClippingError(
+        f"clip_grad_norm_: a parameter of shape {tuple(parameter.shape)} is {spread(parameter)}, but its gradient is "
+        f"{spread(gradient)}; what it adds to the norm cannot be told without communication. First, {cure}."
+    )
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+def _parameters_of(given: object) -> list[Tensor]:
+    if isinstance(given, nn.Module):
+        return list(given.parameters())
+    if isinstance(given, Tensor):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise _not_parameters(given)
+    parameters = list(given)
+    for kind in dict.fromkeys(map(type, parameters)):
+        if not issubclass(kind, Tensor):
+            raise _not_parameters(next(item for item in parameters if type(item) is kind), "an iterable that holds a ")
+    by_id = dict(zip(map(id, parameters), parameters, strict=True))
+    return parameters if len(by_id) == len(parameters) else list(by_id.values())
+
+
+def _not_parameters(found: object, inside: str = "a ") -> ClippingError:
+    if isinstance(found, tuple):
+        cure = "from named_parameters(), take the parameters alone: model.parameters()"
+    elif isinstance(found, (torch.optim.Optimizer, dict)):
+        cure = 'of an optimizer, pass the parameters: [p for group in optimizer.param_groups for p in group["params"]]'
+    else:
+        cure = "pass the model, or model.parameters()"
+    return ClippingError(
+        f"clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not {inside}{type(found).__name__}; {cure}"
+    )
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (Real, str)):
+        raise ClippingError(f"clip_grad_norm_: {name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except ValueError:
+        raise ClippingError(f"clip_grad_norm_: {name} must be a number, got {value!r}") from None
+
+
+def _limit(max_norm: object) -> float:
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not isinstance(max_norm, DTensor):
+        max_norm = max_norm.item()
+    limit = _number("max_norm", max_norm)
+    if not limit >= 0:
+        raise ClippingError(
+            f"clip_grad_norm_: max_norm must not be negative or NaN, got {limit}: gradients would change their direction. "
+            "To measure the norm only, pass float('inf')"
+        )
+    return limit
+
+
+def _order(norm_type: object) -> float:
+    order = _number("norm_type", norm_type)
+    if not order > 0:
+        raise ClippingError(
+            f"clip_grad_norm_: norm_type must be a positive number or inf, got {order}: no other norm of a tensor can be put "
+            "together from those of its shards"
+        )
+    return order
+
+
+# --- the function -----------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@untraced
+def clip_grad_norm_(
+    model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale gradients down, in place, where their norm over all parameters and all ranks is above `max_norm`.
+
+    What `torch.nn.utils.clip_grad_norm_` would do to the model before it was annotated. That function works on sharded
+    parameters, too, unless plain ones are among them (`ignored_params`); this one takes any mix, asks DTensors nothing, and
+    returns a plain tensor. All ranks call it together, with the same parameters in the same order.
+
+    Gradients that are plain tensors count once, because they are the same on all ranks, as `replicate` leaves them. Those of
+    parameters that nobody manages (`ignored_params`) are yours to average before.
+
+    Args:
+        model_or_parameters: a module, a tensor, or an iterable of tensors; a list of the parameters made once is the fastest.
+        max_norm: what the norm is afterwards at most.
+        norm_type: the order of the norm: positive, or inf for the largest absolute value.
+        error_if_nonfinite: raise where the norm is infinite or NaN, on all ranks alike and before anything is changed. It
+            makes the host wait for an accelerator.
+
+    Returns:
+        The norm before clipping, the same on all ranks: a plain tensor without dimensions, in float64 if a trainable
+        parameter is, and in float32 otherwise, also for half precision.
+
+    Raises:
+        ClippingError: an argument is unusable, or a gradient is not spread over the ranks like its parameter.
+        NonFiniteError: the norm is not finite, and `error_if_nonfinite` was set.
+
+    Example:
+        >>> loss.backward()
+        >>> norm = clip_grad_norm_(model, 1.0)
+        >>> optimizer.step()
+
+    After Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks" (ICML 2013).
+    """
+    limit, order = _limit(max_norm), _order(norm_type)
+    parameters = _parameters_of(model_or_parameters)
+    if not parameters:
+        return torch.zeros(())
+    gradients = _Gradients(parameters)
+    total = gradients.total_norm(order)
+    if error_if_nonfinite and not total.isfinite():
+        raise NonFiniteError(
+            f"clip_grad_norm_: the norm of order {order:g} over all gradients is {total.item()}, so they cannot be scaled to "
+            f"{limit:g}. They are as they were. Leave this step out (optimizer.zero_grad(), then the next batch); with a "
+            "GradScaler, or to scale them nevertheless, pass error_if_nonfinite=False"
+        )
+    gradients.scale((limit / (total + _EPSILON)).clamp(max=1.0))
+    return total

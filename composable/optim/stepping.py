@@ -1,0 +1,267 @@
+"""One optimizer's groups and state as its own code sees them in a step, and what becomes of them afterwards.
+
+The user's parameters, groups and state are the truth. A `Plan` is made of them, holds until they change, and is thrown away
+then; nothing is ever read back from an old one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain, zip_longest
+from operator import is_
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable.device.parameter_swap import like_parameter
+from composable.device.private import local_of
+from composable.errors import OptimizerError
+from composable.optim.scalars import Column, columns_of
+from composable.optim.spans import Span, find_spans, local_parameter_of
+
+_PLAIN: Final = (Tensor, nn.Parameter)
+_NOTHING: Final = object()
+
+
+def _same(some: Iterable[object], others: Iterable[object]) -> bool:
+    """Whether both give the same objects. Comparing would ask the tensors."""
+    return all(map(is_, some, others))
+
+
+def _anchor(gradient: Tensor) -> Tensor:
+    """The tensor by which a gradient is recognised: a `DTensor` may be another one, the memory is what counts."""
+    return local_of(gradient) if isinstance(gradient, DTensor) else gradient
+
+
+class _Seen:
+    """What was seen of a sharded parameter when a plan was made; weak where the plan must keep nothing alive."""
+
+    __slots__ = ("_gradient", "_local", "_state", "_values", "parameter")
+
+    def __init__(self, parameter: DTensor, state: dict[str, Any] | None) -> None:
+        self.parameter = parameter
+        self._local = local_of(parameter)
+        gradient = parameter.grad
+        self._gradient = None if gradient is None else weakref.ref(_anchor(gradient))
+        self.look_at(state)
+
+    def look_at(self, state: dict[str, Any] | None) -> None:
+        self._state = state
+        self._values = () if state is None else tuple(state.values())
+
+    def holds(self, states: dict[Tensor, Any]) -> bool:
+        parameter = self.parameter
+        gradient, expected = parameter.grad, self._gradient
+        if local_of(parameter) is not self._local or (gradient is None) is not (expected is None):
+            return False
+        if gradient is None or expected is None:
+            return True  # nothing will be done to it
+        if _anchor(gradient) is not expected():
+            return False
+        state = states.get(parameter)
+        if state is not self._state:
+            return False
+        return state is None or (len(state) == len(self._values) and _same(state.values(), self._values))
+
+
+class _Group:
+    """One group of hyper-parameters: its runs, and the parameters that torch's code sees as they are."""
+
+    def __init__(self, group: dict[str, Any], states: dict[Tensor, Any]) -> None:
+        self.parameters = tuple(group["params"])
+        self.fused = bool(group.get("fused"))
+        self.spans: list[Span] = []
+        self.plain: list[Tensor] = []
+        self.odd: list[Tensor] = []  # DTensors, which cannot be listed together with plain tensors
+        sharded = [p for p in self.parameters if isinstance(p, DTensor)]
+        strangers = any(type(p) not in _PLAIN and not isinstance(p, DTensor) for p in self.parameters)
+        if strangers or len(dict.fromkeys(map(id, self.parameters))) < len(self.parameters):
+            # Its code chooses its implementation by the parameters' types; duplicates are stepped more than once.
+            self.odd = list(self.parameters)
+            self.seen = []
+            return
+        self.plain = [p for p in self.parameters if not isinstance(p, DTensor)]
+        self.seen = [_Seen(p, states.get(p)) for p in sharded]
+        members = []
+        for parameter in sharded:
+            local = local_parameter_of(parameter, states.get(parameter, {}), fused=self.fused)
+            if local is not None:
+                members.append(local)
+            elif parameter.grad is not None:
+                self.odd.append(parameter)
+        self.spans = list(find_spans(members))
+
+    def is_still(self, group: dict[str, Any]) -> bool:
+        found = group["params"]
+        return len(found) == len(self.parameters) and _same(found, self.parameters) and bool(group.get("fused")) is self.fused
+
+
+class Plan:
+    """How one optimizer steps: `open` before its code runs, `close` after it."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._groups = [_Group(group, optimizer.state) for group in optimizer.param_groups]
+        self._spans = [span for group in self._groups for span in group.spans]
+        self._as_they_are = [p for group in self._groups for p in chain(group.plain, group.odd)]
+        self._seen = [seen for group in self._groups for seen in group.seen]
+        self._members = {id(span): [optimizer.state.get(p) for p in span.parameters] for span in self._spans}
+        self._known: dict[int, dict[str, Any]] = {}  # each run's state when it was last in accord with its members'
+        self._pieces: tuple[tuple[DTensor, ...], tuple[Tensor, ...]] = ((), ())
+        self._columns: list[Column] = []
+        self._shown: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+        self._truth = optimizer.state
+        for span in self._spans:
+            self._adopt(span)
+        self._settle(optimizer)
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """Whether parameters, gradients, state and groups are still the ones that the plan was made of."""
+        groups = zip_longest(self._groups, optimizer.param_groups)
+        if not all(ours is not None and group is not None and ours.is_still(group) for ours, group in groups):
+            return False
+        states = optimizer.state
+        return (
+            all(seen.holds(states) for seen in self._seen)
+            and _same(map(local_of, self._pieces[0]), self._pieces[1])
+            and all(column.agrees() for column in self._columns)
+        )
+
+    def open(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """The groups that the optimizer's code may step now, with `state` as their state."""
+        self._truth = optimizer.state
+        for span in self._spans:
+            span.take_gradients()
+        for parameter in self._as_they_are:
+            if parameter in optimizer.state:
+                self.state[parameter] = optimizer.state[parameter]
+            else:
+                self.state.pop(parameter, None)
+        self._shown = []
+        for ours, group in zip(self._groups, optimizer.param_groups, strict=True):
+            self._show(group, [*[span.tensor for span in ours.spans], *ours.plain])
+            if ours.odd:
+                self._show(group, ours.odd)
+        return [shown for _, shown, _ in self._shown]
+
+    def _show(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        shown = {**group, "params": parameters}
+        self._shown.append((group, shown, dict(shown)))
+
+    def close(self, optimizer: Optimizer) -> None:
+        """Give up the gradients, and let the user's groups and state say what the optimizer's code left behind."""
+        for span in self._spans:
+            span.tensor.grad = None
+        if optimizer.state is not self._truth:
+            return  # an error ended the step, and the user has put other state in the place of what it left
+        for group, shown, before in self._shown:
+            for key, value in shown.items():
+                # Only what its code wrote: since an error ended the step, the user may have changed the group.
+                if value is not before.get(key, _NOTHING):
+                    group[key] = value
+        self._shown = []
+        changed = [span for span in self._spans if self._changed(span)]
+        self._enter_in_order(changed, optimizer.state)
+        for span in changed:
+            self._publish(span, optimizer)
+        for column in self._columns:
+            column.spread()
+        if changed:
+            self._settle(optimizer)
+
+    def _enter_in_order(self, changed: Sequence[Span], states: Any) -> None:
+        """Enter parameters that got their first state, in the order in which torch would have."""
+        fresh = {id(p): self.state[p] for p in self._as_they_are if p in self.state and p not in states}
+        fresh.update((id(p), {}) for span in changed for p in span.parameters if p not in states)
+        if fresh:
+            for parameter in chain.from_iterable(group.parameters for group in self._groups):
+                if id(parameter) in fresh:
+                    states[parameter] = fresh[id(parameter)]
+
+    # --- the state of runs and of their members ---------------------------------------------------------------------
+
+    def _adopt(self, span: Span) -> None:
+        """Make the run's state of its members', who agree in all that is not per element."""
+        states = self._members[id(span)]
+        first = states[0]
+        if first is None:
+            return
+        self.state[span.tensor] = {
+            key: span.gather([state[key] for state in states if state is not None]) if isinstance(value, DTensor) else value
+            for key, value in first.items()
+        }
+
+    def _changed(self, span: Span) -> bool:
+        state, known = self.state.get(span.tensor), self._known.get(id(span))
+        if state is None or known is None:
+            return state is not known
+        return len(state) != len(known) or not _same(state.values(), known.values())
+
+    def _publish(self, span: Span, optimizer: Optimizer) -> None:
+        """Tell the members what is new in the run's state."""
+        states: list[dict[str, Any]] = [optimizer.state[parameter] for parameter in span.parameters]
+        self._members[id(span)] = list(states)
+        whole, known = self.state[span.tensor], self._known.get(id(span), {})
+        for key in [key for key in known if key not in whole]:
+            for state in states:
+                state.pop(key, None)
+        for key, value in whole.items():
+            before = known.get(key, _NOTHING)
+            if value is before:
+                continue
+            if isinstance(value, Tensor) and isinstance(before, Tensor) and _alike(value, before):
+                whole[key] = before.copy_(value)  # the members' are views of it, or will follow it
+                continue
+            self._publish_new(span, states, key, value)
+
+    def _publish_new(self, span: Span, states: Sequence[dict[str, Any]], key: str, value: object) -> None:
+        if isinstance(value, Tensor) and value.shape == span.tensor.shape:
+            span.note_parts(value)
+            for index, (state, parameter) in enumerate(zip(states, span.parameters, strict=True)):
+                state[key] = like_parameter(span.part(value, index), parameter)
+        elif isinstance(value, Tensor) and not value.dim():
+            for state in states:
+                state[key] = value if span.single else value.clone()
+        elif value is None or isinstance(value, (bool, int, float, str)):
+            for state in states:
+                state[key] = value
+        else:
+            raise OptimizerError(
+                f"step_on_shards: the optimizer keeps '{key}' of type {type(value).__name__} as state of a parameter, which is "
+                "neither one value per element, nor one number; so it does not step element by element. Call remove() on what "
+                "step_on_shards returned, and make a new optimizer."
+            )
+
+    def _settle(self, optimizer: Optimizer) -> None:
+        """Members' scalars move into columns; from now on, what is there is what is expected."""
+        together = [
+            [state for state in self._members[id(span)] if state is not None]
+            for span in self._spans
+            if not span.single and self._members[id(span)][0] is not None
+        ]
+        self._columns = list(columns_of(together))
+        values, members = [], []
+        for span in self._spans:
+            states = self._members[id(span)]
+            if states[0] is None:
+                continue
+            whole = self.state[span.tensor]
+            for key, value in states[0].items():
+                if not isinstance(value, DTensor):
+                    whole[key] = value
+            for state in states:
+                found = [] if state is None else [value for value in state.values() if isinstance(value, DTensor)]
+                values += found
+                members += [local_of(value) for value in found]
+            self._known[id(span)] = dict(whole)
+        self._pieces = (tuple(values), tuple(members))
+        for seen in self._seen:
+            seen.look_at(optimizer.state.get(seen.parameter))
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device

@@ -1,0 +1,90 @@
+"""Buffers of replicated units, which everybody computes with as rank 0 has them; knows no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from composable.device.collectives import Communicator
+from composable.device.parameter_swap import Owner
+from composable.device.private import outside_transforms
+from composable.errors import RanksDisagreeError
+from composable.runtime.launch_order import LaunchOrder
+
+
+class Buffered(Protocol):
+    """A replicated unit."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def buffers(self) -> Sequence[Owner]: ...
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def communicator(self) -> Communicator: ...
+
+    @property
+    def order(self) -> LaunchOrder: ...
+
+
+def share_buffers(units: Sequence[Buffered]) -> None:
+    """All of them compute with rank 0's buffers.
+
+    Called before the forward of what is around them, which every rank runs: one may leave out some of what is inside.
+    """
+    if not any(unit.buffers for unit in units):
+        return
+    by_communicator: dict[int, list[Buffered]] = {}
+    for unit in units:
+        by_communicator.setdefault(id(unit.communicator), []).append(unit)
+    for members in by_communicator.values():
+        communicator, buffers = members[0].communicator, [owner for unit in members for owner in unit.buffers]
+        if buffers and communicator.size > 1:
+            for unit in members:
+                unit.order.abort()  # if a backward raised
+            if communicator.capabilities.ordered and len(members) < len(members[0].order):
+                _check_order(members[0])
+            _share(buffers, communicator, members[0].name or "root")
+
+
+def _check_order(called: Buffered) -> None:
+    """Others use the same communicator, and what is annotated around them all is not called: each shares by itself."""
+    unit, communicator = called.name or "root", called.communicator
+    label = f"check of the order of units with buffers, at unit '{unit}'"
+    lowest, highest = communicator.min_max([called.number], label=label)
+    if lowest != highest:
+        raise RanksDisagreeError(
+            f"replicate: rank {communicator.rank} calls unit '{unit}', whose buffers follow rank 0, where another rank calls "
+            "another unit. Call such units in the same order on every rank, or call the annotated module around them"
+        )
+
+
+@outside_transforms
+def _share(buffers: Sequence[Owner], communicator: Communicator, unit: str) -> None:
+    """Everybody gets rank 0's. Out of place: an earlier forward may have saved the old ones."""
+    places: dict[int, tuple[Tensor, list[Owner]]] = {}  # a buffer that modules share stays one
+    for owner in buffers:
+        buffer = owner.module._buffers.get(owner.name)
+        if buffer is not None and buffer.numel():
+            places.setdefault(id(buffer), (buffer, []))[1].append(owner)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, list[Owner]]]] = {}
+    for buffer, owners in places.values():
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append((buffer, owners))
+    for members in by_kind.values():
+        with torch.no_grad(), torch.inference_mode(False):
+            message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members])
+            communicator.broadcast(message, label=f"broadcast of the buffers of unit '{unit}'")
+            if communicator.rank == 0:
+                continue
+            pieces = message.split([buffer.numel() for buffer, _ in members])
+            for (buffer, owners), piece in zip(members, pieces, strict=True):
+                received = piece.view(buffer.shape)
+                for owner in owners:
+                    owner.module._buffers[owner.name] = received

@@ -1,0 +1,107 @@
+"""Who reads replicated parameters that rest as DTensors: calls and backwards around them; knows neither form of a parameter.
+
+Readers are noted by name, not counted: who has been interrupted between two lines shows, or hides, once more.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Protocol
+from weakref import ref
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.device.parameter_swap import Owner
+from composable.runtime.backward_end import BackwardEnd, end_of_backward
+from composable.runtime.buffer_broadcast import Buffered
+
+
+class Unit(Buffered, Protocol):
+    """A replicated unit."""
+
+    def show(self, reader: object) -> bool:
+        """Modules compute with plain parameters from here on, for `reader`. Done twice is done once.
+
+        Returns:
+            Whether nobody was around the unit before.
+        """
+
+    def hide(self, reader: object) -> None:
+        """Modules hold what they hold at rest again, if they show nothing for anybody else."""
+
+    def forget_calls(self) -> None:
+        """An interrupt ended the calls of its modules."""
+
+    def open_backward(self) -> None:
+        """Take part in the backward that runs, whichever gradients it brings."""
+
+    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]], reason: object) -> None:
+        """Let the parameters rest as DTensors on `mesh`, if they can, also where sharded units have `tied` ones."""
+
+    def rest_plain(self, reason: object) -> None:
+        """Take that back; nothing if it was not done for this reason."""
+
+
+class Readers:
+    """Lets replicated units show what their modules compute with, while a call or a backward of who is around them goes on.
+
+    A participant of the end of a backward, see `composable.runtime.backward_end`.
+    """
+
+    turn = sys.maxsize  # last: whoever finishes a backward may still recompute
+
+    def __init__(self, units: Sequence[Unit], settle: Callable[[], None]) -> None:
+        self._units = tuple(units)
+        self.settle = settle  # leaves the call if an interrupt has ended it
+        self._in_call = False
+        self._in_backward = object()  # who reads then: a call may go on around a backward
+        self._backward: Callable[[], BackwardEnd | None] | None = None  # while it runs; see Note [What an interrupt leaves]
+
+    def enter_call(self) -> Sequence[Unit]:
+        """Returns the units that nobody else is around."""
+        if not self._units or self._in_call:
+            return ()
+        self._in_call = True
+        try:
+            return [unit for unit in self._units if unit.show(self)]  # which may refuse what was put in a parameter's place
+        except Exception:
+            self.leave_call()
+            raise
+
+    def leave_call(self) -> None:
+        if self._in_call:
+            for unit in self._units:
+                unit.hide(self)
+            self._in_call = False
+
+    def forget_calls(self) -> None:
+        """An interrupt ended the calls that were under way, of these units and of who is around them."""
+        for unit in self._units:
+            unit.forget_calls()
+        self.leave_call()
+
+    def enter_backward(self) -> None:
+        if self._units and (self._backward is None or self._backward() is None):
+            end = end_of_backward()
+            end.join(self)
+            self._backward = ref(end)
+            for unit in self._units:
+                unit.show(self._in_backward)
+                unit.open_backward()
+
+    def launch_rest(self) -> None:
+        """It has no collectives."""
+
+    def finish_backward(self) -> None:
+        if self._backward is not None:
+            for unit in self._units:
+                unit.hide(self._in_backward)
+            self._backward = None
+
+    leave_failed_backward = finish_backward
+
+    def abort(self) -> None:
+        """Leave whatever is under way."""
+        self.finish_backward()
+        self.leave_call()

@@ -1,0 +1,378 @@
+"""What `fully_shard` leaves in the registry: a unit, and the bracket around its modules' forward. Decides no order."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from composable.compilation import untraced
+from composable.device.memory import HOST_MEMORY
+from composable.device.parameter_swap import Owner, ParameterSlots
+from composable.device.private import in_backward, next_node
+from composable.errors import HooksRemovedError, ShardedParameterError
+from composable.model.hooks import Guard, dispatcher_of, map_tensors
+from composable.model.transaction import is_rolling_back
+from composable.model.traversal import get_replicated_states, get_states, names_below
+from composable.runtime.divergence import say_farewell
+from composable.runtime.handle import Handle, Recipe
+from composable.runtime.leaving import after_interrupt, remove_together
+from composable.runtime.loading import StateDictHook
+from composable.runtime.membership import Membership
+from composable.runtime.misuse import method_on_stack
+from composable.runtime.optimizers import Form, forget, note
+from composable.runtime.outputs import watch
+from composable.runtime.root import Root
+
+
+def _handles_of(units: Sequence[ShardedUnit]) -> list[Handle]:
+    return [unit._handle for unit in units if unit._handle is not None and unit._handle.parameters.parts]
+
+
+class _Call:
+    """One call of a unit's module: how it was entered, and the number of autograd's next node at that time."""
+
+    __slots__ = ("how", "since")
+
+    def __init__(self) -> None:
+        self.how = "entering"
+        self.since = next_node()
+
+
+class ShardedUnit:
+    """One fully sharded module, or several that were annotated as one. It is the state and the bracket in one object."""
+
+    __slots__ = (
+        "__weakref__", "_calls", "_handle", "_left_to_run", "_loading", "_originals", "enclosing", "former", "guards",
+        "left_alone", "modules", "recipe", "root", "spare_name"
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.modules: tuple[nn.Module, ...] = ()
+        self.root: Root | None = None
+        self.former: Root | None = None  # the one before, while there is none
+        self.enclosing: weakref.ref[ShardedUnit] | None = None
+        self.guards: list[Guard] = []
+        self.recipe: Recipe | None = None
+        self.spare_name = ""
+        self.left_alone: list[Owner] = []  # places in its tree that are no unit's, and should not be
+        self._handle: Handle | None = None
+        self._originals: list[weakref.ref[nn.Parameter]] = []
+        self._loading: list[RemovableHandle] = []
+        self._left_to_run: tuple[nn.Module, ...] = ()
+        self._calls: list[_Call] = []  # that are running
+
+    def initialize(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
+        """Shard the parameters that `recipe` names."""
+        self.modules = tuple(modules)
+        self.recipe = recipe
+        held = [owners[0].module._parameters[owners[0].name] for owners in recipe.owners]
+        self._originals = [weakref.ref(parameter) for parameter in held if parameter is not None]
+        del held
+        handle = self.handle
+        handle.open_channels()
+        self.rename("")
+        owners: dict[int, nn.Module] = {}
+        for slot in handle.slots:
+            for owner in slot.owners:
+                owners.setdefault(id(owner.module), owner.module)
+        mine = [id(module) for module in modules]
+        if handle.mesh_info.mesh is not None:
+            self.guards = [Guard(module, self._guard) for key, module in owners.items() if key not in mine]
+            hook = StateDictHook(self)
+            self._loading = [owner.register_load_state_dict_pre_hook(hook) for owner in owners.values()]
+            self._loading += [owner.register_state_dict_pre_hook(self._before_state_dict) for owner in owners.values()]
+        handle.guarded_by(self.guards)
+
+    @property
+    def handle(self) -> Handle:
+        if self._handle is None:
+            assert self.recipe is not None, "the unit is used before fully_shard has finished"
+            self._handle = self.recipe.build(HOST_MEMORY)
+            self._handle.rename(self.spare_name)
+            self._handle.guarded_by(self.guards)
+        return self._handle
+
+    @property
+    def home(self) -> torch.device:
+        """Where the parameters are, or belong."""
+        return self.handle.mesh_info.device
+
+    @property
+    def name(self) -> str:
+        return self.handle.name
+
+    @property
+    def names(self) -> Sequence[str]:
+        return self.handle.names
+
+    @property
+    def slots(self) -> Sequence[ParameterSlots]:
+        return self.handle.slots
+
+    def rename(self, name: str) -> None:
+        """Take a name for messages: the FQN below whatever was annotated last."""
+        self.spare_name = name
+        self.handle.rename(name)
+        if self.handle.mesh_info.mesh is not None:
+            for fqn, original in self.originals():
+                note(original, Form.ORIGINAL, name, fqn)
+
+    def enclosed_by(self, outer: ShardedUnit) -> None:
+        self.enclosing = weakref.ref(outer)
+
+    def originals(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that were registered before sharding, as far as somebody still holds them."""
+        for fqn, reference in zip(self.handle.names, self._originals, strict=True):
+            original = reference()
+            if original is not None:
+                yield fqn, original
+
+    @staticmethod
+    def around_removal(units: Sequence[ShardedUnit], undo: Callable[[], object]) -> None:
+        """Call `undo`, which dissolves `units`, when all ranks have whole parameters; or raise, and nothing has changed."""
+        handles = _handles_of(units)
+        if handles:
+            remove_together(handles, undo)
+        else:
+            undo()
+
+    @staticmethod
+    def removal_was_interrupted(units: Sequence[ShardedUnit], begun: bool) -> None:
+        handles = [handle for handle in _handles_of(units) if handle.mesh_info.communicator.size > 1]
+        if handles:
+            after_interrupt(handles, begun=begun)
+
+    def undo(self) -> None:
+        """Undo: whole plain parameters are registered again, the very ones from before where somebody kept them."""
+        for guard in self.guards:
+            guard.remove()
+        for hook in self._loading:
+            hook.remove()
+        self.guards, self._loading = [], []
+        if self.root is not None and not self.root.depth:
+            self.root.invalidate()
+        handle = self._handle
+        if handle is None:
+            return
+        if self.enclosing is not None and (outer := self.enclosing()) is not None:
+            outer.left_alone += [owner for slot in handle.slots for owner in slot.owners] + self.left_alone
+        handle.guarded_by(())
+        originals = [reference() for reference in self._originals]
+        if is_rolling_back():
+            handle.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for
+        else:
+            handle.undo(originals)
+        for fqn, slot in zip(handle.names, handle.slots, strict=True):
+            note(slot.sharded, Form.REMOVED, handle.name, fqn)
+        for slot, original in zip(handle.slots, originals, strict=True):
+            for parameter in (slot.registered, original):
+                if isinstance(parameter, nn.Parameter):
+                    forget(parameter)
+        self._handle = self.recipe = None  # last: what an interrupt ends is done again
+
+    # --- the bracket ------------------------------------------------------------------------------------------------
+
+    @property
+    @untraced
+    def outermost(self) -> bool:
+        root = self.root
+        return root is not None and root.depth == 1
+
+    @untraced
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        call = _Call()
+        self._calls.append(call)
+        handle = self.handle
+        if in_backward():
+            # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
+            call.how = "entering again"
+            handle.unshard_in_step()
+            handle.wait_for_unshard()
+            handle.begin_call()
+            call.how = "recompute"
+            return args, kwargs
+        root = self._root_for_call(module)
+        call.how = "opening"  # from here on the root knows
+        root.open_forward(handle, module)
+        call.how = "forward"
+        if not self._left_to_run:
+            self._left_to_run = self.modules
+        root.enter(handle)
+        handle.begin_call()
+        mesh = handle.mesh_info.mesh
+        if mesh is not None and mesh.device_type != "cpu" and root.depth == 1:
+            device = handle.device
+            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
+        return args, kwargs
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        call = self._calls.pop()
+        handle = self.handle
+        handle.end_call()
+        root = self.root
+        assert root is not None
+        if call.how == "recompute":
+            handle.refuse_recast()
+            if torch.is_grad_enabled():
+                watch(handle, output, call.since, count=False)
+            return output
+        self._left_to_run = tuple([other for other in self._left_to_run if other is not module])
+        try:
+            handle.refuse_recast()
+            output = root.leave(handle, output, call.since, complete=not self._left_to_run and handle.depth == 0)
+            root.close_forward()
+        except BaseException:
+            self._left_to_run = ()
+            root.on_error(handle)
+            raise
+        return output
+
+    def on_error(self, module: nn.Module) -> None:
+        call = self._calls.pop()
+        if call.how == "recompute":
+            self.handle.end_call()  # checkpointing stops a recomputation by raising as soon as it has what it needs
+        elif call.how == "forward":
+            self.handle.end_call()
+            self._left_to_run = ()
+            assert self.root is not None
+            self.root.on_error(self.handle)
+
+    # --- the root ---------------------------------------------------------------------------------------------------
+
+    def _root_for_call(self, module: nn.Module) -> Root:
+        root = self.root
+        at_rest = root is None or not root.depth
+        if root is not None and at_rest and root.membership.changed():
+            former, root = root, self._become_root(module)  # which may refuse what came
+            former.invalidate()
+        if root is None:
+            root = self._become_root(module)
+        if root.call is not None and (root.call is module or sys.exception() is not root.handled) and root.is_left(module):
+            root.recover_from_interrupt()
+            at_rest = True
+        if at_rest:
+            root.check_hooks()
+            if self.enclosing is not None and (outer := self.enclosing()) is not None:
+                outer.check_hooks()
+        return root
+
+    def _become_root(self, module: nn.Module) -> Root:
+        """Plan this module and everything below it as one tree. A later forward of a module above plans anew."""
+        units: list[ShardedUnit] = get_states(module)
+        if self not in units:  # annotated in a list, and called through a member that does not hold the others
+            units = [self]
+        names = names_below(module)
+        for unit in units:
+            unit.handle.rename(names.get(id(unit.modules[0]), unit.handle.name))
+        membership = Membership(module, [unit for unit in units if unit.handle.mesh_info.mesh is not None])
+        membership.check()
+        for former in dict.fromkeys([unit.root or unit.former for unit in units]):
+            if former is not None and former.iteration is not None and former.iteration.lost_backward:
+                former.abort("its backward did not finish")
+        root = Root(module, units, membership)
+        around = dict.fromkeys([module, *(each for unit in units for each in unit.modules)])
+        replicated = {id(state): state for each in around for state in get_replicated_states(each)}
+        root.take_along(list(replicated.values()))
+        for unit in reversed(units):  # this one last: until it has the root, a forward plans anew
+            unit.root, unit.former = root, None
+        return root
+
+    @untraced
+    def on_interrupt(self) -> None:
+        root = self.root
+        if root is not None:
+            unnoted = root.call is None and any(call.how == "entering" for call in self._calls)
+            self.settle()
+            root.steps.behind = True
+            if unnoted:
+                root.steps.open()  # the others have
+                say_farewell(root.handles, "its forward was interrupted")
+        while self._calls:  # of a forward that goes on: somebody inside it caught the interrupt
+            self.on_error(self.modules[0])
+
+    def settle(self) -> None:
+        """Show what should be seen, if an interrupt has ended what was under way."""
+        if self.root is not None:
+            self.root.settle()
+
+    @untraced
+    def _before_state_dict(self, *_: Any) -> None:
+        self.settle()
+
+    def forget_calls(self) -> None:
+        """No call of this unit's modules is under way any more."""
+        self._calls = [call for call in self._calls[-1:] if call.how == "entering"]
+        self._left_to_run = ()
+
+    def check_hooks(self) -> None:
+        """Raise when somebody removed the hooks of one of this unit's modules."""
+        for module in self.modules:
+            dispatcher = dispatcher_of(module)
+            if dispatcher is None or not dispatcher.attached_to(module):
+                raise HooksRemovedError(
+                    f"the hooks of unit '{self.name}' were removed from its module ({type(module).__name__}); without them "
+                    "its parameters are never gathered. Leave hooks alone that you did not register; to annotate again, "
+                    "call remove(module, fully_shard) first."
+                )
+
+    # --- misuse -----------------------------------------------------------------------------------------------------
+
+    def _guard(self, module: nn.Module) -> None:
+        """A module with parameters of this unit computes while no module of the unit itself is called."""
+        if self.handle.depth:
+            return  # it is recomputed by itself, within the unit's backward
+        self.check_hooks()
+        if in_backward() and self.root is not None:
+            # Part of this unit is recomputed, and its outputs were not on the way here.
+            self.handle.on_backward(False)
+            return
+        name = next(
+            (
+                self.handle.names[index]
+                for index, slot in enumerate(self.handle.slots)
+                if any(owner.module is module for owner in slot.owners)
+            ),
+            "",
+        )
+        method = method_on_stack(self.modules)
+        here = type(self.modules[0]).__name__
+        if method == "forward":
+            advice = "call model(x), not model.forward(x), or register_forward_method(model, 'forward')"
+        elif method:
+            advice = f"{here}.{method} is not a forward: call register_forward_method(module, '{method}') first"
+        else:
+            advice = f"call the annotated module ({here}) itself, or annotate '{name.rpartition('.')[0]}' as a unit"
+        raise ShardedParameterError(
+            f"parameter '{name}' of unit '{self.name}' is sharded and was used outside a forward call; {advice}"
+        )
+
+    # --- copies -----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedUnit:
+        twin = ShardedUnit()
+        memo[id(self)] = twin
+        # The copied modules are not whole yet: the twin makes its handle at its first use.
+        for name in ("modules", "guards", "recipe", "spare_name", "left_alone"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "modules": self.modules,
+            "guards": self.guards,
+            "recipe": self.recipe,
+            "spare_name": self.name,
+            "left_alone": self.left_alone,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]
+        for name, value in state.items():
+            setattr(self, name, value)

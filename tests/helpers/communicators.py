@@ -1,0 +1,199 @@
+"""Communicators that record, delay or hold back collectives; knows the protocol of communicators and nothing above it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composable.device.collectives import (
+    Communicator,
+    GatherPart,
+    NativeCommunicator,
+    PointToPointCommunicator,
+    PollableWork,
+    ReducePart,
+    ScaledInput,
+    Scratch,
+    TagSequence,
+    Work,
+    communicator_like,
+)
+
+
+@dataclass
+class Log:
+    """What happened on this rank, in order: ("launch" or "wait", label), and whatever the test adds."""
+
+    events: list[tuple[str, str]] = field(default_factory=list)
+
+    def add(self, what: str, label: str) -> None:
+        self.events.append((what, label))
+
+    def labels(self, what: str = "launch") -> list[str]:
+        return [label for event, label in self.events if event == what]
+
+    def while_in_flight(self, label: str, what: str) -> list[str]:
+        """Labels of the events `what` between the first launch of `label` and its wait."""
+        start = self.events.index(("launch", label))
+        end = self.events.index(("wait", label), start)
+        return [other for event, other in self.events[start:end] if event == what]
+
+
+@dataclass
+class _Later:
+    """An arrival that does something of its own before or in place of the communicator's."""
+
+    act: Callable[[], None]
+    try_to: Callable[[], bool] = lambda: False
+    done: bool = False
+
+    def progress(self) -> bool:
+        return self.done or self.try_to()
+
+    def wait(self) -> None:
+        if not self.done:
+            self.done = True
+            self.act()
+
+    def abort(self) -> None:
+        self.wait()
+
+
+class _Around:
+    """A communicator that passes everything on."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+class Recording(_Around):
+    """Writes launches and waits into a log."""
+
+    def __init__(self, inner: Communicator, log: Log) -> None:
+        super().__init__(inner)
+        self._log = log
+
+    def _noted(self, label: str, work: Work) -> PollableWork:
+        self._log.add("launch", label)
+
+        def wait() -> None:
+            self._log.add("wait", label)
+            work.wait()
+
+        return _Later(wait, getattr(work, "progress", lambda: False))
+
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+        return self._noted(label, self._inner.all_gather(prepared, label=label, tags=tags))
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
+        return self._noted(label, self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags))
+
+    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+        return self._noted(label, self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input))
+
+
+class Slow(_Around):
+    """Starts every collective late on one rank."""
+
+    def __init__(self, inner: Communicator, *, rank: int, seconds: float) -> None:
+        super().__init__(inner)
+        self._seconds = seconds if inner.rank == rank else 0.0
+
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+        time.sleep(self._seconds)
+        return self._inner.all_gather(prepared, label=label, tags=tags)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
+        time.sleep(self._seconds)
+        return self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
+
+    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+        time.sleep(self._seconds)
+        return self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input)
+
+
+class Impatient(_Around):
+    """Waits for every collective at once: results are there before anybody asks."""
+
+    def _now(self, work: Work) -> PollableWork:
+        work.wait()
+        return _Later(lambda: None, lambda: True)
+
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+        return self._now(self._inner.all_gather(prepared, label=label, tags=tags))
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
+        return self._now(self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags))
+
+    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+        return self._now(self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input))
+
+
+class LastMoment(_Around):
+    """Moves no byte before the wait, and leaves NaN where the result will be: who reads too early, or changes what is
+    being sent, computes something else than expected, every time and not once in a thousand runs."""
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        return self._inner.prepare(parts), list(parts)
+
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+        plan, parts = prepared
+        for part in parts:
+            if part.whole.untyped_storage().data_ptr() != part.shard.untyped_storage().data_ptr():
+                _spoil(part.whole)
+        return _Later(lambda: self._inner.all_gather(plan, label=label, tags=tags).wait())
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
+        for part in parts:
+            if part.out.untyped_storage().data_ptr() != part.source.untyped_storage().data_ptr():
+                _spoil(part.out)
+        return _Later(lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags).wait())
+
+    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+        before = tensor.detach().clone()
+        _spoil(tensor)
+
+        def act() -> None:
+            tensor.detach().copy_(before)
+            self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input).wait()
+
+        return _Later(act)
+
+
+def _spoil(tensor: Tensor) -> None:
+    if tensor.is_floating_point():
+        with torch.no_grad():
+            tensor.data.fill_(float("nan"))
+
+
+def all_shared(communicator: Communicator) -> Communicator:
+    """The communicator that ranks of one host have anyway; that it is the one through shared memory is made sure of."""
+    assert communicator.capabilities.tells_of_leaving
+    return communicator
+
+
+def all_sockets(communicator: Communicator) -> Communicator:
+    """A communicator that moves everything from point to point, in place of one that uses shared memory."""
+    if communicator.capabilities.tells_of_leaving and communicator.apart:
+        return PointToPointCommunicator(communicator_like(communicator.group, communicator.device), communicator.device)
+    return (
+        PointToPointCommunicator(communicator.group, communicator.device)
+        if communicator.capabilities.tells_of_leaving
+        else communicator
+    )
+
+
+def all_ordered(communicator: Communicator) -> Communicator:
+    """A communicator whose collectives are told apart by nothing but their order, as NCCL's are."""
+    if communicator.capabilities.tells_of_leaving and communicator.apart:
+        return NativeCommunicator(communicator_like(communicator.group, communicator.device), communicator.device)
+    sent_by_pairs = communicator.capabilities.tells_of_leaving or isinstance(communicator, PointToPointCommunicator)
+    return NativeCommunicator(communicator.group, communicator.device) if sent_by_pairs else communicator
