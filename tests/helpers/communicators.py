@@ -182,7 +182,7 @@ def all_shared(communicator: Communicator) -> Communicator:
 
 def all_sockets(communicator: Communicator) -> Communicator:
     """A communicator that moves everything from point to point, in place of one that uses shared memory."""
-    if communicator.capabilities.tells_of_leaving and communicator.apart:
+    if communicator.capabilities.tells_of_leaving and communicator.dedicated:
         return PointToPointCommunicator(communicator_like(communicator.group, communicator.device), communicator.device)
     return (
         PointToPointCommunicator(communicator.group, communicator.device)
@@ -193,7 +193,7 @@ def all_sockets(communicator: Communicator) -> Communicator:
 
 def all_ordered(communicator: Communicator) -> Communicator:
     """A communicator whose collectives are told apart by nothing but their order, as NCCL's are."""
-    if communicator.capabilities.tells_of_leaving and communicator.apart:
+    if communicator.capabilities.tells_of_leaving and communicator.dedicated:
         return NativeCommunicator(communicator_like(communicator.group, communicator.device), communicator.device)
     sent_by_pairs = communicator.capabilities.tells_of_leaving or isinstance(communicator, PointToPointCommunicator)
     return NativeCommunicator(communicator.group, communicator.device) if sent_by_pairs else communicator
