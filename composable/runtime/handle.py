@@ -370,7 +370,7 @@ class Handle:
         if not self.parameters.intact():
             self._take_in_foreigners()
 
-    def undo(self, originals: Sequence[nn.Parameter | None]) -> None:
+    def give_back(self, originals: Sequence[nn.Parameter | None]) -> None:
         """Give the module whole plain parameters back, which are here: `originals` where they still exist, new ones elsewhere.
         What an interrupt ended is done again."""
         if self.parameters.parts:

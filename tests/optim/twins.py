@@ -198,7 +198,7 @@ def run_lengths(handle: ShardStepping) -> list[int]:
     """How many parameters each tensor stood for that was stepped last."""
     plan = handle._plan
     assert plan is not None
-    return [len(run.parameters) for run in plan._runs]
+    return [len(run.parameters) for run in plan._spans]
 
 
 class Sign(Optimizer):
