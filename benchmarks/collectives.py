@@ -64,10 +64,10 @@ def _usable(algorithms: dict[str, T], device: str) -> dict[str, T]:
 
 
 def _moves(size: int, device: torch.device) -> dict[str, Move]:
-    size = dist.get_world_size()
-    numel = max(size // 4 // size, 1)
+    ranks = dist.get_world_size()
+    numel = max(size // 4 // ranks, 1)
     shard = torch.ones(numel, device=device)
-    whole = torch.zeros(numel * size, device=device)
+    whole = torch.zeros(numel * ranks, device=device)
     moves = {f"{size} {name}": make(shard, whole) for name, make in _usable(GATHERS, device.type).items()}
     # An all-reduce in place grows what it sums: zeros stay zeros, however often it is repeated.
     return moves | {
@@ -130,15 +130,15 @@ def main() -> None:
     tables, data, lines, backend = [], {}, {}, "nccl" if found.device == "cuda" else "gloo"
     moves, messages = list(_usable(MOVES, found.device)), list(_usable(MESSAGES, found.device))
     kinds = list(dict.fromkeys(name.partition(": ")[2] for name in messages))
-    for size in found.world:
-        run = argparse.Namespace(**{**vars(found), "ranks": size})
+    for ranks in found.world:
+        run = argparse.Namespace(**{**vars(found), "ranks": ranks})
         rounds = compete(build, ["moves", "messages"], run)
 
         def rate(size: int, name: str, rounds: Rounds = rounds) -> float:
             return float(size / spread(series(rounds, "moves", f"{size} {name}"))["median"] / 1e9)
 
         rows = [[readable(size), *[f"{rate(size, name):.3f}" for name in moves]] for size in found.sizes]
-        tables.append(f"GB/s of the full tensor, {size} ranks, {backend}:\n\n" + table(["size", *moves], rows))
+        tables.append(f"GB/s of the full tensor, {ranks} ranks, {backend}:\n\n" + table(["size", *moves], rows))
         rows = []
         for size in found.shards:
             medians = [spread(series(rounds, "messages", f"{size} {name}"))["median"] for name in messages]
@@ -146,12 +146,12 @@ def main() -> None:
         edges = {kind: threshold(rounds, found.shards, kind) for kind in kinds}
         said = "; ".join(f"{kind}: {'never' if at is None else 'from ' + readable(at)}" for kind, at in edges.items())
         tables.append(
-            f"ms to gather {TOGETHER} parameters, each in a message of its own or all packed in one, {size} ranks:\n\n"
+            f"ms to gather {TOGETHER} parameters, each in a message of its own or all packed in one, {ranks} ranks:\n\n"
             + table(["shard", *messages], rows)
             + f"\n\nA message of its own pays, {said}."
         )
-        lines[f"{size} ranks"] = {name: {float(size): rate(size, name) for size in found.sizes} for name in moves}
-        data[str(size)] = {"direct_bytes": edges, "seconds": rounded(rounds)}
+        lines[f"{ranks} ranks"] = {name: {float(size): rate(size, name) for size in found.sizes} for name in moves}
+        data[str(ranks)] = {"direct_bytes": edges, "seconds": rounded(rounds)}
     title = f"Collectives: {backend}, {found.device}, {', '.join(map(str, found.world))} ranks"
 
     def draw(path: Path) -> None:

@@ -167,25 +167,25 @@ class Span:
         self.tensor = _alone(first.detach()) if self.single else _stretch(first, self._starts[-1] + last.numel())
 
     def take_gradients(self) -> None:
-        """Put the parameters' gradients on the run's tensor."""
+        """Put the parameters' gradients on the span's tensor."""
         gradient = self.gradients[0]()
         assert gradient is not None
         self.tensor.grad = _alone(gradient) if self.single else _stretch(gradient, self.tensor.numel())
 
     def part(self, whole: Tensor, index: int) -> Tensor:
-        """What belongs to one parameter of a tensor that is like the run's: a view."""
+        """What belongs to one parameter of a tensor that is like the span's: a view."""
         if self.single:
             return whole.view(self.locals[0].shape) if whole.dim() != self.locals[0].dim() else whole
         local, start = self.locals[index], self._starts[index]
         return whole[start : start + local.numel()].view(local.shape)
 
     def note_parts(self, whole: Tensor) -> None:
-        """Note on a tensor that is like the run's what of it is padding."""
+        """Note on a tensor that is like the span's what of it is padding."""
         if not self.single:
             note_starts(whole, self._starts)
 
     def gather(self, values: Sequence[DTensor]) -> Tensor:
-        """One tensor like the run's that holds `values`, per-element state of the parameters, which live in it afterwards."""
+        """One tensor like the span's that holds `values`, per-element state of the parameters, which live in it afterwards."""
         locals_ = [local_of(value) for value in values]
         if self.single:
             return _alone(locals_[0])

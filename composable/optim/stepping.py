@@ -185,7 +185,7 @@ class Plan:
     # --- the state of runs and of their members ---------------------------------------------------------------------
 
     def _adopt(self, span: Span) -> None:
-        """Make the run's state of its members', who agree in all that is not per element."""
+        """Make the span's state of its members', who agree in all that is not per element."""
         states = self._members[id(span)]
         first = states[0]
         if first is None:
@@ -202,7 +202,7 @@ class Plan:
         return len(state) != len(known) or not _same(state.values(), known.values())
 
     def _publish(self, span: Span, optimizer: Optimizer) -> None:
-        """Tell the members what is new in the run's state."""
+        """Tell the members what is new in the span's state."""
         states: list[dict[str, Any]] = [optimizer.state[parameter] for parameter in span.parameters]
         self._members[id(span)] = list(states)
         whole, known = self.state[span.tensor], self._known.get(id(span), {})

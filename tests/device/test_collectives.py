@@ -299,8 +299,8 @@ def test_channels_whose_lowest_bits_are_alike_have_other_tags() -> None:
 
 
 def test_tags_do_not_repeat_but_their_lowest_bits_may() -> None:
-    tags = TagSequence(1023)
-    tags = [tags.next_tag() for _ in range(5000)]
+    sequence = TagSequence(1023)
+    tags = [sequence.next_tag() for _ in range(5000)]
     assert len(dict.fromkeys(tags)) == 5000
     assert tags[-1] < 1 << 62, "a tag is one integer of eight bytes"
     lowest = [tag & TagSequence.LOWEST for tag in tags]
