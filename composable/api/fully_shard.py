@@ -275,7 +275,7 @@ def _attach_unit(
         mesh_info=mesh_info,
         after_forward=after,
     )
-    on_undo(unit.give_back)
+    on_undo(unit.restore)
     unit.initialize(modules, recipe)
     if mesh_info.mesh is not None:
         move_buffers(modules, mesh_info.device)

@@ -203,7 +203,7 @@ def _attach(
     unit = _unit_of(modules)
     places = [place for p in parameters for place in p.places]
     owners = [Owner(place.module, place.name) for place in places]
-    on_undo(unit.give_back)
+    on_undo(unit.restore)
     unit.rename(known_fqn(modules[0]) or "")
     unit.initialize(
         modules,

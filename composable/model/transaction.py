@@ -131,16 +131,18 @@ def _insist(step: Callable[[], object], meanwhile: str, error: BaseException) ->
     return interrupt
 
 
-def through_interrupts(step: Callable[[], object]) -> None:
-    """Call `step` again and again until no interrupt ends it."""
+def through_interrupts(step: Callable[[], object]) -> BaseException | None:
+    """Call `step` again and again until no interrupt ends it; returns the last interrupt."""
+    interrupt = None
     for _ in range(_PATIENCE):
         try:
             step()
-            return
+            break
         except Exception:
             raise
-        except BaseException:
-            continue
+        except BaseException as error:
+            interrupt = error
+    return interrupt
 
 
 def to_its_end(step: Callable[[], object]) -> None:

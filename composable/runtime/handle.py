@@ -365,12 +365,12 @@ class Handle:
                 part.find_writes()  # and forget them: the step is lost anyway
                 part.free()
 
-    def adopt_from(self) -> None:
+    def adopt_replaced(self) -> None:
         """Parameters that were moved, cast or replaced by hand become the unit's own."""
         if not self.parameters.intact():
             self._take_in_foreigners()
 
-    def give_back(self, originals: Sequence[nn.Parameter | None]) -> None:
+    def restore(self, originals: Sequence[nn.Parameter | None]) -> None:
         """Give the module whole plain parameters back, which are here: `originals` where they still exist, new ones elsewhere.
         What an interrupt ended is done again."""
         if self.parameters.parts:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -22,8 +21,6 @@ from composable.device.private import local_of
 from composable.model.transaction import through_interrupts
 from composable.plan.phases import Phase
 from composable.runtime.handle import Handle
-
-_PATIENCE: Final = 16  # interrupts while ranks vote
 
 
 class _Gathering:
@@ -38,7 +35,7 @@ class _Gathering:
     def run(self) -> None:
         self._open()
         for handle in self._handles:
-            handle.adopt_from()
+            handle.adopt_replaced()
             if handle.phase is not Phase.UNSHARDED:
                 self._unsharded.append(handle)
                 handle.unshard_in_step(for_user=True)
@@ -52,26 +49,16 @@ class _Gathering:
 
     def vote(self) -> BaseException | None:
         """Hear that all have come so far, through any interrupt, which is returned: others may have heard this rank's vote."""
-        interrupt = None
-        checks = self._handles[0].checks
+        communicator, checks = self._handles[0].mesh_info.communicator, self._handles[0].checks
         before, steps = checks.mark(), checks.steps
         steps.met = -1
-        for _ in range(_PATIENCE):
-            try:
-                self._vote()
-                break
-            except Exception:
-                raise
-            except BaseException as error:
-                interrupt = error
-                if steps.met == steps.number:
-                    break  # all votes have come
-                checks.go_back_to(before)
-        return interrupt
 
-    def _vote(self) -> None:
-        handle = self._handles[0]
-        handle.mesh_info.communicator.min_max([0], label="vote on remove() across ranks", tags=handle.checks)
+        def vote() -> None:
+            if steps.met != steps.number:  # not all votes have come
+                checks.go_back_to(before)
+                communicator.min_max([0], label="vote on remove() across ranks", tags=checks)
+
+        return through_interrupts(vote)
 
     def abort(self) -> None:
         self._open()
@@ -92,13 +79,7 @@ def remove_together(handles: Sequence[Handle], undo: Callable[[], object]) -> No
     except BaseException:
         through_interrupts(lambda: (gathering or _Gathering(handles)).abort())
         raise
-    try:
-        undo()
-    except Exception:
-        raise
-    except BaseException:
-        through_interrupts(undo)
-        raise
+    interrupt = through_interrupts(undo) or interrupt
     if interrupt is not None:
         raise interrupt
 

@@ -116,7 +116,7 @@ class MixedParameters:
             if pair is not None:
                 note(pair.plain, Form.COMPUTING, self._unit, name)
                 note(pair.resting, Form.REPLICATED, self._unit, name)
-        self._stage = ParameterSwap(self._slots)
+        self._swap = ParameterSwap(self._slots)
         self._row = GuardRow(self._guards)
         self._at_rest = self._registered()
         held = zip(self._found, self._at_rest, strict=True)
@@ -204,18 +204,18 @@ class MixedParameters:
         self._shown[reader] = None  # first: whoever hides for it finds what has been shown
         if alone:
             self._row.step_aside()
-            self._stage.show()
+            self._swap.show()
 
     def hide(self, reader: object) -> None:
         """Modules hold DTensors again when this was the last reader."""
         self._shown.pop(reader, None)
         if not self._shown:
-            self._stage.hide()
+            self._swap.hide()
             self._row.stand()
 
     def intact(self) -> bool:
         """Whether every module holds what it holds at rest."""
-        return self._stage.intact()
+        return self._swap.intact()
 
     @untraced
     def _before_state_dict(self, *_: Any) -> None:

@@ -326,14 +326,14 @@ class UnitParameters:
     ) -> None:
         """Register whole plain parameters: `originals` where they still exist, new ones elsewhere. All must be unsharded."""
         for slot, original, stride, gradient in zip(self.slots, originals, strides, gradients, strict=True):
-            _give_back(slot, original, stride, gradient)
+            _restore(slot, original, stride, gradient)
 
     def forget(self) -> None:
         """The parameters are somebody else's."""
         self.parts = ()
 
 
-def _give_back(slot: ParameterSlots, original: nn.Parameter | None, stride: tuple[int, ...], gradient: Tensor | None) -> None:
+def _restore(slot: ParameterSlots, original: nn.Parameter | None, stride: tuple[int, ...], gradient: Tensor | None) -> None:
     whole = slot.unsharded.data
     if original is not None and (original.shape != whole.shape or original.dtype != whole.dtype):
         original = None

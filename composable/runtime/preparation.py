@@ -25,15 +25,15 @@ class _ParameterWatch:
     """Tells quickly whether sharded parameters are registered where they were, hold what they held, and train as they did."""
 
     def __init__(self, units: Sequence[UnitParameters]) -> None:
-        self._stage = ParameterSwap([slot for unit in units for slot in unit.slots])
+        self._swap = ParameterSwap([slot for unit in units for slot in unit.slots])
         self._sharded = [sharded for unit in units for sharded in unit.sharded]
         self._locals = [local for unit in units for local in unit.locals]
         self._numels = [numel for unit in units for numel in unit.numels]
         self._trainable = self._trains()
 
-    def all_attached(self) -> bool:
+    def unchanged(self) -> bool:
         return (
-            self._stage.intact()
+            self._swap.intact()
             and all(map(is_, map(local_of, self._sharded), self._locals))
             and list(map(Tensor.numel, self._locals)) == self._numels
             and self._trains() == self._trainable
@@ -55,7 +55,7 @@ class Preparation:
 
     def prepare(self) -> None:
         """May raise: what nobody can compute with is refused."""
-        if self._watch is None or not self._watch.all_attached():
+        if self._watch is None or not self._watch.unchanged():
             self._watch = None
             for handle in self._handles:
                 handle.look_into_parameters()

@@ -48,7 +48,7 @@ class Reducer:
         place: there.
         cap_bytes: bytes a bucket may hold.
         turn: the unit's place among all, the same on every rank.
-        agreement: of the reducer before this one.
+        bucket_order: of the reducer before this one.
         elsewhere: indices of parameters whose gradients somebody else averages.
         sparse: indices of parameters whose gradients are sparse.
         deliver: told of parameters whose gradients are complete; whoever wants them elsewhere may take them.
@@ -96,9 +96,8 @@ class Reducer:
         self._launched = 0
         self._in_flight: list[Bucket] = []
         self._on_host = communicator.size > 1 and all(p.device.type == "cpu" for p in parameters)
-        self._few_in_flight = (
-            self._on_host and not communicator.capabilities.ordered
-        )  # what is launched then must not depend on what has arrived
+        # Where order alone tells collectives apart, what is launched must not depend on what has arrived.
+        self._few_in_flight = self._on_host and not communicator.capabilities.ordered
         self._arrivals: list[int] = []
         self._hooks: list[RemovableHandle] = []
         self._adopting: BucketOrder | None = None  # is being put into effect

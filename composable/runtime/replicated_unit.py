@@ -379,7 +379,7 @@ class ReplicatedUnit:
     def rename(self, name: str) -> None:
         self.name = name
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Undo: the parameters stay as they are, or are plain again, and nothing is reduced any more."""
         self._leave_mixed()
         if self._reducer is not None:

@@ -149,7 +149,7 @@ class ShardedUnit:
         if handles:
             after_interrupt(handles, begun=begun)
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         """Undo: whole plain parameters are registered again, the very ones from before where somebody kept them."""
         for guard in self.guards:
             guard.remove()
@@ -168,7 +168,7 @@ class ShardedUnit:
         if is_rolling_back():
             handle.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for
         else:
-            handle.give_back(originals)
+            handle.restore(originals)
         for fqn, slot in zip(handle.names, handle.slots, strict=True):
             note(slot.sharded, Form.REMOVED, handle.name, fqn)
         for slot, original in zip(handle.slots, originals, strict=True):

@@ -189,7 +189,7 @@ def test_a_backend_that_averages_is_asked_for_means_and_for_nothing_else(pool: P
 def _in_flight(kind: str) -> None:
     communicator = _communicator(kind)
     size, rank = communicator.size, communicator.rank
-    tags_opened = [communicator.open_tags() for _ in range(3)]
+    tags = [communicator.open_tags() for _ in range(3)]
     shards = [_numbers(4, 10 * unit + rank) for unit in range(3)]
     wholes = [torch.zeros(4 * size) for _ in shards]
     plans = [communicator.prepare([GatherPart(s, w, 4 * size)]) for s, w in zip(shards, wholes, strict=True)]
@@ -198,9 +198,9 @@ def _in_flight(kind: str) -> None:
     scratch = MemoryPool()
     works = []
     for unit in range(3):
-        works.append(communicator.all_gather(plans[unit], label=f"gather {unit}", tags=tags_opened[unit]))
+        works.append(communicator.all_gather(plans[unit], label=f"gather {unit}", tags=tags[unit]))
         part = ReducePart(sources[unit], 4, outs[unit])
-        works.append(communicator.reduce_scatter([part], scratch=scratch, label=f"reduce {unit}", tags=tags_opened[unit]))
+        works.append(communicator.reduce_scatter([part], scratch=scratch, label=f"reduce {unit}", tags=tags[unit]))
     for work in reversed(works):
         work.wait()
     for unit in range(3):
@@ -219,13 +219,13 @@ def test_pairs_of_units_that_ranks_launch_in_different_orders_are_not_mixed_up()
     """Tags name the unit and the step; so what arrives early waits for its own receiver."""
     communicator = _communicator("pairs")
     size, rank = communicator.size, communicator.rank
-    tags_opened = [communicator.open_tags() for _ in range(2)]
+    tags = [communicator.open_tags() for _ in range(2)]
     wholes = [torch.zeros(2 * size) for _ in range(2)]
     plans = [
         communicator.prepare([GatherPart(torch.tensor([10.0 * unit + rank] * 2), wholes[unit], 2 * size)]) for unit in range(2)
     ]
     order = [0, 1] if rank == 0 else [1, 0]
-    works = [communicator.all_gather(plans[unit], label=f"unit {unit}", tags=tags_opened[unit]) for unit in order]
+    works = [communicator.all_gather(plans[unit], label=f"unit {unit}", tags=tags[unit]) for unit in order]
     for work in works:
         work.wait()
     for unit in range(2):

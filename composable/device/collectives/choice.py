@@ -45,8 +45,8 @@ def communicator_of(group: dist.ProcessGroup | None, device: torch.device, *, de
     """The communicator for tensors on `device` among the ranks of `group` (None: this rank alone). All ranks call it together.
 
     Args:
-        apart: collectives that have no tag of a unit's, too, are told apart from all others of the group. Backends tell them
-            apart by their order only, so there it takes a communicator of the communicator's own.
+        dedicated: collectives that have no tag of a unit's, too, are told from all others of the group. Backends tell them
+            apart by their order only, so there it takes a process group of its own.
     """
     communicator: Communicator
     cpu = torch.device("cpu")

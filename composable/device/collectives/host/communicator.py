@@ -43,9 +43,8 @@ from composable.plan.scaling import may_scale_inputs
 DIRECT_BYTES: Final = 32 << 10  # bytes in a shard from which copying it by itself pays; benchmarks/collectives.py
 
 Fill = Callable[[Block], object]
-Receive = Callable[
-    [dict[int, Message]], PollableWork | None
-]  # of the messages of the peers, by rank; what it returns is the rest
+# Of the messages of the peers, by rank; what it returns is the rest.
+Receive = Callable[[dict[int, Message]], PollableWork | None]
 
 
 class _Transfer:
@@ -144,9 +143,9 @@ class HostCommunicator(GroupCommunicator):
     """All ranks on one host. Make it with `host_communicator`, which finds out whether the ranks see each other's memory.
 
     Args:
-        apart: all of its collectives are told from those of other communicators of the group, also the ones that have no unit's
-            tag. Checks of ordinary ones have tags in common: ranks that have come to different units must meet in a check of
-            their order.
+        dedicated: all of its collectives are told from those of other communicators of the group, also the ones that have no
+            unit's tag. Checks of ordinary ones have tags in common: ranks that have come to different units must meet in
+            a check of their order.
     """
 
     capabilities = Capabilities(DIRECT_BYTES, reads_scaled_inputs=True, tells_of_leaving=True)
