@@ -108,6 +108,8 @@ class _Transfer:
             if self._keeps:
                 for peer in host_group.peers:
                     host_group.receive(peer, self._tag, self._label, keep=True)
+                # Before any is taken: an interrupt may lose one that has been taken, and nobody must wait for it again.
+                self._steps.met = TagSequence.step_in(self._tag)
             for peer in host_group.peers:
                 if peer not in received:
                     received[peer] = host_group.receive(peer, self._tag, self._label)
