@@ -1,4 +1,4 @@
-"""The flat buffers of one unit and dtype, and their views; knows layouts and tensors, not modules, units or order.
+"""The flat buffers of one unit and precision, and their views; knows layouts and tensors, not modules, units or order.
 
 Note [Version counters]
 Autograd refuses to use a saved tensor that was written to since. Gathering the same values again is not such a write, so
@@ -8,6 +8,10 @@ Note [A storage per shard]
 What torch saves is storages, and a `DTensor` whose local tensor starts inside its storage can neither be detached and copied
 nor saved. So a sharded parameter does not hold a view of the shard buffer, but a tensor over the same memory with a storage
 of its own, as DLPack makes it: a saved shard is as large as the shard. Its version counter is the buffer's.
+
+Note [What is sent]
+Where modules compute in another dtype than parameters rest in, shards are cast before they are sent, into a buffer that lives
+as long as the message: whoever receives it need not know of any cast. Where the dtypes are the same, the shard buffer is sent.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from torch.utils.dlpack import from_dlpack
 from composable.device.collectives import Communicator, GatherPart
 from composable.device.memory import ElasticBuffer, MemoryPool
 from composable.plan.layout import Layout, Route, Slot
+from composable.plan.precision import Precision
 
 _STARTS: Final = "_composable_starts"
 _WIDE: Final = (torch.complex128, torch.int64, torch.int32)  # elements of 16, 8 and 4 bytes
@@ -97,34 +102,56 @@ def shape_like_rows(flat: Tensor, slot: Slot, rank: int) -> Tensor:
     return as_parameter(shard.view(slot.local_shape(rank)), slot)
 
 
-class FlatParameters:
-    """All parameters of one unit and dtype: shard buffer, unsharded buffer, and the copies that packed messages need."""
+def dtype_named(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
 
-    __slots__ = ("_packed_copies", "device", "dtype", "full", "full_views", "gather_plan", "layout", "pool", "rank", "shard")
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class FlatParameters:
+    """All parameters of one unit and precision: the shard buffer, what is sent of it, the unsharded buffer, and the copies
+    that packed messages need."""
+
+    __slots__ = (
+        "_casts", "_packed_copies", "_sent", "compute_dtype", "device", "dtype", "full", "full_views", "gather_plan", "layout",
+        "pool", "precision", "rank", "shard"
+    )  # fmt: skip
 
     def __init__(
         self,
         layout: Layout,
         *,
-        dtype: torch.dtype,
+        precision: Precision,
         device: torch.device,
         communicator: Communicator,
         pool: MemoryPool,
         shard: Tensor | None = None,
     ) -> None:
         self.layout = layout
-        self.dtype = dtype
+        self.precision = precision
+        self.dtype = dtype_named(precision.original)  # at rest
+        self.compute_dtype = dtype_named(precision.compute)
         self.device = device
         self.rank = communicator.rank
         self.pool = pool
         with torch.inference_mode(False):
-            self.shard = shard if shard is not None else torch.zeros(layout.shard_numel, dtype=dtype, device=device)
+            self.shard = shard if shard is not None else torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)
         note_shards(self.shard, layout, self.rank)
-        self.full = ElasticBuffer(layout.full_numel if layout.gathered else 0, dtype, device, pool)
+        self.full = ElasticBuffer(0 if layout.aliased else layout.full_numel, self.compute_dtype, device, pool)
+        # See Note [What is sent].
+        self._sent: ElasticBuffer | None = None
+        if layout.gathered and self.compute_dtype != self.dtype:
+            self._sent = ElasticBuffer(layout.cut_numel, self.compute_dtype, device, pool)
         self._packed_copies = self._plan_copies()
         self.gather_plan = communicator.prepare(self._gather_parts()) if layout.gathered else None
         # Views can only be made while the memory is there.
         self.full_views = [self._full_view(index) for index in range(len(layout.slots))]
+        self._casts = self._plan_casts()
+        self.release_sent()
         self.full.free()
 
     def shard_view(self, index: int) -> Tensor:
@@ -143,13 +170,14 @@ class FlatParameters:
 
     def _full_view(self, index: int) -> Tensor:
         slot = self.layout.slots[index]
-        if slot.route is Route.WHOLE:
+        if slot.aliased:
             return self.shard_view(index).data
         start = slot.full_start
         return as_parameter(self.full.tensor[start : start + slot.numel].view(slot.shape), slot).data
 
     def _gather_parts(self) -> list[GatherPart]:
-        layout, full, shard = self.layout, self.full.tensor.data, self.shard.data
+        layout, full = self.layout, self.full.tensor.data
+        shard = self.shard.data if self._sent is None else self._sent.tensor.data
         parts = []
         if layout.packed_numel:
             total = layout.num_shards * layout.packed_numel
@@ -188,6 +216,29 @@ class FlatParameters:
                     sources.append(source)
         pairs = [widened(target, source) for target, source in zip(targets, sources, strict=True)]
         return [target for target, _ in pairs], [source for _, source in pairs]
+
+    def _plan_casts(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Targets and sources: of what is sent, and of what every rank has whole."""
+        copied = [index for index, slot in enumerate(self.layout.slots) if slot.copied]
+        targets = [self.full_views[index] for index in copied]
+        sources = [self.shard_view(index).data for index in copied]
+        if self._sent is not None:
+            targets.append(self._sent.tensor.data)
+            sources.append(self.shard.data[: self.layout.cut_numel])
+        return targets, sources
+
+    def cast_in(self) -> None:
+        """Before a gather: cast the shards to what is sent of them."""
+        targets, sources = self._casts
+        if targets:
+            if self._sent is not None:
+                self._sent.allocate()
+            torch._foreach_copy_(targets, sources)
+
+    def release_sent(self) -> None:
+        """What was sent has arrived, or will not be."""
+        if self._sent is not None:
+            self._sent.free()
 
     def copy_out(self) -> None:
         """Copy the packed parameters from where their message landed to where modules read them."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.flat_parameters import FlatParameters, note_shards, pair_rows, shape_like_rows
+from composable.device.flat_parameters import FlatParameters, dtype_named, note_shards, pair_rows, shape_like_rows
 from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import like_parameter
 from composable.device.private import (
@@ -83,6 +83,7 @@ class GradientRows:
     """The message of one reduction: one row per rank with that rank's chunk of every column, then the flags.
 
     It does not hold the reduced row: that lands in the gradients' own buffer where the plan says so, see `GradientShards`.
+    Gradients are cast as they are copied in, so that they are summed in the dtype of the message.
     """
 
     __slots__ = (
@@ -94,10 +95,11 @@ class GradientRows:
         self.plan = plan
         self._slots = flat.layout.slots
         self._num_shards = num_shards
-        self.buffer = ElasticBuffer(num_shards * plan.row_numel, flat.dtype, flat.device, flat.pool)
+        dtype = dtype_named(flat.precision.reduce)
+        self.buffer = ElasticBuffer(num_shards * plan.row_numel, dtype, flat.device, flat.pool)
         self._rows = self.buffer.tensor.view(num_shards, plan.row_numel)
         with torch.inference_mode(False):
-            self._all_used = torch.ones(num_shards, len(plan.flagged), dtype=flat.dtype, device=flat.device)
+            self._all_used = torch.ones(num_shards, len(plan.flagged), dtype=flat.compute_dtype, device=flat.device)
         # One kernel cuts, pads and packs all tensors whose dimension 0 is cut.
         self._cut_together = all(self._slots[column.slot].dim == 0 for column in plan.columns)
         self._as_they_are = self._cut_together and all(self._slots[c.slot].route is not Route.WHOLE for c in plan.columns)
@@ -154,8 +156,8 @@ class GradientShards:
     """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them."""
 
     __slots__ = (
-        "_belongs", "_buffer", "_dtensors", "_flat", "_landed", "_numel", "_plan", "_released", "_sharded", "_shelf",
-        "_storage", "_unused", "direct", "row", "worth_releasing"
+        "_belongs", "_buffer", "_dtensors", "_dtype", "_flat", "_landed", "_landing", "_numel", "_plan", "_released",
+        "_sharded", "_shelf", "_storage", "_unused", "direct", "row", "worth_releasing"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, parameters: Sequence[nn.Parameter], plan: ReduceLayout) -> None:
@@ -168,11 +170,17 @@ class GradientShards:
         self.row = torch.empty(0)  # where the reduced row lands: in the buffer itself if it can
         self._landed: list[Tensor] = []  # otherwise: where its columns are, ...
         self._belongs: list[Tensor] = []  # ... and where they belong
+        self._landing: ElasticBuffer | None = None  # of these, if they are cast on the way; memory of a reduction only
         self._dtensors: list[Tensor] = []
         self._unused: tuple[int, list[int], list[int]] = (0, [], [])  # what `_users` says when nobody kept anything
         self._released = False
         self._numel = flat.layout.shard_numel if plan.straight is None else plan.straight + plan.row_numel
-        nbytes = self._numel * flat.dtype.itemsize
+        self._dtype = dtype_named(flat.precision.gradient)
+        if flat.precision.gradient != flat.precision.reduce:
+            numel = plan.row_numel + sum(flat.layout.slots[index].local_numel(flat.rank) for index in plan.direct)
+            self._landing = ElasticBuffer(numel, dtype_named(flat.precision.reduce), flat.device, flat.pool)
+            self._landing.free()
+        nbytes = self._numel * self._dtype.itemsize
         self.worth_releasing = nbytes >= WORTH_RELEASING
         self._shelf = flat.pool.free_list(nbytes, flat.device)
 
@@ -181,7 +189,7 @@ class GradientShards:
         self._released = False
         self._buffer = None  # until everything is made: an interrupt may come in between
         with torch.inference_mode(False), torch.no_grad():
-            buffer = torch.empty(self._numel, dtype=flat.dtype, device=flat.device)
+            buffer = torch.empty(self._numel, dtype=self._dtype, device=flat.device)
             self._storage = storage_key(buffer)
             note_shards(buffer, flat.layout, flat.rank)
             self._dtensors = [
@@ -189,21 +197,28 @@ class GradientShards:
                 for slot, parameter in zip(flat.layout.slots, self._sharded, strict=True)
             ]
             shards = [buffer[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots]
-            self.direct = [shards[index] for index in self._plan.direct]
-            self._make_row(buffer, shards)
+            self._plan_landing(buffer, shards)
             del shards
         self._unused = self._users()
         self._buffer = buffer
 
-    def _make_row(self, buffer: Tensor, shards: Sequence[Tensor]) -> None:
-        plan = self._plan
-        if plan.straight is not None:
+    def _plan_landing(self, buffer: Tensor, shards: Sequence[Tensor]) -> None:
+        plan, landing = self._plan, self._landing
+        self.direct = [shards[index] for index in plan.direct]
+        if landing is None and plan.straight is not None:
             self.row = buffer[plan.straight :]
             return
-        self.row = buffer.new_empty(plan.row_numel)
         self._belongs = [shards[column.slot] for column in plan.columns]
+        if landing is None:
+            self.row = buffer.new_empty(plan.row_numel)
+        else:
+            landing.allocate()  # views can only be made while the memory is there
+            *direct, self.row = landing.tensor.split([*(shard.numel() for shard in self.direct), plan.row_numel])
+            self._belongs += self.direct
+            self.direct = direct
         starts = [column.start for column in plan.columns]
-        self._landed = [self.row[start : start + shard.numel()] for start, shard in zip(starts, self._belongs, strict=True)]
+        self._landed = [self.row[start : start + shards[c.slot].numel()] for start, c in zip(starts, plan.columns, strict=True)]
+        self._landed += self.direct if landing is not None else []
 
     def _kept_by_somebody(self) -> bool:
         """Whether a gradient handed out earlier may still be read: it must not change under its reader."""
@@ -216,6 +231,8 @@ class GradientShards:
 
     def refresh(self) -> bool:
         """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients; True if it is another one."""
+        if self._landing is not None:
+            self._landing.allocate()
         if self._released:
             self._shelf.fill(self.buffer.untyped_storage())
             self._released = False
@@ -237,7 +254,7 @@ class GradientShards:
         return self._buffer
 
     def take_from_row(self) -> None:
-        """Copy what landed in the row to where it belongs, unless it landed there."""
+        """Copy, and cast, what landed elsewhere to where it belongs."""
         if self._belongs:
             torch._foreach_copy_(self._belongs, self._landed)
 
@@ -245,6 +262,11 @@ class GradientShards:
         """For each slot, whether any rank had a gradient. Reads memory: on an accelerator the host waits."""
         flags = self.row[self._plan.flags_start :].tolist()
         return {slot: flag > 0 for slot, flag in zip(self._plan.flagged, flags, strict=True)}
+
+    def close(self) -> None:
+        """What landed has been taken, or will not be."""
+        if self._landing is not None:
+            self._landing.free()
 
     def deliver(self, indices: Sequence[int]) -> list[nn.Parameter]:
         """Put the buffer's contents on the parameters: as their gradient, or added to the one they have.

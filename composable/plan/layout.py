@@ -5,7 +5,8 @@ A `DIRECT` parameter is cut along dimension 0 and its rows go straight from the 
 the unsharded buffer of the others: nothing is copied in or out. A message costs about 0.1 ms whatever its size, so
 small parameters are `PACKED`: they share one message that lands in a staging area and is copied out; so are parameters cut
 along another dimension, whose pieces are not contiguous in the whole. A `WHOLE` parameter is not cut at all (it has no
-dimension to cut, or there is only one rank): its unsharded form *is* the memory that the sharded one lives in.
+dimension to cut, or there is only one rank): its unsharded form *is* the memory that the sharded one lives in, unless modules
+compute in another dtype than the one it rests in.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Slot:
     """One parameter's place in the shard buffer and in the unsharded buffer, in elements.
 
     Shards follow `torch.chunk`: each of the first ranks has `chunk` indices of dimension `dim`, the last ones fewer or none.
-    Shape and `dim` are those in memory, see `ParamSpec`.
+    Shape and `dim` are those in memory, see `ParamSpec`. `copied` says that a `WHOLE` one has an unsharded form of its own.
     """
 
     name: str
@@ -54,6 +55,12 @@ class Slot:
     shard_start: int
     full_start: int
     order: tuple[int, ...] = ()
+    copied: bool = False
+
+    @property
+    def aliased(self) -> bool:
+        """Whether its unsharded form is the memory that the sharded one lives in."""
+        return self.route is Route.WHOLE and not self.copied
 
     @property
     def cut_dim(self) -> int:
@@ -89,7 +96,7 @@ class Slot:
     def full_numel(self) -> int:
         """Elements reserved in the unsharded buffer: rows are padded so that each rank's rows land where they belong."""
         if self.route is Route.WHOLE:
-            return 0
+            return self.numel if self.copied else 0
         return self.num_shards * self.chunk_numel if self.dim == 0 else self.numel
 
     @property
@@ -139,6 +146,16 @@ class Layout:
         """Whether unsharding needs any message at all."""
         return any(slot.route is not Route.WHOLE for slot in self.slots)
 
+    @property
+    def aliased(self) -> bool:
+        """Whether there is nothing to unshard: every unsharded form is the memory that the sharded one lives in."""
+        return all(slot.aliased for slot in self.slots)
+
+    @property
+    def cut_numel(self) -> int:
+        """Elements at the start of the shard buffer that belong to parameters which are cut."""
+        return self.packed_start + self.packed_numel
+
 
 def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -153,7 +170,13 @@ def choose_route(spec: ParamSpec, *, num_shards: int, direct_numel: int) -> Rout
 
 
 def plan_layout(
-    specs: Sequence[ParamSpec], *, num_shards: int, direct_numel: int = 0, align: int = 16, packed_align: int | None = None
+    specs: Sequence[ParamSpec],
+    *,
+    num_shards: int,
+    direct_numel: int = 0,
+    align: int = 16,
+    packed_align: int | None = None,
+    copied: bool = False,
 ) -> Layout:
     """Lay `specs` out over `num_shards` ranks.
 
@@ -164,6 +187,7 @@ def plan_layout(
         align: every slot of the unsharded buffer, and every direct slot, starts at a multiple of this many elements.
         packed_align: the same for the other slots of the shard buffer, a divisor of `align`; by default `align`. The less,
             the more often they lie without gaps, as in a message.
+        copied: modules compute in another dtype, so that whole ones have an unsharded form of their own.
 
     Example:
         >>> plan_layout([ParamSpec("weight", (5, 4))], num_shards=2, align=4).slots[0].local_shape(1)
@@ -179,7 +203,12 @@ def plan_layout(
     placed: dict[int, Slot] = {}
     for route, shard_align in ((Route.DIRECT, align), (Route.PACKED, packed_align), (Route.WHOLE, packed_align)):
         slots = [
-            (index, Slot(spec.name, spec.shape, spec.dim or 0, num_shards, route, 0, 0, spec.order))
+            (
+                index,
+                Slot(
+                    spec.name, spec.shape, spec.dim or 0, num_shards, route, 0, 0, spec.order, copied and route is Route.WHOLE
+                ),
+            )
             for index, spec in enumerate(specs)
             if routes[index] is route
         ]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import TagSequence
-from composable.device.flat_parameters import FlatParameters, memory_order
+from composable.device.flat_parameters import FlatParameters, dtype_named, memory_order, name_of
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import (
     ParameterSlots,
@@ -27,6 +27,7 @@ from composable.device.parameter_swap import (
 from composable.device.private import as_tensors, innermost, local_of
 from composable.errors import ForeignParameterError
 from composable.plan.layout import Layout, ParamSpec, plan_layout
+from composable.plan.precision import Precision, resolve
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.optimizers import Form, note
 from composable.runtime.part import Part
@@ -44,9 +45,9 @@ _VECTOR: Final = 16  # bytes that an accelerator reads at once, if they are alig
 
 
 class UnitParameters:
-    """A unit's parameters: where they are registered, the parts (one per dtype) that hold them, what modules see of them.
+    """A unit's parameters: where they are registered, the parts that hold them, what modules see of them.
 
-    Without a mesh there are no parts, and parameters stay what they are.
+    A part holds those of one precision on one device. Without a mesh there are no parts, and parameters stay what they are.
     """
 
     __slots__ = (
@@ -86,15 +87,16 @@ class UnitParameters:
         if self._mesh_info.mesh is None:
             self.follow()
             return
-        groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        groups: dict[tuple[Precision, torch.device], list[int]] = {}
         for index, slot in enumerate(self.slots):
             tensor = slot.registered
             assert tensor is not None
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             stays = local.device.type in ("meta", self._mesh_info.device.type)
-            groups.setdefault((tensor.dtype, local.device if stays else self._mesh_info.device), []).append(index)
+            precision = resolve(name_of(tensor.dtype))
+            groups.setdefault((precision, local.device if stays else self._mesh_info.device), []).append(index)
         # Everything that can fail happens before the first parameter of the module changes.
-        flats = [(indices, self._flat(dtype, device, indices)) for (dtype, device), indices in groups.items()]
+        flats = [(indices, self._flat(precision, device, indices)) for (precision, device), indices in groups.items()]
         parts = []
         for indices, flat in flats:
             for position, index in enumerate(indices):
@@ -110,10 +112,10 @@ class UnitParameters:
         self.numels = list(map(Tensor.numel, self.locals))
         self.follow()
 
-    def _flat(self, dtype: torch.dtype, device: torch.device, indices: Sequence[int]) -> FlatParameters:
+    def _flat(self, precision: Precision, device: torch.device, indices: Sequence[int]) -> FlatParameters:
         communicator = self._mesh_info.communicator
-        layout = self._layout(indices, dtype, device)
-        flat = FlatParameters(layout, dtype=dtype, device=device, communicator=communicator, pool=self._pool)
+        layout = self._layout(indices, precision, device)
+        flat = FlatParameters(layout, precision=precision, device=device, communicator=communicator, pool=self._pool)
         with torch.no_grad():
             for position, index in enumerate(indices):
                 tensor = self.slots[index].registered
@@ -125,7 +127,7 @@ class UnitParameters:
                     view.copy_(cut(tensor.data, layout.slots[position], communicator.rank))
         return flat
 
-    def _layout(self, indices: Sequence[int], dtype: torch.dtype, device: torch.device) -> Layout:
+    def _layout(self, indices: Sequence[int], precision: Precision, device: torch.device) -> Layout:
         communicator = self._mesh_info.communicator
         specs = []
         for index in indices:
@@ -134,14 +136,21 @@ class UnitParameters:
             order, dim = memory_order(tensor), self._placements[index]
             shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
             specs.append(ParamSpec(self._names[index], shape, order.index(dim) if order and dim is not None else dim, order))
-        direct = -(-communicator.capabilities.direct_bytes // dtype.itemsize)
+        sent = dtype_named(precision.compute).itemsize
+        smallest = min(sent, dtype_named(precision.original).itemsize)
+        direct = -(-communicator.capabilities.direct_bytes // sent)
         if len(specs) > TagSequence.PARTS // 2:
             direct = max(
                 direct, sorted(max(1, math.prod(s.shape)) // communicator.size for s in specs)[-TagSequence.PARTS // 2]
             )
-        align = max(1, _CACHE_LINE // dtype.itemsize)
-        packed_align = 1 if device.type == "cpu" else max(1, _VECTOR // dtype.itemsize)
-        return plan_layout(specs, num_shards=communicator.size, direct_numel=direct, align=align, packed_align=packed_align)
+        return plan_layout(
+            specs,
+            num_shards=communicator.size,
+            direct_numel=direct,
+            align=max(1, _CACHE_LINE // smallest),
+            packed_align=1 if device.type == "cpu" else max(1, _VECTOR // smallest),
+            copied=precision.compute != precision.original,
+        )
 
     def _settle_in(self, flat: FlatParameters, position: int, slot: ParameterSlots) -> None:
         mesh = self._mesh_info.mesh
@@ -156,7 +165,7 @@ class UnitParameters:
             sharded = make_sharded(local, flat.layout.slots[position], mesh, requires_grad=registered.requires_grad)
             slot.replace(sharded)
             slot.sharded = sharded
-        differentiable = flat.dtype.is_floating_point or flat.dtype.is_complex
+        differentiable = flat.compute_dtype.is_floating_point or flat.compute_dtype.is_complex
         slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=differentiable)
         if differentiable:
             slot.unsharded.register_post_accumulate_grad_hook(self._on_gradient)
@@ -233,7 +242,7 @@ class UnitParameters:
 
     def refuse_moved(self) -> None:
         """A forward gave unsharded parameters other memory: they get ours again, and it is refused."""
-        moved = [(name, dtype, part.flat.dtype) for part in self.parts for name, dtype in part.move_back()]
+        moved = [(name, dtype, part.flat.compute_dtype) for part in self.parts for name, dtype in part.move_back()]
         if moved:
             name, dtype, kept = moved[0]
             raise ForeignParameterError(

@@ -1,4 +1,4 @@
-"""The parameters of one unit and dtype: their buffers, how they are gathered, kept and reduced; knows no phase."""
+"""The parameters of one unit and precision: their buffers, how they are gathered, kept and reduced; knows no phase."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import ParameterSlots
 from composable.device.private import innermost, outside_transforms
 from composable.device.sharded_gradients import take_gradients
-from composable.plan.layout import Route
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.reduction import Reduction
 
@@ -26,13 +25,13 @@ _address: Final = Tensor.data_ptr
 
 
 class Part:
-    """The parameters of one dtype: their buffers, their reduction, and the coarse shard kept after forward."""
+    """The parameters of one precision: their buffers, their reduction, and the coarse shard kept after forward."""
 
     __slots__ = (
-        "_addresses", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_is_watched", "_moving",
-        "_offsets", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_reduction", "_reductions", "_staying",
-        "_unsharded", "_versions", "_watched", "_watched_ones", "counted", "flat", "sharded", "trainable", "trains",
-        "worth_releasing"
+        "_addresses", "_aliased", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_is_watched",
+        "_moving", "_offsets", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_reduction", "_reductions",
+        "_staying", "_unsharded", "_versions", "_watched", "_watched_ones", "counted", "flat", "sharded", "trainable",
+        "trains", "worth_releasing"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], mesh_info: MeshInfo) -> None:
@@ -44,7 +43,7 @@ class Part:
         self._watched = [
             index
             for index, (slot, member) in enumerate(zip(flat.layout.slots, members, strict=True))
-            if slot.route is not Route.WHOLE and not any(getattr(o.module, "max_norm", None) is not None for o in member.owners)
+            if not slot.aliased and not any(getattr(o.module, "max_norm", None) is not None for o in member.owners)
         ]
         self._watched_ones = tuple([self._unsharded[index] for index in self._watched])
         self._is_watched = [index in self._watched for index in range(len(members))]
@@ -55,12 +54,13 @@ class Part:
         self._communicator = mesh_info.communicator
         self._full = flat.full
         # Where the unsharded parameters lie from the start of their buffer, which moves; what every rank holds whole stays.
-        moving = [slot.route is not Route.WHOLE and slot.numel > 0 for slot in flat.layout.slots]
+        moving = [not slot.aliased and slot.numel > 0 for slot in flat.layout.slots]
         self._moving = tuple(compress(self._unsharded, moving))
-        self._offsets = [slot.full_start * flat.dtype.itemsize for slot in compress(flat.layout.slots, moving)]
+        self._offsets = [slot.full_start * flat.compute_dtype.itemsize for slot in compress(flat.layout.slots, moving)]
         self._staying = tuple([parameter for parameter, moves in zip(self._unsharded, moving, strict=True) if not moves])
         self._addresses = list(map(_address, self._staying))
         self._gathered = flat.layout.gathered
+        self._aliased = flat.layout.aliased
         self.trainable: tuple[bool, ...] = ()  # for each parameter, as `follow` was told
         self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
         self.trains = False  # whether any of them gets a gradient
@@ -74,7 +74,7 @@ class Part:
     def _plan_post_forward(self, post_forward: Communicator) -> None:
         flat = self.flat
         self._post_forward_shard = ElasticBuffer(
-            flat.layout.full_numel // post_forward.size, flat.dtype, flat.device, flat.pool
+            flat.layout.full_numel // post_forward.size, flat.compute_dtype, flat.device, flat.pool
         )
         flat.full.allocate()
         whole = flat.full.tensor
@@ -92,10 +92,13 @@ class Part:
         Args:
             for_user: the user asked for it, and may do with the unsharded parameters as he likes.
         """
-        if not self._gathered:
+        if self._aliased:
             return None
         self._for_user = for_user
         self._full.allocate()
+        self.flat.cast_in()
+        if not self._gathered:
+            return None
         return self._communicator.all_gather(self.flat.gather_plan, label=label, tags=tags)
 
     def gather_post_forward(self, tags: TagSequence, label: str) -> Work | None:
@@ -108,6 +111,7 @@ class Part:
     def wait_for_unshard(self, *, post_forward: bool) -> None:
         """What was gathered has arrived: put it where modules read it."""
         if not post_forward:
+            self.flat.release_sent()
             self.flat.copy_out()
         elif self._post_forward_shard is not None:
             self._post_forward_shard.free()
@@ -154,6 +158,7 @@ class Part:
     def free(self) -> None:
         """Only the shards remain."""
         self._full.free()
+        self.flat.release_sent()
         if self._post_forward_shard is not None:
             self._post_forward_shard.free()
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.device.collectives import Communicator, ReducePart, TagSequence, Work
-from composable.device.flat_parameters import FlatParameters
+from composable.device.flat_parameters import FlatParameters, dtype_named
 from composable.device.parameter_swap import like_parameter
 from composable.device.private import gradient_hooks
 from composable.device.sharded_gradients import GradientRows, GradientShards, hooked, with_hooks
@@ -16,16 +16,14 @@ from composable.plan.layout import plan_reduction
 from composable.plan.scaling import division_factors, may_scale_inputs
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 class Reduction:
     """Reduces one `FlatParameters`' gradients. `launch` and `finish` alternate."""
 
     __slots__ = (
         "_before",
+        "_casts",
         "_communicator",
+        "_dtype",
         "_early",
         "_missing",
         "_packed",
@@ -48,9 +46,11 @@ class Reduction:
         self._communicator = communicator
         self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=communicator.capabilities.even_only)
         self._rows = GradientRows(flat, self._plan, communicator.size) if communicator.size > 1 else None
-        self._before, after = division_factors(_dtype_name(flat.dtype), communicator.size)
+        self._dtype = dtype_named(flat.precision.reduce)
+        self._casts = flat.precision.reduce != flat.precision.compute
+        self._before, after = division_factors(flat.precision.reduce, communicator.size)
         self._share = 1.0 / after
-        self._early = may_scale_inputs(_dtype_name(flat.dtype), self._share)
+        self._early = may_scale_inputs(flat.precision.reduce, self._share)
         self._packed: tuple[ReducePart, ...] = ()  # the message of rows, if there is one
         self._shards = GradientShards(flat, sharded, self._plan)
         self._work: Work | None = None
@@ -91,7 +91,9 @@ class Reduction:
         for index, out in zip(self._plan.direct, self._shards.direct, strict=True):
             slot, gradient = slots[index], gradients[index]
             if gradient is None:
-                gradient = torch.zeros(slot.shape, dtype=self.flat.dtype, device=self.flat.device)
+                gradient = torch.zeros(slot.shape, dtype=self._dtype, device=self.flat.device)
+            elif self._casts:  # each term, since a sum is computed in the dtype of its terms
+                gradient = gradient.to(self._dtype)
             parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, self._share, self._early))
         return parts
 
@@ -103,8 +105,10 @@ class Reduction:
         """
         if self._whole:
             whole, self._whole = self._whole, []
+            dtype = dtype_named(self.flat.precision.gradient)
             for index, gradient in whole:
-                _add_gradient(self._sharded[index], gradient)
+                # To both dtypes, as where there are other ranks.
+                _add_gradient(self._sharded[index], gradient.to(self._dtype).to(dtype))
             return with_hooks([self._sharded[index] for index, _ in whole])
         if self._work is None or self._rows is None:
             return []
@@ -117,6 +121,7 @@ class Reduction:
             unused = [i for i in self._missing if not used[i]]
             delivered = [i for i in delivered if i not in unused]
         self._rows.buffer.free()
+        self._shards.close()
         return self._shards.deliver(delivered)
 
     @property
@@ -139,6 +144,7 @@ class Reduction:
         finally:
             if self._rows is not None:
                 self._rows.buffer.free()
+                self._shards.close()
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:

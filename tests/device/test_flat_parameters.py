@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from composable.device.collectives import ReducePart
-from composable.device.flat_parameters import FlatParameters, pair_rows, shape_like_rows, widened
+from composable.device.flat_parameters import FlatParameters, dtype_named, pair_rows, shape_like_rows, widened
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import cut, make_unsharded
 from composable.device.sharded_gradients import GradientRows, GradientShards
 from composable.plan.layout import Layout, ParamSpec, Route, plan_layout, plan_reduction
+from composable.plan.precision import Precision, resolve
 from tests.device.in_process import Seat, gather, reduce
 from tests.plan.layouts import Planned, planned
 
@@ -27,6 +28,7 @@ def _plan(*specs: ParamSpec, num_shards: int, direct: int = 10**9) -> Planned:
     return Planned(list(specs), num_shards, 4, plan_layout(specs, num_shards=num_shards, direct_numel=direct, align=4))
 
 
+_FLOAT32 = resolve("float32")
 # Shapes that once went wrong, or nearly did.
 _NOTHING_ALONG_THE_CUT = _plan(ParamSpec("w", (3, 0), 1), num_shards=2)
 _ONLY_EMPTY = _plan(ParamSpec("w", (0, 4)), ParamSpec("b", (0,)), num_shards=3)
@@ -39,10 +41,16 @@ def _values(layout: Layout, seed: int = 0) -> list[Tensor]:
     return [torch.randint(1, 100, slot.shape, generator=generator).to(torch.float32) for slot in layout.slots]
 
 
-def _flats(layout: Layout, pool: MemoryPool, *, even_only: bool = False) -> list[FlatParameters]:
+def _flats(
+    layout: Layout, pool: MemoryPool, *, even_only: bool = False, precision: Precision = _FLOAT32
+) -> list[FlatParameters]:
     return [
         FlatParameters(
-            layout, dtype=torch.float32, device=CPU, communicator=Seat(r, layout.num_shards, even_only=even_only), pool=pool
+            layout,
+            precision=precision,
+            device=CPU,
+            communicator=Seat(r, layout.num_shards, even_only=even_only),
+            pool=pool,
         )  # type: ignore[arg-type]
         for r in range(layout.num_shards)
     ]
@@ -60,8 +68,10 @@ def _unshard(flats: Sequence[FlatParameters]) -> None:
     for flat in flats:
         flat.full.allocate()
         flat.full.tensor.data.fill_(NAN)
+        flat.cast_in()
     gather([flat.gather_plan for flat in flats])
     for flat in flats:
+        flat.release_sent()
         flat.copy_out()
 
 
@@ -80,6 +90,23 @@ def test_gathered_parameters_are_the_ones_that_were_cut(plan: Planned) -> None:
             for view, tensor in zip(flat.full_views, whole, strict=True):
                 assert torch.equal(view, tensor)
         for flat in flats:
+            flat.full.free()
+
+
+@_SETTINGS
+@given(planned(copied=True))
+@example(_NOTHING_ALONG_THE_CUT)
+def test_parameters_that_are_computed_with_in_another_dtype_are_gathered_in_it(plan: Planned) -> None:
+    flats = _flats(plan.layout, MemoryPool(), precision=resolve("float32", "bfloat16"))
+    for step in range(2):
+        whole = [values / 7 for values in _values(plan.layout, seed=step)]
+        _fill(flats, whole)
+        _unshard(flats)
+        for flat in flats:
+            for view, tensor in zip(flat.full_views, whole, strict=True):
+                assert torch.equal(view, tensor.to(torch.bfloat16))
+            for index, tensor in enumerate(whole):
+                assert torch.equal(flat.shard_view(index), cut(tensor, flat.layout.slots[index], flat.rank))
             flat.full.free()
 
 
@@ -263,6 +290,39 @@ def test_reduced_gradients_are_the_shards_of_the_sum(plan: Planned, even_only: b
                 index: any(present[r][index] for r in range(num_shards)) for index in range(count) if trainable[index]
             }
             rows[rank].buffer.free()
+
+
+@_SETTINGS
+@given(planned(copied=True), st.sampled_from(["bfloat16", "float32", "float64"]), st.booleans())
+def test_gradients_are_summed_in_the_dtype_that_was_asked_for(plan: Planned, reduce_dtype: str, keep: bool) -> None:
+    """And land in the parameters' own, or stay in it."""
+    layout, num_shards = plan.layout, plan.num_shards
+    reduction = plan_reduction(layout, trainable=[True] * len(layout.slots), even_only=False)
+    precision = resolve("float32", "bfloat16", reduce_dtype, keep_reduced=keep)
+    flats = _flats(layout, MemoryPool(), precision=precision)
+    rows = [GradientRows(flat, reduction, num_shards) for flat in flats]
+    shards = [GradientShards(flat, [nn.Parameter(view.data) for view in flat.full_views], reduction) for flat in flats]
+    summed, kept = dtype_named(precision.reduce), dtype_named(precision.gradient)
+    gradients = [[(v / 7).to(torch.bfloat16) for v in _values(layout, seed=rank)] for rank in range(num_shards)]
+    for rank in range(num_shards):
+        rows[rank].buffer.allocate()
+        assert rows[rank].copy_in(gradients[rank]) == []
+        assert shards[rank].refresh()
+    for position, index in enumerate(reduction.direct):
+        slot = layout.slots[index]
+        sources = [torch.zeros(num_shards * slot.chunk_numel, dtype=summed) for _ in range(num_shards)]
+        for rank, source in enumerate(sources):
+            source[: slot.numel] = gradients[rank][index].reshape(-1)
+        reduce([ReducePart(source, slot.chunk_numel, to.direct[position]) for source, to in zip(sources, shards, strict=True)])
+    reduce([ReducePart(row.buffer.tensor, reduction.row_numel, to.row) for row, to in zip(rows, shards, strict=True)])
+    for rank in range(num_shards):
+        shards[rank].take_from_row()
+        assert all(shards[rank].used_anywhere().values())
+        shards[rank].close()
+        assert shards[rank].buffer.dtype is kept
+        for index, slot in enumerate(layout.slots):
+            total = torch.stack([of_rank[index].to(summed) for of_rank in gradients]).sum(0).to(kept)
+            assert torch.equal(shape_like_rows(shards[rank].buffer, slot, rank), cut(total, slot, rank))
 
 
 @_SETTINGS

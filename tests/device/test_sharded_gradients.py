@@ -19,6 +19,7 @@ from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import adopt_local, make_sharded
 from composable.device.sharded_gradients import GradientShards
 from composable.plan.layout import ParamSpec, plan_layout, plan_reduction
+from composable.plan.precision import resolve
 from tests.device.in_process import Seat
 from tests.helpers.world import Pool, spmd
 
@@ -32,7 +33,9 @@ class Unit:
         specs = [ParamSpec("w", (4, 3)), ParamSpec("b", (4,)), ParamSpec("v", (5, 2), 1)]
         layout = plan_layout(specs, num_shards=2, direct_numel=6, packed_align=packed_align)
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.flat = FlatParameters(layout, dtype=torch.float32, device=CPU, communicator=Seat(rank, 2), pool=MemoryPool())  # type: ignore[arg-type]
+        self.flat = FlatParameters(
+            layout, precision=resolve("float32"), device=CPU, communicator=Seat(rank, 2), pool=MemoryPool()
+        )  # type: ignore[arg-type]
         if dist.is_initialized():
             mesh = init_device_mesh("cpu", (2,))
             self.parameters = [

@@ -41,12 +41,18 @@ class Planned:
 
 
 @st.composite
-def planned(draw: Callable[..., Any]) -> Planned:
-    """Layouts for 1 to 7 ranks with every mixture of routes."""
+def planned(draw: Callable[..., Any], *, copied: bool = False) -> Planned:
+    """Layouts for 1 to 7 ranks with every mixture of routes.
+
+    Args:
+        copied: for modules that compute in another dtype.
+    """
     specs = draw(specs_with())
     num_shards = draw(st.integers(1, 7))
     align = draw(st.sampled_from([1, 3, 4, 16]))
     packed_align = draw(st.sampled_from([divisor for divisor in (1, 2, 3, 4, 16) if align % divisor == 0]))
     direct = draw(st.sampled_from([0, 1, 8, 40, 10**9]))
-    layout = plan_layout(specs, num_shards=num_shards, direct_numel=direct, align=align, packed_align=packed_align)
+    layout = plan_layout(
+        specs, num_shards=num_shards, direct_numel=direct, align=align, packed_align=packed_align, copied=copied
+    )
     return Planned(specs, num_shards, align, layout, packed_align)

@@ -79,7 +79,7 @@ def test_places_in_the_shard_buffer_are_aligned_inside_it_and_apart(plan: Planne
 
 
 @_SETTINGS
-@given(planned())
+@given(st.one_of(planned(), planned(copied=True)))
 def test_places_in_the_unsharded_buffer_are_aligned_inside_it_and_apart(plan: Planned) -> None:
     layout = plan.layout
     staging = (layout.staging_start, layout.staging_start + plan.num_shards * layout.packed_numel)
@@ -91,7 +91,7 @@ def test_places_in_the_unsharded_buffer_are_aligned_inside_it_and_apart(plan: Pl
 
 
 @_SETTINGS
-@given(planned())
+@given(st.one_of(planned(), planned(copied=True)))
 def test_the_unsharded_buffer_can_be_cut_evenly_over_any_number_of_neighbours(plan: Planned) -> None:
     for neighbours in range(1, plan.num_shards + 1):
         if plan.num_shards % neighbours == 0:
@@ -99,11 +99,12 @@ def test_the_unsharded_buffer_can_be_cut_evenly_over_any_number_of_neighbours(pl
 
 
 @_SETTINGS
-@given(planned())
+@given(st.one_of(planned(), planned(copied=True)))
 def test_there_is_room_for_all_of_each_parameter(plan: Planned) -> None:
     for slot in plan.layout.slots:
-        if slot.route is Route.WHOLE:
+        if slot.aliased:
             assert slot.full_numel == 0, "it lives in the shard buffer only"
+        if slot.route is Route.WHOLE:
             assert slot.chunk_numel == slot.numel
         else:
             assert slot.full_numel >= slot.numel
@@ -208,6 +209,17 @@ def test_the_first_ranks_have_full_shards_and_the_last_ones_fewer_or_none(
 def test_a_layout_without_cut_parameters_needs_no_message() -> None:
     assert not plan_layout([ParamSpec("scale", (), None), ParamSpec("w", (4,), None)], num_shards=4).gathered
     assert plan_layout([ParamSpec("scale", (), None), ParamSpec("w", (4,))], num_shards=4).gathered
+
+
+def test_a_unit_of_whole_parameters_is_its_own_unsharded_form_unless_modules_compute_in_another_dtype() -> None:
+    specs = [ParamSpec("scale", (), None), ParamSpec("w", (4,), None)]
+    alias, copies = plan_layout(specs, num_shards=4), plan_layout(specs, num_shards=4, copied=True)
+    assert alias.aliased
+    assert alias.full_numel == 0
+    assert not copies.aliased
+    assert not copies.gathered
+    assert [slot.full_numel for slot in copies.slots] == [1, 4]
+    assert not any(slot.copied for slot in plan_layout([ParamSpec("w", (4,))], num_shards=2, copied=True).slots)
 
 
 @pytest.mark.parametrize(("num_shards", "align"), [(0, 16), (-1, 16), (2, 0)])
