@@ -120,7 +120,7 @@ def ground_of(verb: str, mesh: Mesh, device: torch.device, after: AfterForward) 
     """
     resolved, group = group_of(verb, mesh, device)
     if resolved is None or group is None:
-        return MeshInfo(None, LocalCommunicator())
+        return MeshInfo.over_one_dimension(None, LocalCommunicator())
     at = communication_device(resolved, device)
     communicator = communicator_of(group, at)
     post_forward = None
@@ -131,7 +131,7 @@ def ground_of(verb: str, mesh: Mesh, device: torch.device, after: AfterForward) 
                 f"which {after.ranks} does not divide."
             )
         post_forward = communicator_of(subgroup_of(group, after.ranks, at), at)
-    return MeshInfo(resolved, communicator, post_forward, at)
+    return MeshInfo.over_one_dimension(resolved, communicator, post_forward, at)
 
 
 def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device:

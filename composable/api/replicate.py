@@ -129,16 +129,15 @@ def replicate(
             refuse_elsewhere("replicate", parameters, buffers_of(modules), communication_device(resolved, device))
     treatment = f"bucket_cap_mb={bucket_cap_mb}, {len(buffers)} buffers that follow rank 0"
     synchronise("replicate", parameters, communicator, sync_module_states, [treatment] * len(parameters))
-    mesh_info = MeshInfo(None, LocalCommunicator())
+    mesh_info = MeshInfo.over_one_dimension(None, LocalCommunicator())
     if group is not None and resolved is not None:
         # Apart: buckets of several annotations may become ready in different orders on different ranks.
         at = communication_device(resolved, device)
-        mesh_info = _shared_ground(modules, MeshInfo(resolved, communicator, device=at)) or MeshInfo(
-            resolved, communicator_of(group, at, dedicated=True), device=at
-        )
+        over = partial(MeshInfo.over_one_dimension, resolved, device=at)
+        mesh_info = _shared_ground(modules, over(communicator)) or over(communicator_of(group, at, dedicated=True))
         backwards = backwards_of(group)  # of which a rank may have run one more, in a model that failed
         backwards.catch_up(communicator.min_max([backwards.number], label="exchange of how many backwards there were")[1][0])
-        mesh_info.communicator.count_by(backwards)
+        mesh_info.all.count_by(backwards)
     places = [place for _, place, _ in buffers]
     with all_or_none("replicate", communicator):
         _attach(modules, parameters, places, mesh_info, max(1, int(bucket_cap_mb * (1 << 20))))
@@ -163,7 +162,7 @@ def _shared_ground(modules: Sequence[nn.Module], here: MeshInfo) -> MeshInfo | N
             states += [record.state for _, record in transaction.nested]
     grounds = [state.mesh_info for state in states if state.mesh_info is not None]
     return next(
-        (mesh_info for mesh_info in grounds if mesh_info.communicator.capabilities.ordered and mesh_info.place == here.place),
+        (mesh_info for mesh_info in grounds if mesh_info.all.capabilities.ordered and mesh_info.place == here.place),
         None,
     )
 

@@ -183,7 +183,7 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
         numel=sum(p.numel() for p in parameters),
         bytes=sum(p.numel() * p.element_size() for p in parameters),
         bytes_per_rank=sum(p.numel() * p.element_size() for p in local),
-        ranks=handle.mesh_info.communicator.size,
+        ranks=handle.mesh_info.all.size,
         dtypes=_unique(str(p.dtype).removeprefix("torch.") for p in parameters),
         placements=_unique(
             ", ".join(str(placement) for placement in p.placements) if isinstance(p, DTensor) else "local" for p in parameters

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.config import AfterForward, Free, ReshardTo
-from composable.device.collectives import Steps, TagSequence, Work
+from composable.device.collectives import Communicator, Steps, TagSequence, Work
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import Owner, ParameterSlots
 from composable.errors import PhaseError, few, still_on_meta
@@ -64,9 +64,9 @@ class Handle:
 
     __slots__ = (
         "__weakref__", "_calls", "_checks", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_guards",
-        "_label", "_left", "_post_forward_tags", "_strides", "_tags", "_works", "after_forward", "depth", "gradients",
-        "kept_by", "mesh_info", "name", "names", "on_backward", "on_foreigners", "parameters", "phase", "slots", "uses",
-        "versions", "whole_gradients"
+        "_label", "_left", "_opened", "_post_forward_tags", "_strides", "_tags", "_works", "after_forward", "depth",
+        "gradients", "kept_by", "mesh_info", "name", "names", "on_backward", "on_foreigners", "parameters", "phase", "slots",
+        "uses", "versions", "whole_gradients"
     )  # fmt: skip
 
     def __init__(self, slots: Sequence[ParameterSlots], recipe: Recipe, pool: MemoryPool) -> None:
@@ -87,6 +87,7 @@ class Handle:
         self._tags: TagSequence | None = None
         self._post_forward_tags: TagSequence | None = None
         self._checks: TagSequence | None = None
+        self._opened: list[tuple[Communicator, TagSequence]] = []  # these and the gradients', by what they are used over
         self._works: list[Work] = []
         self._gathers_post_forward = False
         self.versions: Versions = []  # of the shards, as last looked up; the same object until somebody writes to one
@@ -110,20 +111,23 @@ class Handle:
     def open_channels(self) -> None:
         """Before the first collective of the unit. Every rank comes to it, which is not so of looking at a copied module."""
         if self._tags is None:
-            mesh_info = self.mesh_info
-            self._post_forward_tags = mesh_info.post_forward.open_tags() if mesh_info.post_forward is not None else None
+            mesh_info, post_forward = self.mesh_info, self.mesh_info.post_forward
+            self._post_forward_tags = post_forward.open_tags() if post_forward is not None else None
             # Of their own: a rank that is one collective ahead must not take a gather for a reduction.
-            self.gradients.tags = mesh_info.communicator.open_tags()
-            self._checks = mesh_info.communicator.open_tags()
-            self._tags = mesh_info.communicator.open_tags()
+            self.gradients.tags = mesh_info.shard.open_tags()
+            self._checks = mesh_info.all.open_tags()
+            self._tags = mesh_info.shard.open_tags()
+            self._opened = [(mesh_info.shard, self._tags), (mesh_info.shard, self.gradients.tags)]
+            self._opened.append((mesh_info.all, self._checks))
+            if post_forward is not None and self._post_forward_tags is not None:
+                self._opened.append((post_forward, self._post_forward_tags))
             self.count_by(self._tags.steps)
 
     def count_by(self, steps: Steps) -> None:
         """Messages belong to `steps` from now on."""
-        for tags in (self._tags, self._post_forward_tags, self._checks, self.gradients.tags):
-            if tags is not None:
-                steps.behind = steps.behind or tags.steps.behind
-                tags.steps = steps
+        for _, tags in self._opened:
+            steps.behind = steps.behind or tags.steps.behind
+            tags.steps = steps
 
     @property
     def steps(self) -> Steps:
@@ -140,11 +144,8 @@ class Handle:
 
     def say_farewell(self, why: str) -> None:
         """Tell the other ranks that this one has left the step."""
-        mesh_info = self.mesh_info
-        if self._tags is not None:
-            mesh_info.communicator.leave(self._tags, why)
-        if mesh_info.post_forward is not None and self._post_forward_tags is not None:
-            mesh_info.post_forward.leave(self._post_forward_tags, why)
+        for communicator, tags in self._opened:
+            communicator.leave(tags, why)
 
     def rename(self, name: str) -> None:
         """Take the FQN under the root, once there is a root, for messages."""

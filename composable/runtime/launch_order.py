@@ -276,12 +276,12 @@ def launch_together(units: Sequence[Unit]) -> None:
     """Units on and below a module that is being annotated, outer ones first, until that is taken back. See Note [One order]."""
     families: dict[Any, list[Unit]] = {}
     for unit in dict.fromkeys(units):
-        if unit.mesh_info is not None and unit.mesh_info.communicator.capabilities.ordered:
+        if unit.mesh_info is not None and unit.mesh_info.all.capabilities.ordered:
             families.setdefault(unit.mesh_info.place, []).append(unit)
     for family in families.values():
         mesh_info = family[0].mesh_info
         if len(family) > 1 and mesh_info is not None:
-            order = LaunchOrder(mesh_info.communicator)
+            order = LaunchOrder(mesh_info.all)
             on_undo(partial(_apart, order, [(unit, unit.order, unit.place, unit.mesh_info) for unit in family]))
             for place, unit in enumerate(reversed(family)):  # gradients of what comes last are ready first
                 unit.launch_in(order, place, mesh_info)

@@ -49,7 +49,7 @@ class _Gathering:
 
     def vote(self) -> BaseException | None:
         """Hear that all have come so far, through any interrupt, which is returned: others may have heard this rank's vote."""
-        communicator, checks = self._handles[0].mesh_info.communicator, self._handles[0].checks
+        communicator, checks = self._handles[0].mesh_info.all, self._handles[0].checks
         before, steps = checks.mark(), checks.steps
         steps.met = -1
 
@@ -105,7 +105,7 @@ def _whole_gradients(handle: Handle) -> list[Tensor | None]:
 
 @torch.no_grad()
 def _whole(gradient: DTensor, handle: Handle) -> Tensor:
-    communicator, (placement,), local = handle.mesh_info.communicator, gradient.placements, local_of(gradient).detach()
+    communicator, (placement,), local = handle.mesh_info.shard, gradient.placements, local_of(gradient).detach()
     if not isinstance(placement, Shard):
         return local.clone()
     dim, shape = placement.dim, list(gradient.shape)

@@ -113,7 +113,7 @@ class UnitParameters:
         self.follow()
 
     def _flat(self, precision: Precision, device: torch.device, indices: Sequence[int]) -> FlatParameters:
-        communicator = self._mesh_info.communicator
+        communicator = self._mesh_info.shard
         layout = self._layout(indices, precision, device)
         flat = FlatParameters(layout, precision=precision, device=device, communicator=communicator, pool=self._pool)
         with torch.no_grad():
@@ -128,7 +128,7 @@ class UnitParameters:
         return flat
 
     def _layout(self, indices: Sequence[int], precision: Precision, device: torch.device) -> Layout:
-        communicator = self._mesh_info.communicator
+        communicator = self._mesh_info.shard
         specs = []
         for index in indices:
             tensor = self.slots[index].registered

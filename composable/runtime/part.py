@@ -51,7 +51,7 @@ class Part:
         self._for_user = False  # whether what is gathered is the user's to write to
         # Whose version counters tell of writes to shards: to each parameter, and to local tensors, which count with the buffer.
         self.counted = (*self.sharded, flat.shard)
-        self._communicator = mesh_info.communicator
+        self._communicator = mesh_info.shard
         self._full = flat.full
         # Where the unsharded parameters lie from the start of their buffer, which moves; what every rank holds whole stays.
         moving = [not slot.aliased and slot.numel > 0 for slot in flat.layout.slots]

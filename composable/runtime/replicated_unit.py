@@ -91,7 +91,7 @@ class ReplicatedUnit:
         self._lookups = tuple(is_sparse_lookup(owner.module) for owner in owners)
         self.names = tuple(names)
         self.buffers = tuple(buffers)
-        self.mesh_info, self.order = mesh_info, LaunchOrder(mesh_info.communicator)
+        self.mesh_info, self.order = mesh_info, LaunchOrder(mesh_info.all)
         self._cap_bytes = cap_bytes
         self._newcomers = Newcomers(modules)
         enroll(self)
@@ -100,7 +100,7 @@ class ReplicatedUnit:
     @property
     def communicator(self) -> Communicator:
         assert self.mesh_info is not None, "the unit is used before replicate has finished"
-        return self.mesh_info.communicator
+        return self.mesh_info.all
 
     @property
     def _registered(self) -> list[nn.Parameter]:

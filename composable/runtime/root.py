@@ -58,7 +58,7 @@ class Root:
         self.order = ForwardOrder()
         self.iteration: Iteration | None = None
         self.steps = Steps(max(handle.steps.number for handle in handles))
-        self._communicators = [handle.mesh_info.communicator for handle in handles]
+        self._communicators = [each for handle in handles for each in handle.mesh_info.communicators]
         for handle in handles:
             handle.count_by(self.steps)
         self._running: list[int] = []  # units that are called now, outermost first
@@ -69,7 +69,7 @@ class Root:
         self.reason = ""
         self._watch = HookWatch(module for unit in units for module in unit.modules)
         self._preparation = Preparation(handles)
-        self._verified = all(handle.mesh_info.communicator.size == 1 for handle in handles)
+        self._verified = all(handle.mesh_info.all.size == 1 for handle in handles)
         for index, handle in enumerate(handles):
             handle.on_foreigners = membership.check_ties
             handle.on_backward = partial(self.enter_backward, index)
@@ -187,7 +187,7 @@ class Root:
         refuse_lost_backward(self.iteration, self.handles[0].name)
         self.replicated.leave_call()
         if not self._verified:
-            mesh_info = next(handle.mesh_info for handle in self.handles if handle.mesh_info.communicator.size > 1)
+            mesh_info = next(handle.mesh_info for handle in self.handles if handle.mesh_info.all.size > 1)
             check_order(self.handles, len(self.handles), mesh_info)
             self._verified = True
         self.order.complete()

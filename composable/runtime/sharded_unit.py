@@ -145,7 +145,7 @@ class ShardedUnit:
 
     @staticmethod
     def removal_was_interrupted(units: Sequence[ShardedUnit], begun: bool) -> None:
-        handles = [handle for handle in _handles_of(units) if handle.mesh_info.communicator.size > 1]
+        handles = [handle for handle in _handles_of(units) if handle.mesh_info.all.size > 1]
         if handles:
             after_interrupt(handles, begun=begun)
 

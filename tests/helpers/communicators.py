@@ -96,8 +96,10 @@ class Recording(_Around):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         return self._noted(label, self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags))
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
-        return self._noted(label, self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input))
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
+        return self._noted(label, self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags))
 
 
 class Slow(_Around):
@@ -115,9 +117,11 @@ class Slow(_Around):
         time.sleep(self._seconds)
         return self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
         time.sleep(self._seconds)
-        return self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input)
+        return self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags)
 
 
 class Impatient(_Around):
@@ -133,8 +137,10 @@ class Impatient(_Around):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         return self._now(self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags))
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
-        return self._now(self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input))
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
+        return self._now(self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags))
 
 
 class LastMoment(_Around):
@@ -157,13 +163,15 @@ class LastMoment(_Around):
                 _spoil(part.out)
         return _Later(lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags).wait())
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
         before = tensor.detach().clone()
         _spoil(tensor)
 
         def act() -> None:
             tensor.detach().copy_(before)
-            self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input).wait()
+            self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags).wait()
 
         return _Later(act)
 

@@ -271,8 +271,10 @@ class Delayed:
             lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
         )
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
-        return self._delayed(lambda: self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input))  # type: ignore[no-any-return]
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
+        return self._delayed(lambda: self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags))  # type: ignore[no-any-return]
 
 
 @dataclass

@@ -118,7 +118,7 @@ def test_every_rank_has_the_same_handles_in_the_same_order() -> None:
         annotate(root)
         handles = traversal.get_handles(root)
         names = [("", "submod1", "submod2", "submod2.subsubmod").index(name) for name in _forward_order(root)]
-        assert handles[0].mesh_info.communicator.all_gather_ints(names, label="test") == [names, names]
+        assert handles[0].mesh_info.all.all_gather_ints(names, label="test") == [names, names]
 
 
 # --- annotations inside each other ------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from composable.device.collectives.communicator import (
     Capabilities,
     Communicator,
     GatherPart,
-    LocalCommunicator,
     PollableWork,
     ReducePart,
     ScaledInput,
@@ -23,6 +22,7 @@ from composable.device.collectives.communicator import (
     TagSequence,
     Work,
 )
+from composable.device.collectives.local import LocalCommunicator
 from composable.device.collectives.native import NativeCommunicator
 from composable.device.collectives.point_to_point import PointToPointCommunicator
 from composable.device.collectives.process_groups import backend_of, communicator_like, is_distributed, subgroup_of, world_group

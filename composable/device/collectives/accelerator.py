@@ -79,7 +79,9 @@ class AcceleratorCommunicator(GroupCommunicator):
         rest = None if is_mean else partial(scale_sums, parts)
         return self._on_stream("reduce_scatter", label, calls, len(parts), parts, rest)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
         put_scaled_input(tensor, scaled_input)
         return self._on_stream("all_reduce", label, lambda: dist.all_reduce(tensor, group=self.group), 1, tensor)
 

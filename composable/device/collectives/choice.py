@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from composable.device.collectives.accelerator import AcceleratorCommunicator
-from composable.device.collectives.communicator import Communicator, LocalCommunicator
+from composable.device.collectives.communicator import Communicator
+from composable.device.collectives.local import LocalCommunicator
 from composable.device.collectives.native import NativeCommunicator
 from composable.device.collectives.point_to_point import PointToPointCommunicator
 from composable.device.collectives.process_groups import backend_of, communicator_like

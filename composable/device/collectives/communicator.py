@@ -1,4 +1,4 @@
-"""What handles ask of a process group, whatever its backend, and the communicator of one rank alone; calls no collective."""
+"""What handles ask of a process group, whatever its backend; calls no collective."""
 
 from __future__ import annotations
 
@@ -87,13 +87,14 @@ class Steps:
     Whoever owns it opens a step at points that every rank comes to, wherever it left the step before.
     """
 
-    __slots__ = ("__weakref__", "behind", "by_backward", "met", "mutual", "number", "oldest", "told")
+    __slots__ = ("__weakref__", "behind", "by_backward", "met", "met_in", "mutual", "number", "oldest", "told")
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
         self.number = number
         self.by_backward = by_backward  # each backward is one: ranks may run forwards for themselves
         self.oldest = number  # that is not over on this rank
-        self.met = -1  # the last step in which a message of every other rank came
+        self.met = -1  # the last step in which messages of every other rank of a group came
+        self.met_in: dict[int, int] = {}  # the same for each group, by a number of its own
         self.told = -1  # the last step in which another rank was found to have left one
         self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
         self.behind = False  # maybe: an interrupt came, and others have opened more steps since
@@ -277,8 +278,15 @@ class Communicator(Protocol):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         """Sums, each multiplied by its part's scale."""
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
-        """Sums in place, in the order of the calls; with a `term`, `tensor` becomes the sum of everybody's terms instead."""
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
+        """Sums in place; with a `scaled_input`, `tensor` becomes the sum of everybody's instead.
+
+        Args:
+            tags: of sums that all ranks launch, and wait for, at the same points of their program. The others are told apart
+                by the order of the calls, and so are all sums where a communicator is `ordered`.
+        """
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         """Rank 0's values everywhere, in place."""
@@ -335,66 +343,3 @@ class CompositeWork:
 
     def abort(self) -> None:
         self.wait()  # the backend writes to the result whenever it comes
-
-
-class LocalCommunicator:
-    """One rank: nothing to say to anybody."""
-
-    rank = 0
-    size = 1
-    capabilities = Capabilities()
-    tags_opened = 0
-
-    def __init__(self) -> None:
-        self.sums = self.open_tags()
-
-    def open_tags_up_to(self, count: int) -> None:
-        return None
-
-    def count_by(self, steps: Steps) -> None:
-        self.sums.steps = steps
-
-    def open_tags(self) -> TagSequence:
-        return TagSequence(0)
-
-    def leave(self, tags: TagSequence, why: str) -> None:
-        return None
-
-    def latest_step(self, steps: Steps) -> int:
-        return steps.number
-
-    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
-        return None
-
-    def published(self, place: int, rank: int | None = None) -> str:
-        return ""
-
-    def release(self) -> None:
-        return None
-
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
-        return tuple(parts)
-
-    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
-        for part in prepared:
-            part.whole.copy_(part.shard)
-        return CompositeWork([], label, 0)
-
-    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
-        for part in parts:
-            part.out.copy_(part.source[: part.out.numel()])
-        scale_sums(parts)
-        return CompositeWork([], label, 0)
-
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
-        put_scaled_input(tensor, scaled_input)
-        return CompositeWork([], label, 0)
-
-    def broadcast(self, tensor: Tensor, *, label: str) -> None:
-        return None
-
-    def min_max(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> tuple[list[int], list[int]]:
-        return list(values), list(values)
-
-    def all_gather_ints(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> list[list[int]]:
-        return [list(values)]

@@ -52,7 +52,9 @@ class NativeCommunicator(GroupCommunicator):
         calls = [(as_real(part.out), as_real(part.source), options) for part in parts]
         return self._run(label, self._scatter, calls, None if is_mean else partial(scale_sums, parts))
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
         put_scaled_input(tensor, scaled_input)
         return self._run(label, partial(dist.all_reduce, group=self.group, async_op=True), [(tensor,)])
 

@@ -104,7 +104,9 @@ class PointToPointCommunicator(GroupCommunicator):
 
         return CompositeWork(works, label, rank, add_up)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
         put_scaled_input(tensor, scaled_input)
         work = self._launch(label, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
         return CompositeWork([work], label, self.rank)

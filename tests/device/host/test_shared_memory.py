@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from composable.device.collectives import GatherPart, PointToPointCommunicator, ReducePart, communicator_of, world_group
+from composable.device.collectives import GatherPart, PointToPointCommunicator, ReducePart, Steps, communicator_of, world_group
 from composable.device.collectives.host.communicator import HostCommunicator, host_communicator
 from composable.device.collectives.host.shared_memory import GRAIN, SPARE_BLOCKS, Arena, Block, Identity, Outbox, Window
 from composable.device.memory import MemoryPool
@@ -287,6 +287,41 @@ def test_an_all_reduce_of_a_tensor_that_is_not_contiguous_changes_it_in_place() 
     message = torch.arange(6.0).view(2, 3).t()
     communicator.all_reduce(message, label="").wait()
     assert torch.equal(message, 2 * torch.arange(6.0).view(2, 3).t())
+
+
+@spmd(ranks=3)
+def test_a_later_step_in_one_group_does_not_give_back_a_block_that_another_group_has_yet_to_read() -> None:
+    """Rank 0 gives a sum with rank 2 up, which comes to it only after rank 0 has gone on with rank 1 in another group."""
+    rank, world = dist.get_rank(), world_group()
+    columns = dist.new_group([0, 2])
+    both, across = host_communicator(dist.new_group([0, 1]), CPU) if rank < 2 else None, None
+    if rank != 1:
+        across = host_communicator(columns, CPU)
+    steps = Steps(1)
+    tags = [None if c is None else c.open_tags() for c in (both, across)]
+    for each in tags:
+        if each is not None:
+            each.steps = steps
+    old, new = torch.full((1000,), 1.0), torch.full((1000,), 7.0)
+    if rank == 0:
+        across.all_reduce(old, label="given up", tags=tags[1]).abort()
+    steps.open()
+    if both is not None:
+        both.all_reduce(torch.ones(1000), label="of the next step", tags=tags[0]).wait()
+    if rank == 0:
+        later = across.all_reduce(new, label="of the next step", tags=tags[1])
+    dist.barrier(world)
+    if rank == 2:
+        steps.number -= 1
+        mine = torch.full((1000,), 1.0)
+        across.all_reduce(mine, label="of the step before", tags=tags[1]).wait()
+        assert torch.equal(mine, torch.full((1000,), 2.0)), "what rank 0 showed for this step, and nothing of a later one"
+        steps.number += 1
+        across.all_reduce(new, label="of the next step", tags=tags[1]).wait()
+    if rank == 0:
+        later.wait()
+    if rank != 1:
+        assert torch.equal(new, torch.full((1000,), 14.0))
 
 
 def _wires_when_switched_off_on(rank: int) -> str:

@@ -109,11 +109,11 @@ class _Transfer:
                 for peer in host_group.peers:
                     host_group.receive(peer, self._tag, self._label, keep=True)
                 # Before any is taken: an interrupt may lose one that has been taken, and nobody must wait for it again.
-                self._steps.met = TagSequence.step_in(self._tag)
+                self._note_met()
             for peer in host_group.peers:
                 if peer not in received:
                     received[peer] = host_group.receive(peer, self._tag, self._label)
-            self._steps.met = TagSequence.step_in(self._tag)
+            self._note_met()
             with torch.no_grad():
                 self._rest = receive(received)
             host_group.acknowledge(self._tag)
@@ -125,6 +125,10 @@ class _Transfer:
             raise
         self._receive = None  # first: a block that comes back is another message's
         self._block.settled = True
+
+    def _note_met(self) -> None:
+        steps = self._steps
+        steps.met = steps.met_in[self._host_group.number] = TagSequence.step_in(self._tag)
 
     def abort(self) -> None:
         if self._receive is not None:
@@ -226,7 +230,9 @@ class HostCommunicator(GroupCommunicator):
 
         return self._transfer(stride * len(self.host_group.peers), fill, receive, label, tags, in_step=True)
 
-    def all_reduce(self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None) -> PollableWork:
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
         flat = tensor.detach().contiguous().view(-1)
         mine, factor = (scaled_input[0].detach().view(-1), scaled_input[1]) if scaled_input is not None else (flat, 1.0)
         # Adding a multiple rounds once where multiplying and adding rounds twice, so ranks would differ in what is not exact.
@@ -235,7 +241,8 @@ class HostCommunicator(GroupCommunicator):
         chunk = flat.numel() if self.size == 2 else -(-flat.numel() // self.size)
         start = 0 if self.size == 2 else self.rank * chunk
         sums = flat[start : start + chunk]
-        tag, next_tag = self.sums.next_tag(), self.sums.next_tag()
+        in_step, tags = tags is not None, tags or self.sums
+        tag, next_tag = tags.next_tag(), tags.next_tag()
 
         def fill(block: Block) -> None:
             _scale(mine, factor, out=view_of(block.memory, 0, flat.numel(), flat.dtype))
@@ -249,7 +256,9 @@ class HostCommunicator(GroupCommunicator):
                 terms[self.rank] = own if factor == 1.0 else torch.mul(own, factor, out=sums)
                 add_up([terms[rank] for rank in range(self.size)], out=sums)
             if self.size > 2:
-                return self._transfer(chunk * flat.element_size(), fill_sum, receive_sums, label, self.sums, next_tag)
+                return self._transfer(
+                    chunk * flat.element_size(), fill_sum, receive_sums, label, tags, next_tag, in_step=in_step
+                )
             put_in_place()
             return None
 
@@ -266,7 +275,7 @@ class HostCommunicator(GroupCommunicator):
             if flat.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(flat.view(tensor.shape))
 
-        return self._transfer(flat.numel() * flat.element_size(), fill, receive, label, self.sums, tag)
+        return self._transfer(flat.numel() * flat.element_size(), fill, receive, label, tags, tag, in_step=in_step)
 
     def _blocks(self, messages: dict[int, Message]) -> list[tuple[int, Tensor]]:
         """What the peers show, as uint8."""

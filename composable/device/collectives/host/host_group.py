@@ -86,7 +86,8 @@ class AcksOfSome(Acks):
         if super()._has_finished(peer):
             return True
         tag = self._tag - _ACK
-        past = self._steps.met > TagSequence.step_in(tag)  # then all that the peer sent in that step is here
+        # In this group: others have other ranks, and a later step there tells nothing of those who have yet to come to it here.
+        past = self._steps.met_in.get(self._group.number, -1) > TagSequence.step_in(tag)  # all that the peer sent is here
         if peer not in self._launched and self._group.poll(peer, tag) is not None:
             self._launched[peer] = None
         return past and peer not in self._launched
@@ -111,7 +112,8 @@ class HostGroup:
         self._arena = arena
         self._board = arena.board
         self._closed = False
-        _ALL[next(_NUMBERS)] = self
+        self.number = next(_NUMBERS)  # in this process
+        _ALL[self.number] = self
         self._left: weakref.WeakKeyDictionary[Steps, int] = weakref.WeakKeyDictionary()
         self._notes = 0  # left for the others so far
         self._group = weakref.ref(communicator.group)

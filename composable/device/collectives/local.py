@@ -1,0 +1,88 @@
+"""The communicator of one rank alone, which has nothing to say to anybody; calls no collective."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from composable.device.collectives.communicator import (
+    Capabilities,
+    CompositeWork,
+    GatherPart,
+    PollableWork,
+    ReducePart,
+    ScaledInput,
+    Scratch,
+    Steps,
+    TagSequence,
+    Work,
+    put_scaled_input,
+    scale_sums,
+)
+
+
+class LocalCommunicator:
+    """One rank: nothing to say to anybody."""
+
+    rank = 0
+    size = 1
+    capabilities = Capabilities()
+    tags_opened = 0
+
+    def __init__(self) -> None:
+        self.sums = self.open_tags()
+
+    def open_tags_up_to(self, count: int) -> None:
+        return None
+
+    def count_by(self, steps: Steps) -> None:
+        self.sums.steps = steps
+
+    def open_tags(self) -> TagSequence:
+        return TagSequence(0)
+
+    def leave(self, tags: TagSequence, why: str) -> None:
+        return None
+
+    def latest_step(self, steps: Steps) -> int:
+        return steps.number
+
+    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
+        return None
+
+    def published(self, place: int, rank: int | None = None) -> str:
+        return ""
+
+    def release(self) -> None:
+        return None
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        return tuple(parts)
+
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+        for part in prepared:
+            part.whole.copy_(part.shard)
+        return CompositeWork([], label, 0)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
+        for part in parts:
+            part.out.copy_(part.source[: part.out.numel()])
+        scale_sums(parts)
+        return CompositeWork([], label, 0)
+
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
+        put_scaled_input(tensor, scaled_input)
+        return CompositeWork([], label, 0)
+
+    def broadcast(self, tensor: Tensor, *, label: str) -> None:
+        return None
+
+    def min_max(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> tuple[list[int], list[int]]:
+        return list(values), list(values)
+
+    def all_gather_ints(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> list[list[int]]:
+        return [list(values)]
