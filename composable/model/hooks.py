@@ -11,13 +11,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import attrgetter, contains
 from typing import Any, Final, Protocol, cast
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -274,74 +272,6 @@ class GuardRow:
             hooks[key] = guard
             if len(hooks) > 1:
                 hooks.move_to_end(key, last=False)  # before hooks of the user
-
-
-_LEAVES: Final = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
-
-
-def tensors_in(value: Any, opaque: list[Any] | None = None) -> Iterable[Tensor]:
-    """Every tensor in `value`, in order: nested containers, mappings, dataclasses and plain objects.
-
-    Args:
-        value: what a forward returned.
-        opaque: gets the objects that could not be looked into.
-    """
-    return (value,) if isinstance(value, Tensor) else _search(value, opaque, {})
-
-
-def _search(value: Any, opaque: list[Any] | None, seen: dict[int, Any]) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, _LEAVES) or id(value) in seen:
-        return
-    seen[id(value)] = value  # kept alive, so that no other object can get its id
-    for item in _inside(value, opaque):
-        yield from _search(item, opaque, seen)
-
-
-def _inside(value: Any, opaque: list[Any] | None) -> list[Any]:
-    """What `value` holds directly."""
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return list(value)
-    if isinstance(value, (nn.Module, type)):
-        return []
-    slots = [name for cls in type(value).__mro__ for name in _slot_names(cls)]
-    attributes = getattr(value, "__dict__", None)
-    if attributes is None and not slots and not callable(value) and opaque is not None:
-        opaque.append(value)
-    return [*(attributes or {}).values(), *(getattr(value, name, None) for name in slots)]
-
-
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in lists, tuples, dicts and dataclasses changed; what holds none is returned as it is."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, tuple):
-        items = [map_tensors(item, change) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return [map_tensors(item, change) for item in value]
-    if type(value) in (dict, OrderedDict):
-        return type(value)((key, map_tensors(item, change)) for key, item in value.items())
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {f.name: map_tensors(getattr(value, f.name), change) for f in fields(value) if f.init}
-        return replace(value, **changed)
-    return value
-
-
-def _slot_names(cls: type) -> list[str]:
-    """The attributes behind a class's own `__slots__`, as `getattr` knows them."""
-    names = cls.__dict__.get("__slots__", ())
-    names = (names,) if isinstance(names, str) else tuple(names)
-    private = f"_{cls.__name__.lstrip('_')}"
-    return [
-        private + name if name.startswith("__") and not name.endswith("__") else name
-        for name in names
-        if name not in ("__dict__", "__weakref__")
-    ]
 
 
 def _any_node(node: Any) -> bool:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from composable.device.private import made_since
 from composable.errors import OutputError
-from composable.model.hooks import before_gradient, map_tensors, tensors_in
+from composable.model.hooks import before_gradient
+from composable.model.values import map_tensors, tensors_in, with_a_node
 from composable.runtime.handle import Handle
 
 
@@ -80,11 +81,6 @@ def watch(handle: Handle, output: Any, since: int, *, count: bool) -> tuple[Any,
         )
     # Whatever reaches the loss by another way than the outputs still finds its parameters.
     return output, aliased or (not found and handle.trainable)
-
-
-def with_a_node(tensor: Tensor) -> Tensor:
-    """The same tensor, as this call's own."""
-    return tensor.view_as(tensor) if tensor.requires_grad and tensor.layout is torch.strided else tensor
 
 
 def _announce(tensors: Iterable[Tensor], entry: Entry, made_here: Callable[[Any], bool]) -> bool:

@@ -18,15 +18,15 @@ from composable.device.collectives import Communicator, LocalCommunicator, Steps
 from composable.device.parameter_swap import Owner
 from composable.device.private import in_backward, innermost
 from composable.errors import PhaseError, first_line, still_on_meta
-from composable.model.hooks import before_gradient, map_tensors, tensors_in
+from composable.model.hooks import before_gradient
 from composable.model.interrupts import calls_of
 from composable.model.naming import known_fqn
+from composable.model.values import map_tensors, tensors_in, with_a_node
 from composable.runtime.buffer_broadcast import share_buffers
 from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.membership import Newcomers
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.mixed import MixedParameters, serves
-from composable.runtime.outputs import with_a_node
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.readers import Readers
 from composable.runtime.reducer import Reducer

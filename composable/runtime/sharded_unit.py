@@ -17,9 +17,10 @@ from composable.device.memory import HOST_MEMORY
 from composable.device.parameter_swap import Owner, ParameterSlots
 from composable.device.private import in_backward, next_node
 from composable.errors import HooksRemovedError, ShardedParameterError
-from composable.model.hooks import Guard, dispatcher_of, map_tensors
+from composable.model.hooks import Guard, dispatcher_of
 from composable.model.transaction import is_rolling_back
 from composable.model.traversal import get_replicated_states, get_states, names_below
+from composable.model.values import map_tensors
 from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.leaving import after_interrupt, remove_together

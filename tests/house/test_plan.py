@@ -32,7 +32,7 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "_buffers": ("api/devices.py", "runtime/buffer_broadcast.py"),
     "_modules": ("model/record.py", "model/traversal.py"),
-    "__dict__": ("model/hooks.py", "optim/step_on_shards.py"),
+    "__dict__": ("model/values.py", "optim/step_on_shards.py"),
     # When we are called back.
     "register_forward_pre_hook": ("model/hooks.py",),
     "register_forward_hook": ("model/hooks.py",),

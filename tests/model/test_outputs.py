@@ -12,11 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from composable.model.hooks import (
-    before_gradient,
-    map_tensors,
-    tensors_in,
-)
+from composable.model.hooks import before_gradient
+from composable.model.values import map_tensors, tensors_in
 
 # --- outputs ----------------------------------------------------------------------------------------------------------
 
@@ -166,6 +163,14 @@ def test_tensors_are_changed_and_everything_around_them_is_of_the_same_kind(kind
     assert type(changed) is type(value)
     assert read(changed) == [2.0]
     assert read(value) == [1.0], "the caller's own is as it was"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAPPED if kind != "a tensor"])
+def test_what_holds_no_tensor_that_changes_is_the_callers_own(kind: str) -> None:
+    """A forward may be waiting for what is put into a list that it was given."""
+    value, _ = MAPPED[kind]
+    assert map_tensors(value, lambda tensor: tensor) is value
+    assert map_tensors([value, B], lambda tensor: tensor * 2 if tensor is B else tensor)[0] is value
 
 
 def test_what_holds_no_container_is_passed_on_as_it_is() -> None:
