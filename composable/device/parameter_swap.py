@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.device.flat_parameters import as_parameter
@@ -120,6 +120,13 @@ def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
     if local.stride() == parameter.stride():
         return dtensor_like(local, parameter)
     return _wrap(local, parameter.device_mesh, parameter.placements, local.shape, local.stride())
+
+
+def summand_like(local: Tensor, parameter: Tensor) -> DTensor:
+    """A gradient of `parameter` of which every rank has a summand, `local`: the whole is the mean over all ranks."""
+    assert isinstance(parameter, DTensor)
+    mesh = parameter.device_mesh
+    return _wrap(local, mesh, [Partial("avg")] * mesh.ndim, local.shape, local.stride())
 
 
 def _wrap(

@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.api.meshes import communication_device
 from composable.compilation import untraced
 from composable.device.collectives import reduce_numbers
+from composable.device.held_gradients import is_held
 from composable.device.private import local_of
 from composable.errors import ClippingError, NonFiniteError
 
@@ -163,6 +164,12 @@ def _spread_otherwise(parameter: Tensor, gradient: Tensor) -> ClippingError:
     def spread(tensor: Tensor) -> str:
         return f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
 
+    if is_held(gradient) and not is_held(parameter):
+        return ClippingError(
+            f"clip_grad_norm_: the gradient of a parameter of shape {tuple(parameter.shape)} is this rank's alone: it was made "
+            "under no_sync, and no backward since has averaged it over the ranks. Run the last backward before clipping "
+            "outside of no_sync, or call reduce_gradients(model), on all ranks"
+        )
     cure = "p.grad = p.grad.redistribute(p.device_mesh, p.placements)"
     if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
         cure = "make both DTensors, or neither"

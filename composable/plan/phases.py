@@ -52,6 +52,7 @@ class GradPhase(_State):
 
     EMPTY = "no gradient has arrived"
     ARRIVING = "some unsharded gradients have arrived and are not reduced yet"
+    HELD = "earlier backwards left gradients, which a later one reduces"
     REDUCING = "the reduction is in flight"
 
 
@@ -59,6 +60,7 @@ class GradEvent(_State):
     """What can happen to a handle's gradients."""
 
     ARRIVE = "autograd finished one parameter's gradient"
+    HOLD = "add up what arrived with what earlier backwards left"
     REDUCE = "launch the reduction"
     FINISH = "wait for the reduction and put the result on the sharded parameters"
     DROP = "forget unreduced gradients after an error"
@@ -66,11 +68,17 @@ class GradEvent(_State):
 
 GRAD_NEXT: Final[dict[tuple[GradPhase, GradEvent], GradPhase]] = {
     (GradPhase.EMPTY, GradEvent.ARRIVE): GradPhase.ARRIVING,
+    (GradPhase.EMPTY, GradEvent.HOLD): GradPhase.HELD,  # as many backwards on every rank, whatever arrived
     (GradPhase.EMPTY, GradEvent.REDUCE): GradPhase.REDUCING,  # other ranks may have gradients where this one has none
     (GradPhase.EMPTY, GradEvent.DROP): GradPhase.EMPTY,
     (GradPhase.ARRIVING, GradEvent.ARRIVE): GradPhase.ARRIVING,
+    (GradPhase.ARRIVING, GradEvent.HOLD): GradPhase.HELD,
     (GradPhase.ARRIVING, GradEvent.REDUCE): GradPhase.REDUCING,
     (GradPhase.ARRIVING, GradEvent.DROP): GradPhase.EMPTY,
+    (GradPhase.HELD, GradEvent.ARRIVE): GradPhase.ARRIVING,
+    (GradPhase.HELD, GradEvent.HOLD): GradPhase.HELD,
+    (GradPhase.HELD, GradEvent.REDUCE): GradPhase.REDUCING,
+    (GradPhase.HELD, GradEvent.DROP): GradPhase.EMPTY,
     (GradPhase.REDUCING, GradEvent.FINISH): GradPhase.EMPTY,
     # (REDUCING, ARRIVE) is absent on purpose: a second backward first finishes the reduction of the one before.
 }

@@ -1,4 +1,4 @@
-"""One unit's gradients within one backward: they arrive, and are reduced together; knows neither order nor other units.
+"""One unit's gradients: they arrive, are held or reduced together; knows neither order nor other units.
 
 Note [Hooks on parameters hold nothing]
 A parameter holds the hooks that wait for its gradient where Python's collector does not look. A hook that leads back to its
@@ -20,6 +20,7 @@ from composable.device.collectives import TagSequence
 from composable.device.sharded_gradients import call_hooks_after_accumulation
 from composable.errors import DifferentiationError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
+from composable.runtime.accumulation import Accumulation
 from composable.runtime.part import Part
 
 
@@ -57,9 +58,10 @@ class Watch:
 
 
 class UnitGradients:
-    """EMPTY -> ARRIVING -> REDUCING -> EMPTY, see `composable.plan.phases`.
+    """EMPTY -> ARRIVING -> REDUCING -> EMPTY, or by HELD, see `composable.plan.phases`.
 
     Attributes:
+        accumulation: whether what arrives is reduced now.
         on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
         watch: what autograd calls when a gradient is there.
         waiting: parameters with hooks to be called when this backward has ended, by their ids.
@@ -68,9 +70,11 @@ class UnitGradients:
 
     __slots__ = (
         "__weakref__",
+        "_held",
         "_label",
         "_reduced",
         "_unit",
+        "accumulation",
         "on_unexpected",
         "parts",
         "phase",
@@ -89,6 +93,8 @@ class UnitGradients:
         self._label = ""
         self.rounds = 0
         self._reduced = False  # in this backward
+        self._held = False  # what it brought
+        self.accumulation = Accumulation()
         self.waiting: dict[int, nn.Parameter] = {}
         self.watch = Watch(self._take_note)
 
@@ -125,6 +131,37 @@ class UnitGradients:
         self.watch.expecting = False
         self.rounds += self._reduced
         self._reduced = False
+        if self._held:
+            self._held = False
+            self.accumulation.count_pass()
+
+    @property
+    def due(self) -> bool:
+        """Whether a backward that reduces has to reduce what earlier ones left, whatever it brings itself."""
+        return self.phase is GradPhase.HELD and not self.accumulation.keeps
+
+    def adopt(self, parts: tuple[Part, ...]) -> None:
+        """The unit's parameters have been taken into other buffers."""
+        self.parts = parts
+        if self.accumulation.passes:
+            for part in parts:
+                part.go_on_holding()
+
+    def settle(self) -> None:
+        """The unit has been left: reduce what arrived, or hold it until a backward does."""
+        if self.accumulation.keeps:
+            self._hold()
+        else:
+            self.reduce()
+
+    def _hold(self) -> None:
+        if self.phase is GradPhase.REDUCING:
+            self.finish()
+        self.phase = advance_gradients(self.phase, GradEvent.HOLD, unit=self._unit)
+        self._held = True
+        self.watch.expecting = False
+        for part in self.parts:
+            part.hold()
 
     def reduce(self) -> None:
         """Launch the reduction of what arrived; what did not counts as zero, and stays None if it did nowhere."""
@@ -135,8 +172,14 @@ class UnitGradients:
         self.watch.expecting = False
         tags = self.tags
         assert tags is not None, "no forward has opened it"
+        label, passes = self._label, self.accumulation.passes
+        tags.decisions = passes
+        if passes:
+            label = f"{label}, after {passes} {'backward' if passes == 1 else 'backwards'} under no_sync,"
+            self.accumulation.end_window()
+        self._held = False
         for part in self.parts:
-            part.reduce(tags, self._label)
+            part.reduce(tags, label)
 
     def refuse_graph(self) -> None:
         """Raise if a gradient arrived: it was made in a backward that builds a graph, and sharded gradients are in none."""
@@ -161,7 +204,9 @@ class UnitGradients:
         """After an error: nothing in flight, no unreduced gradient."""
         self.phase = GradPhase.EMPTY
         self.waiting = {}
+        self._held = False
         self._end_round()
+        self.accumulation.end_window()
         for part in self.parts:
             part.forget_gradients()
         for part in self.parts:

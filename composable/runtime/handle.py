@@ -187,7 +187,7 @@ class Handle:
         if parameters.adopt_replaced():
             self.reshard()  # into the old buffers
             parameters.rebuild()
-            self.gradients.parts = parameters.parts
+            self.gradients.adopt(parameters.parts)
             self._dtypes = _print_of_dtypes(parameters.parts)
 
     def look_up_edition(self) -> tuple[Versions, int]:

@@ -31,9 +31,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from composable.compilation import untraced
+from composable.device.held_gradients import is_held
 from composable.device.parameter_swap import label, label_of, like_parameter, unlabel
 from composable.device.private import as_tensors, local_of
 from composable.errors import OptimizerError
+from composable.runtime.accumulation import any_window_open
 
 _gradient: Final = attrgetter("grad")
 
@@ -167,6 +169,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     holding, parameters = _look_up(optimizer)
     for index in holding.foreign:
         _refuse_foreign(optimizer, parameters[index])
+    if any_window_open():
+        _refuse_held(optimizer, parameters)
     holding.before_step(optimizer, parameters)
 
 
@@ -186,6 +190,19 @@ def _refuse_foreign(optimizer: Optimizer, parameter: nn.Parameter) -> None:
         f"{type(optimizer).__name__}.step: parameter '{fqn}' of unit '{unit}' {Form[form].value}, from model.parameters(). "
         "The step would train nothing; no parameter was changed."
     )
+
+
+def _refuse_held(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
+    """DTensor would average such gradients by itself, one by one, and they would stay for the next step."""
+    for parameter in parameters:
+        found = label_of(parameter)
+        if found is not None and is_held(parameter.grad):
+            unit, fqn, _ = found
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.step: the gradient of parameter '{fqn}' of unit '{unit}' is this rank's alone: it "
+                "was made under no_sync, and no backward since has averaged it over the ranks. Run the last backward before a "
+                "step outside of no_sync, or call reduce_gradients(model), on all ranks. No parameter was changed."
+            )
 
 
 def _refuse_whole(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> None:

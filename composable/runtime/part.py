@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import compress, repeat
-from operator import add, ne, sub
+from operator import add, ne, or_, sub
 from typing import Final
 
 import torch
@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 
 from composable.device.collectives import Communicator, GatherPart, TagSequence, Work
 from composable.device.flat_parameters import FlatParameters
+from composable.device.held_gradients import HeldGradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import ParameterSlots
 from composable.device.private import innermost, outside_transforms
@@ -28,10 +29,10 @@ class Part:
     """The parameters of one precision: their buffers, their reduction, and the coarse shard kept after forward."""
 
     __slots__ = (
-        "_addresses", "_aliased", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_is_watched",
-        "_moving", "_offsets", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_reduction", "_reductions",
-        "_staying", "_unsharded", "_versions", "_watched", "_watched_ones", "counted", "flat", "sharded", "trainable",
-        "trains", "worth_releasing"
+        "_addresses", "_aliased", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_held",
+        "_is_watched", "_moving", "_offsets", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_reduction",
+        "_reductions", "_staying", "_unsharded", "_versions", "_wanted", "_watched", "_watched_ones", "counted", "flat",
+        "sharded", "trainable", "trains", "worth_releasing"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], mesh_info: MeshInfo) -> None:
@@ -66,6 +67,8 @@ class Part:
         self.trains = False  # whether any of them gets a gradient
         self._reductions: dict[tuple[bool, ...], Reduction] = {}
         self._reduction: Reduction | None = None  # of what is trainable now
+        self._held: HeldGradients | None = None  # while gradients of earlier backwards are
+        self._wanted: tuple[bool, ...] = ()  # for each parameter, whether one of these may have brought a gradient
         self._post_forward = mesh_info.post_forward
         self._post_forward_shard: ElasticBuffer | None = None
         if self._post_forward is not None and self._gathered:
@@ -189,17 +192,46 @@ class Part:
         """Whether a gradient has arrived that was not reduced."""
         return any(parameter.grad is not None for parameter in self._unsharded)
 
+    def go_on_holding(self) -> None:
+        """Gradients of earlier backwards may be held: they have been since before this part was made."""
+        self._held = HeldGradients(self.sharded, self.flat.layout.slots, self.flat.rank)
+        self._wanted = self.trainable
+
+    def hold(self) -> None:
+        """Add what is here to what is held."""
+        if not self.trains:
+            return
+        if self._held is None:
+            self.go_on_holding()
+        self._wanted = tuple(map(or_, self._wanted, self.trainable))
+        assert self._held is not None
+        self._held.add(take_gradients(self._unsharded))
+
     def reduce(self, tags: TagSequence, label: str) -> None:
-        """Launch the reduction of what is here."""
+        """Launch the reduction of what is here, and of what is held."""
+        if self._held is not None:
+            self._reduce_held(self._held, tags, label)
+            return
         if not self.trains:
             return
         reduction = self._reduction
         if reduction is None:
-            reduction = self._reduction = Reduction(self.flat, self.sharded, self._communicator, self.trainable)
-            self._reductions[self.trainable] = reduction
+            reduction = self._reduction = self._reduction_of(self.trainable)
+        reduction.launch(take_gradients(self._unsharded), tags, label)
+
+    def _reduce_held(self, held: HeldGradients, tags: TagSequence, label: str) -> None:
+        """What has been frozen since it brought a gradient is reduced with the others."""
+        self._held = None
+        gradients = held.take(take_gradients(self._unsharded))
+        self._reduction_of(tuple(map(or_, self._wanted, self.trainable))).launch(gradients, tags, label)
+
+    def _reduction_of(self, trainable: tuple[bool, ...]) -> Reduction:
+        reduction = self._reductions.get(trainable)
+        if reduction is None:
+            reduction = self._reductions[trainable] = Reduction(self.flat, self.sharded, self._communicator, trainable)
             if reduction.worth_releasing:
                 self.worth_releasing.append(reduction)
-        reduction.launch(take_gradients(self._unsharded), tags, label)
+        return reduction
 
     def finish(self) -> list[nn.Parameter]:
         """Wait for the reduction; the sharded parameters have their gradients then. Returns those with hooks to be called."""
@@ -211,6 +243,9 @@ class Part:
     def forget_gradients(self) -> None:
         """Forget what was not reduced yet."""
         take_gradients(self._unsharded)
+        if self._held is not None:
+            self._held.forget()
+            self._held = None
 
     def drop_reduction(self) -> None:
         """Wait for the reduction, if one is in flight, and forget it."""

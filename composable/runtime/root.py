@@ -311,11 +311,11 @@ class Root:
         handle = self.handles[index]
         if iteration.builds_graph:
             handle.gradients.refuse_graph()
-        elif handle.trainable:
+        elif handle.trainable or handle.gradients.due:
             reducing = iteration.reducing
             if index in reducing:
                 reducing.remove(index)
-            handle.gradients.reduce()
+            handle.gradients.settle()
             reducing.append(index)
 
     def _finish_reductions(self, iteration: Iteration, left: int) -> None:
@@ -333,7 +333,7 @@ class Root:
             return
         for index, handle in enumerate(self.handles):
             late = handle.gradients.phase is GradPhase.ARRIVING  # brought gradients, but was not entered, or had been left
-            if late or index in iteration.to_reduce or index in iteration.untracked:
+            if late or handle.gradients.due or index in iteration.to_reduce or index in iteration.untracked:
                 self._reduce(iteration, index)
 
     def finish_backward(self) -> None:

@@ -101,7 +101,11 @@ class Unit(Protocol):
 
 
 def reset(handles: Sequence[Handle]) -> None:
-    """After an error: every unit is at rest, whatever it was at."""
+    """After an error: every unit is at rest, whatever it was at, and holds no gradients: some may be there by halves."""
+    held = max((handle.gradients.accumulation.passes for handle in handles), default=0)
+    if held:
+        backwards = "the backward" if held == 1 else f"the {held} backwards"
+        logger.warning("the gradients of %s under no_sync before it were dropped", backwards)
     for handle in handles:
         try:
             handle.reset()

@@ -21,10 +21,11 @@ GATHERING   GATHERING  UNSHARDED  -          -
 UNSHARDED   UNSHARDED  UNSHARDED  SHARDED    SHARDED_POST_FORWARD"""
 
 GRADIENTS = """\
-            ARRIVE     REDUCE     FINISH     DROP
-EMPTY       ARRIVING   REDUCING   -          EMPTY
-ARRIVING    ARRIVING   REDUCING   -          EMPTY
-REDUCING    -          -          EMPTY      -"""
+            ARRIVE     HOLD       REDUCE     FINISH     DROP
+EMPTY       ARRIVING   HELD       REDUCING   -          EMPTY
+ARRIVING    ARRIVING   HELD       REDUCING   -          EMPTY
+HELD        ARRIVING   HELD       REDUCING   -          EMPTY
+REDUCING    -          -          -          EMPTY      -"""
 
 
 def _cells(table: str) -> list[tuple[str, str, str]]:
@@ -118,10 +119,16 @@ stateDiagram-v2
     UNSHARDED --> SHARDED: RESHARD
     UNSHARDED --> SHARDED_POST_FORWARD: RESHARD_POST_FORWARD
     EMPTY --> ARRIVING: ARRIVE
+    EMPTY --> HELD: HOLD
     EMPTY --> REDUCING: REDUCE
     EMPTY --> EMPTY: DROP
     ARRIVING --> ARRIVING: ARRIVE
+    ARRIVING --> HELD: HOLD
     ARRIVING --> REDUCING: REDUCE
     ARRIVING --> EMPTY: DROP
+    HELD --> ARRIVING: ARRIVE
+    HELD --> HELD: HOLD
+    HELD --> REDUCING: REDUCE
+    HELD --> EMPTY: DROP
     REDUCING --> EMPTY: FINISH""",
     )

@@ -1,0 +1,107 @@
+"""Gradients that a later backward reduces, added up on their rank, as users see them; knows no communicator and no unit.
+
+Note [Held gradients are summands]
+What is held rests as the gradient of the sharded parameter: a `DTensor` whose placements say `Partial("avg")`, around this
+rank's whole gradient. So users see that it is there and what it means, `zero_grad` clears it, scaling scales it, and whoever
+redistributes it gets the mean. Between two backwards there is nothing else: what became of `.grad` in between is what counts.
+A gradient from before, reduced already, goes into the sum: it is the mean over ranks of one that has n times the shard where
+this rank's shard is, and zeros elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.device.parameter_swap import cut, summand_like
+from composable.device.private import dtensor_like, gradient_hooks, local_of
+from composable.errors import PhaseError
+from composable.plan.layout import Route, Slot
+
+
+def is_held(gradient: Tensor | None) -> bool:
+    """Whether a gradient is this rank's summand of one that has not been reduced."""
+    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
+
+
+def held_part(parameter: nn.Parameter) -> Tensor | None:
+    """This rank's summand of the parameter's gradient, if that is held."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor) and is_held(gradient):
+        return local_of(gradient)
+    return None
+
+
+class HeldGradients:
+    """What the sharded parameters of one dtype hold. `add` as often as there are backwards, then `take`."""
+
+    __slots__ = ("_forms", "_rank", "_sharded", "_slots")
+
+    def __init__(self, sharded: Sequence[nn.Parameter], slots: Sequence[Slot], rank: int) -> None:
+        self._sharded = tuple(sharded)
+        self._slots = tuple(slots)
+        self._rank = rank
+        self._forms: list[DTensor | None] = [None] * len(self._slots)  # without memory
+
+    @torch.no_grad()
+    def add(self, fresh: Sequence[Tensor | None]) -> None:
+        """Add gradients of unsharded parameters to what is held."""
+        sums, terms = [], []
+        for index, (parameter, gradient) in enumerate(zip(self._sharded, fresh, strict=True)):
+            if gradient is None:
+                continue
+            held = held_part(parameter)
+            if held is None:
+                self._put(index, parameter, gradient)
+            else:
+                sums.append(held)
+                terms.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, terms)
+
+    def _put(self, index: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+        before, slot = parameter.grad, self._slots[index]
+        if before is not None:
+            if gradient_hooks(parameter):
+                raise PhaseError(
+                    f"parameter '{slot.name}' has a gradient that was reduced, and hooks (register_hook) that were called for "
+                    "it; under no_sync more is added to it, and they would be called for all of it again. Call zero_grad() "
+                    "before the first backward under no_sync, or leave no_sync out"
+                )
+            assert isinstance(before, DTensor)
+            alpha = 1 if slot.route is Route.WHOLE else slot.num_shards
+            cut(gradient, slot, self._rank).add_(local_of(before), alpha=alpha)
+        form = self._forms[index]
+        if form is None:
+            held = summand_like(gradient, parameter)
+            self._forms[index] = dtensor_like(gradient.new_empty(0), held)
+        else:
+            held = dtensor_like(gradient, form)
+        parameter.grad = held
+
+    @torch.no_grad()
+    def take(self, fresh: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What is held and `fresh` together; nothing is held afterwards."""
+        taken = list(fresh)
+        sums, terms = [], []
+        for index, parameter in enumerate(self._sharded):
+            held = held_part(parameter)
+            if held is None:
+                continue
+            parameter.grad = None
+            gradient, taken[index] = taken[index], held
+            if gradient is not None:
+                sums.append(held)
+                terms.append(gradient)
+        if sums:
+            torch._foreach_add_(sums, terms)
+        return taken
+
+    def forget(self) -> None:
+        """Hold nothing any more."""
+        for parameter in self._sharded:
+            if is_held(parameter.grad):
+                parameter.grad = None
