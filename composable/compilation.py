@@ -84,5 +84,7 @@ def unwrapped(module: Any) -> Any:
 
 def forget_compiled() -> None:
     """Let everything be compiled anew: graphs do not notice hooks that come later, and would compute without them."""
-    if "torch._dynamo" in sys.modules:
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    # Dynamo may be here and idle, since optimizers import it. To reset it then would import inductor, which takes seconds.
+    if frames is not None and getattr(getattr(frames, "input_codes", None), "seen", True):
         torch.compiler.reset()

@@ -389,9 +389,9 @@ class Handle:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Where the parameters are, or would be."""
         parts = self.parameters.parts
-        return parts[0].flat.device if parts else torch.device("cpu")
+        return parts[0].flat.device if parts else self.mesh_info.device
 
 
 def _ignore(*_: bool) -> None:

@@ -29,6 +29,7 @@ from composable.runtime.membership import Membership
 from composable.runtime.misuse import method_on_stack
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
+from composable.runtime.recurrent import WeightsInPlace
 from composable.runtime.root import Root
 
 
@@ -51,7 +52,7 @@ class ShardedUnit:
 
     __slots__ = (
         "__weakref__", "_calls", "_handle", "_left_to_run", "_loading", "_originals", "enclosing", "former", "guards",
-        "left_alone", "modules", "recipe", "root", "spare_name"
+        "in_place", "left_alone", "modules", "recipe", "root", "spare_name"
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -60,6 +61,7 @@ class ShardedUnit:
         self.former: Root | None = None  # the one before, while there is none
         self.enclosing: weakref.ref[ShardedUnit] | None = None
         self.guards: list[Guard] = []
+        self.in_place: list[WeightsInPlace] = []
         self.recipe: Recipe | None = None
         self.spare_name = ""
         self.left_alone: list[Owner] = []  # places in its tree that are no unit's, and should not be
@@ -86,6 +88,7 @@ class ShardedUnit:
         mine = [id(module) for module in modules]
         if handle.mesh_info.mesh is not None:
             self.guards = [Guard(module, self._guard) for key, module in owners.items() if key not in mine]
+            self.in_place = [WeightsInPlace(module) for module in owners.values() if isinstance(module, nn.RNNBase)]
             hook = StateDictHook(self)
             self._loading = [owner.register_load_state_dict_pre_hook(hook) for owner in owners.values()]
             self._loading += [owner.register_state_dict_pre_hook(self._before_state_dict) for owner in owners.values()]
@@ -152,11 +155,10 @@ class ShardedUnit:
 
     def restore(self) -> None:
         """Undo: whole plain parameters are registered again, the very ones from before where somebody kept them."""
-        for guard in self.guards:
-            guard.remove()
-        for hook in self._loading:
-            hook.remove()
-        self.guards, self._loading = [], []
+        undone: tuple[Guard | WeightsInPlace | RemovableHandle, ...] = (*self.guards, *self.in_place, *self._loading)
+        for each in undone:
+            each.remove()
+        self.guards, self.in_place, self._loading = [], [], []
         if self.root is not None and not self.root.depth:
             self.root.invalidate()
         handle = self._handle

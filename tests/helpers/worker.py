@@ -91,7 +91,7 @@ class Worker:
             dist.destroy_process_group()
         self.generation = task.generation
         if task.device == "cuda":
-            torch.cuda.set_device(self.settings.index)
+            torch.cuda.set_device(self.settings.index % torch.cuda.device_count())
         # Distinct prefixes keep a group's keys apart from those of every group before it.
         dist.init_process_group(
             backend_of(task.device),

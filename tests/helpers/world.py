@@ -106,7 +106,7 @@ class Pool:
         Args:
             ranks: size of the default process group.
             function: importable under its module and qualified name.
-            device: "cpu", or "cuda" with one device per rank.
+            device: "cpu", or "cuda"; ranks share devices where there are fewer.
             timeout: seconds until the call counts as hung.
             group_timeout: seconds until a collective of the default group gives up.
             spoils: the call leaves the process group unusable, though no rank raises; new workers take over.
@@ -174,7 +174,10 @@ class Pool:
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=serve, args=(theirs, settings), daemon=True, name=f"rank{index}")
         loopback = "lo0" if sys.platform == "darwin" else "lo"
-        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=os.environ.get("GLOO_SOCKET_IFNAME", loopback)):
+        found = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
+        # NCCL refuses two ranks on one device of one host, but takes them for ranks of two hosts if they say so.
+        host = {"NCCL_HOSTID": f"rank{index}"} if torch.cuda.device_count() == 1 else {}
+        with _environment(OMP_NUM_THREADS="1", **found, **host):
             process.start()
         theirs.close()
         return _Rank(process, ours, log)
@@ -288,15 +291,15 @@ def spmd(ranks: int | Iterable[int]) -> Callable[[Callable[..., None]], Callable
 
 
 def need_devices(device: str, ranks: int) -> None:
-    """Skip a test that wants more accelerators than there are: NCCL takes one rank per device."""
-    if device == "cuda" and torch.cuda.device_count() < ranks:
+    """Skip a test that wants more accelerators than there are, unless there is one, which all ranks share."""
+    if device == "cuda" and 1 < torch.cuda.device_count() < ranks:
         pytest.skip(f"{ranks} ranks need {ranks} CUDA devices, {torch.cuda.device_count()} found")
 
 
 def current_device() -> torch.device:
     """The device that this rank's part of a test runs on."""
     if os.environ.get("COMPOSABLE_TEST_DEVICE", "cpu") == "cuda":
-        return torch.device("cuda", dist.get_rank() if dist.is_initialized() else 0)
+        return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 

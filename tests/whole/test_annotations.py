@@ -18,6 +18,7 @@ from composable import (
     fully_shard,
     keep_unsharded,
     registry,
+    remove,
     replicate,
     reshard,
     traversal,
@@ -211,3 +212,34 @@ def _two_with_one_inside() -> nn.Module:
 def test_a_module_inside_two_units_belongs_to_what_holds_both_places(inner: tuple[type[nn.Module], ...]) -> None:
     case = Case("a module in two units", _two_with_one_inside, rows(4, 6), mean_square, (Outer, *inner))
     assert_same_training(case, SCHEMES["fully_shard by policy"].annotate)
+
+
+class Flattened(nn.LSTM):
+    """Moves its weights to memory of its own wherever torch's RNNs do so on CUDA."""
+
+    def flatten_parameters(self) -> None:
+        for weight in self._flat_weights:
+            weight.data = weight.data.clone()
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        self.flatten_parameters()  # as many models do
+        output: Tensor = super().forward(x)[0]
+        return output
+
+
+@spmd(ranks=2)
+def test_rnns_leave_their_weights_where_they_are_gathered() -> None:
+    case = Case(
+        "flattened",
+        lambda: nn.Sequential(Flattened(5, 3, batch_first=True), nn.Linear(3, 2)),
+        rows(3, 4, 5),
+        mean_square,
+        (Flattened,),
+    )
+    assert_same_training(case, SCHEMES["fully_shard by policy"].annotate)
+    model = case.model(0, 0, current_device())
+    fully_shard(model)
+    remove(model, fully_shard)
+    before = model[0].weight_ih_l0.data_ptr()  # type: ignore[union-attr, operator]
+    model[0].flatten_parameters()  # type: ignore[operator]
+    assert model[0].weight_ih_l0.data_ptr() != before  # type: ignore[union-attr, operator]

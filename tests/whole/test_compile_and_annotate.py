@@ -137,3 +137,11 @@ def test_a_compiled_forward_that_raises_leaves_the_model_usable() -> None:
             called(batch[:, :-1])
         assert_trains_as_one_process(model, called)
         assert full_gradients(model).keys() == full_parameters(model).keys()
+
+
+def test_annotating_resets_no_compiler_that_has_compiled_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers import Dynamo. To reset it imports inductor, which takes seconds, and warns on some versions."""
+    with fresh_compiler():
+        monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("reset"))
+        fully_shard(torch.nn.Linear(2, 2))
+        monkeypatch.undo()
