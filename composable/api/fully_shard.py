@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from composable.api.agreement import all_or_none, failures_told, synchronise
 from composable.api.devices import move_buffers
-from composable.api.meshes import Mesh, device_of, ground_of, group_of, meeting_place, ranks_of
+from composable.api.meshes import Mesh, Spread, device_of, meeting_place, mesh_info_of, spread_over
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_taken
 from composable.api.ties import tied_to_replicated
@@ -93,7 +93,9 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine.
+        mesh: a `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine. A mesh of
+            two dimensions shards over one and replicates over the other (hybrid sharding). Names that contain "replicate" and
+            "shard" tell which is which; without names the first one is replicated over.
         policy: which submodules become units of their own; see `composable.policies`. What is left over belongs to `module`.
         reshard_after_forward: True frees the parameters after forward and gathers them again in backward (ZeRO-3); False
             keeps them until backward is done (ZeRO-2); a number keeps a shard over that many neighbouring ranks.
@@ -108,7 +110,7 @@ def fully_shard(
     Raises:
         AnnotationError: the module is annotated already, inside an annotated one, replicated, or has no forward; a keyword
             is unknown; ignored_params matches nothing; a parameter would belong to two units.
-        MeshError: the mesh has several dimensions or does not hold this rank.
+        MeshError: the mesh has more than two dimensions, or two that do not say what they are for; it does not hold this rank.
         RanksDisagreeError: the ranks do not hold the same module.
 
     Example:
@@ -122,16 +124,19 @@ def fully_shard(
     assigned = _assigned.get()
     if assigned is not None and assigned.module is modules[0] and assigned.within in running():
         after = _after_forward(reshard_after_forward)
-        _attach_unit(modules, assigned.parameters, assigned.placements, _mesh_info(modules, mesh, after), after)
+        spread = _spread_over(modules[0], mesh)
+        mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
+        _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after)
         return module
-    communicator = meeting_place("fully_shard", mesh, device_of(modules[0]))
+    spread = _spread_over(modules[0], mesh)
+    communicator = meeting_place(spread, device_of(modules[0]))
     common = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
     with failures_told("fully_shard", communicator):
         if sync_module_states not in SYNC_MODES:
             raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
         after = _after_forward(reshard_after_forward)
         _refuse_misplaced(modules)
-        tied = tied_to_replicated(modules, group_of("fully_shard", mesh, device_of(modules[0]))[0])
+        tied = tied_to_replicated(modules, None if spread is None else spread.mesh)
         left_out = ids_of_ignored(modules, ignored_params) | {id(managed.parameter): None for _, managed in tied}
         picked = _picked(modules, policy)
         shares = parameters_by_unit(modules, list(picked), left_out)
@@ -145,8 +150,8 @@ def fully_shard(
         units = zip([modules[0], *picked], options, placements, strict=True)
         treatment = [text for unit, o, placed in units for text in _treatment(modules[0], unit, o, placed)]
     synchronise("fully_shard", [p for share in shares for p in share], communicator, sync_module_states, treatment)
-    mesh_info = _mesh_info(modules, mesh, after)
-    with all_or_none("fully_shard", communicator, *([mesh_info.post_forward] if mesh_info.post_forward is not None else [])):
+    mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
+    with all_or_none("fully_shard", communicator, *mesh_info.communicators[1:]):
         for child, share, placed in zip(reversed(picked), reversed(shares[1:]), reversed(placements[1:]), strict=True):
             overrides = {**common, **picked[child]}
             token = _assigned.set(_Assignment(child, share, placed, running()[-1]))
@@ -187,7 +192,7 @@ def _treatment(module: nn.Module, unit: nn.Module, options: Mapping[str, Any], p
     after, mesh = (options[name] for name in ("reshard_after_forward", "mesh"))
     _after_forward(after)
     name = names_below(module).get(id(unit), "")
-    over = "" if mesh is None else f", over ranks {ranks_of(mesh)}"
+    over = "" if mesh is None else _in_words(_spread_over(unit, mesh))
     return [f"unit '{name}', reshard_after_forward={after}{over}, dimension {dim}" for dim in placements]
 
 
@@ -197,8 +202,16 @@ def _after_forward(value: bool | int) -> AfterForward:
     return after_forward(value)
 
 
-def _mesh_info(modules: Sequence[nn.Module], mesh: Mesh, after: AfterForward) -> MeshInfo:
-    return ground_of("fully_shard", mesh, device_of(modules[0]), after)
+def _spread_over(module: nn.Module, mesh: Mesh) -> Spread | None:
+    return spread_over("fully_shard", mesh, device_of(module), hybrid=True)
+
+
+def _in_words(spread: Spread | None) -> str:
+    if spread is None:
+        return ""
+    if spread.replicate is None:
+        return f", over ranks {spread.mesh.mesh.tolist()}"
+    return f", over the replicas {spread.mesh.mesh.movedim(spread.shard, -1).tolist()}"
 
 
 def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.Module, dict[str, Any]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from typing import Final
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,6 +18,7 @@ from composable.device.collectives import (
     LocalCommunicator,
     backend_of,
     communicator_of,
+    group_of_both,
     is_distributed,
     subgroup_of,
     world_group,
@@ -55,11 +58,31 @@ def _type_for(group: dist.ProcessGroup, device: torch.device) -> str:
     return accelerator.type if accelerator is not None else device.type
 
 
-def group_of(verb: str, mesh: Mesh, device: torch.device) -> tuple[DeviceMesh | None, dist.ProcessGroup | None]:
-    """The 1-D mesh and its group; (None, None) in a single process without a process group.
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A mesh, and what its dimensions are for.
+
+    Attributes:
+        group: of all its ranks.
+        shard: the dimension that parameters are cut over.
+        replicate: the dimension along which the ranks hold the same; None where the mesh has one dimension.
+    """
+
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    shard: int = 0
+    replicate: int | None = None
+
+
+def spread_over(verb: str, mesh: Mesh, device: torch.device, *, hybrid: bool = False) -> Spread | None:
+    """What `mesh` means; None in a single process without a process group.
+
+    Args:
+        hybrid: the verb takes meshes of two dimensions, too.
 
     Raises:
-        MeshError: the mesh has several dimensions, is no mesh, does not hold this rank, or there is no process group.
+        MeshError: the mesh has more dimensions than the verb takes, or their names do not say which is which; it is no mesh,
+            does not hold this rank, or there is no process group.
     """
     if mesh is None:
         if not is_distributed():
@@ -68,40 +91,70 @@ def group_of(verb: str, mesh: Mesh, device: torch.device) -> tuple[DeviceMesh | 
                     f"{verb}: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group. "
                     "Call torch.distributed.init_process_group first."
                 )
-            return None, None
-        return _mesh_over(world_group(), _type_for(world_group(), device)), world_group()
-    if isinstance(mesh, DeviceMesh):
-        return mesh, _one_dimension(verb, mesh)
+            return None
+        mesh = world_group()
     if isinstance(mesh, dist.ProcessGroup):
-        return _mesh_over(mesh, _type_for(mesh, device)), mesh
-    raise MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(mesh).__name__}.")
+        return Spread(_mesh_over(mesh, _type_for(mesh, device)), mesh)
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(mesh).__name__}.")
+    if mesh.ndim > 1 + hybrid:
+        raise _too_many_dimensions(verb, mesh, hybrid=hybrid)
+    replicate, shard = (None, 0) if mesh.ndim == 1 else _roles(verb, mesh)
+    if mesh.get_coordinate() is None:
+        raise MeshError(f"{verb}: this rank is not part of the mesh {mesh.mesh.tolist()}.")
+    group = mesh.get_group(shard)
+    if replicate is not None:
+        group = group_of_both(group, mesh.get_group(replicate), ranks_of(mesh), communication_device(mesh, device))
+    return Spread(mesh, group, shard, replicate)
 
 
-def _one_dimension(verb: str, mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim == 1:
-        if mesh.get_coordinate() is None:
-            raise MeshError(f"{verb}: this rank is not part of the mesh {mesh.mesh.tolist()}.")
-        return mesh.get_group()
+_ROLES: Final = ("replicate", "shard")
+
+
+def _role_of(name: str) -> str:
+    """What the name of a dimension says: a role, or nothing."""
+    said = [role for role in _ROLES if role in name.lower()]
+    return said[0] if len(said) == 1 else ""
+
+
+def _roles(verb: str, mesh: DeviceMesh) -> tuple[int, int]:
+    """The dimension of a mesh of two that is replicated over, and the one that is sharded over."""
     names = mesh.mesh_dim_names
+    if names is None:
+        return 0, 1
+    said = [_role_of(name) for name in names]
+    if sorted(said) != sorted(_ROLES):
+        raise MeshError(
+            f"{verb}: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this "
+            f"one, {names}, do not say which. Have one of them contain 'replicate' and the other one 'shard', as in "
+            "init_device_mesh(..., mesh_dim_names=('dp_replicate', 'dp_shard')); to shard over one dimension alone, pass "
+            f'mesh["{names[0]}"] or mesh["{names[1]}"].'
+        )
+    return said.index("replicate"), said.index("shard")
+
+
+def _too_many_dimensions(verb: str, mesh: DeviceMesh, *, hybrid: bool) -> MeshError:
+    names = mesh.mesh_dim_names or ()
     everybody = mesh.size() == dist.get_world_size()
     cure = "leave mesh= out" if everybody else "pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten())"
-    part = f'slice such as mesh["{next((n for n in names if "shard" in n), names[-1])}"]' if names else "mesh over some of them"
-    raise MeshError(
-        f"{verb} takes a mesh of one dimension; this one has {mesh.ndim}{f': {names}' if names else ''}. To use all of its "
+    takes = (
+        "a mesh of one dimension, or of two: one to replicate over and one to shard over"
+        if hybrid
+        else ("a mesh of one dimension")
+    )
+    slices = [name for role in _ROLES[not hybrid :] for name in names if _role_of(name) == role] or list(names[-1:])
+    part = "slice such as mesh[" + ", ".join(f'"{name}"' for name in slices) + "]" if names else "mesh over some of them"
+    return MeshError(
+        f"{verb} takes {takes}; this one has {mesh.ndim}{f': {names}' if names else ''}. To use all of its "
         f"ranks together, {cure}. A {part} makes each part of the ranks train a model of its own."
     )
 
 
-def meeting_place(verb: str, mesh: Mesh, device: torch.device) -> Communicator:
-    """Where all ranks meet before any of them does something with a module.
-
-    Raises:
-        MeshError: as `group_of`.
-    """
-    resolved, group = group_of(verb, mesh, device)
-    if resolved is None or group is None:
+def meeting_place(spread: Spread | None, device: torch.device) -> Communicator:
+    """Where all ranks meet before any of them does something with a module."""
+    if spread is None:
         return LocalCommunicator()
-    return communicator_of(group, communication_device(resolved, device))
+    return communicator_of(spread.group, communication_device(spread.mesh, device))
 
 
 def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
@@ -112,26 +165,30 @@ def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(mesh)
 
 
-def ground_of(verb: str, mesh: Mesh, device: torch.device, after: AfterForward) -> MeshInfo:
+def mesh_info_of(spread: Spread | None, device: torch.device, after: AfterForward) -> MeshInfo:
     """Where a unit's parameters are spread.
 
     Raises:
-        MeshError: as `group_of`, or `reshard_after_forward` is a number of ranks that the mesh cannot be cut into.
+        MeshError: `reshard_after_forward` is a number of ranks that the mesh cannot be cut into.
     """
-    resolved, group = group_of(verb, mesh, device)
-    if resolved is None or group is None:
+    if spread is None:
         return MeshInfo.over_one_dimension(None, LocalCommunicator())
-    at = communication_device(resolved, device)
-    communicator = communicator_of(group, at)
-    post_forward = None
+    mesh, at = spread.mesh, communication_device(spread.mesh, device)
+    shard_group = spread.group if spread.replicate is None else mesh.get_group(spread.shard)
+    shard = communicator_of(shard_group, at)
+    post_forward = replicate = None
     if isinstance(after, ReshardTo):
-        if after.ranks < 1 or communicator.size % after.ranks:
+        if after.ranks < 1 or shard.size % after.ranks:
+            place = "the mesh" if spread.replicate is None else "the shard dimension of the mesh"
             raise MeshError(
-                f"reshard_after_forward={after.ranks}: the mesh has {communicator.size} ranks, "
-                f"which {after.ranks} does not divide."
+                f"reshard_after_forward={after.ranks}: {place} has {shard.size} ranks, which {after.ranks} does not divide."
             )
-        post_forward = communicator_of(subgroup_of(group, after.ranks, at), at)
-    return MeshInfo.over_one_dimension(resolved, communicator, post_forward, at)
+        post_forward = communicator_of(subgroup_of(shard_group, after.ranks, at), at)
+    everybody = shard
+    if spread.replicate is not None and mesh.size(spread.replicate) > 1:
+        replicate = communicator_of(mesh.get_group(spread.replicate), at)
+        everybody = replicate if shard.size == 1 else communicator_of(spread.group, at)
+    return MeshInfo(mesh, shard, everybody, replicate, post_forward, at, spread.group, spread.shard)
 
 
 def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device:

@@ -10,7 +10,7 @@ from torch import nn
 
 from composable.api.agreement import all_or_none, failures_told, synchronise
 from composable.api.devices import buffers_of, refuse_elsewhere
-from composable.api.meshes import Mesh, communication_device, device_of, group_of, meeting_place
+from composable.api.meshes import Mesh, communication_device, device_of, meeting_place, spread_over
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_other_mesh, refuse_taken
 from composable.config import SYNC_MODES
@@ -99,7 +99,8 @@ def replicate(
     """
     modules = module if isinstance(module, list) else [module]
     device = device_of(modules[0])
-    communicator = meeting_place("replicate", mesh, device)
+    spread = spread_over("replicate", mesh, device)
+    communicator = meeting_place(spread, device)
     with failures_told("replicate", communicator):
         if sync_module_states not in SYNC_MODES:
             raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
@@ -118,7 +119,7 @@ def replicate(
     for child, (ignores, overrides) in picked.items():
         replicate(child, **{**common, **ignores, **overrides})
     with failures_told("replicate", communicator):
-        resolved, group = group_of("replicate", mesh, device)
+        resolved = None if spread is None else spread.mesh
         ignored = ids_of_ignored(modules, ignored_params)
         (parameters,) = parameters_by_unit(modules, [], ignored)
         refuse_wrapped(modules, "replicate", parameters)
@@ -130,12 +131,12 @@ def replicate(
     treatment = f"bucket_cap_mb={bucket_cap_mb}, {len(buffers)} buffers that follow rank 0"
     synchronise("replicate", parameters, communicator, sync_module_states, [treatment] * len(parameters))
     mesh_info = MeshInfo.over_one_dimension(None, LocalCommunicator())
-    if group is not None and resolved is not None:
+    if spread is not None:
         # Apart: buckets of several annotations may become ready in different orders on different ranks.
-        at = communication_device(resolved, device)
-        over = partial(MeshInfo.over_one_dimension, resolved, device=at)
-        mesh_info = _shared_ground(modules, over(communicator)) or over(communicator_of(group, at, dedicated=True))
-        backwards = backwards_of(group)  # of which a rank may have run one more, in a model that failed
+        at = communication_device(spread.mesh, device)
+        over = partial(MeshInfo.over_one_dimension, spread.mesh, device=at)
+        mesh_info = _shared_ground(modules, over(communicator)) or over(communicator_of(spread.group, at, dedicated=True))
+        backwards = backwards_of(spread.group)  # of which a rank may have run one more, in a model that failed
         backwards.catch_up(communicator.min_max([backwards.number], label="exchange of how many backwards there were")[1][0])
         mesh_info.all.count_by(backwards)
     places = [place for _, place, _ in buffers]

@@ -140,11 +140,12 @@ def _wrap(
     return dtensor
 
 
-def make_sharded(local: Tensor, slot: Slot, mesh: DeviceMesh, *, requires_grad: bool) -> nn.Parameter:
-    """The DTensor parameter that lives on the module at rest."""
+def make_sharded(local: Tensor, slot: Slot, mesh: DeviceMesh, mesh_dim: int, *, requires_grad: bool) -> nn.Parameter:
+    """The DTensor parameter that lives on the module at rest: cut over one dimension of the mesh, the same along others."""
     placement = Replicate() if slot.route is Route.WHOLE and not (slot.num_shards == 1 and slot.shape) else Shard(slot.cut_dim)
     whole = as_parameter(torch.empty(slot.shape, device="meta"), slot)
-    return _parameter_around(local, mesh, placement, whole.shape, whole.stride(), requires_grad=requires_grad)
+    placements = [Replicate() if dim != mesh_dim else placement for dim in range(mesh.ndim)]
+    return _parameter_around(local, mesh, placements, whole.shape, whole.stride(), requires_grad=requires_grad)
 
 
 def make_replicated(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
@@ -153,16 +154,24 @@ def make_replicated(whole: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
     Its local tensor shares the version counter of `whole`.
     """
     local = whole.detach()
-    return _parameter_around(local, mesh, Replicate(), local.shape, local.stride(), requires_grad=whole.requires_grad)
+    return _parameter_around(
+        local, mesh, [Replicate()] * mesh.ndim, local.shape, local.stride(), requires_grad=whole.requires_grad
+    )
 
 
 def _parameter_around(
-    local: Tensor, mesh: DeviceMesh, placement: Placement, shape: torch.Size, stride: tuple[int, ...], *, requires_grad: bool
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    *,
+    requires_grad: bool,
 ) -> nn.Parameter:
-    if placement.is_replicate():
+    if any(placement.is_replicate() for placement in placements):
         agree_on_infinities()
     # Around a stand-in, for the reason that `_wrap` gives: a Parameter is a detached copy of what it is made of.
-    parameter = nn.Parameter(_wrap(torch.empty_like(local), mesh, (placement,), shape, stride), requires_grad=requires_grad)
+    parameter = nn.Parameter(_wrap(torch.empty_like(local), mesh, placements, shape, stride), requires_grad=requires_grad)
     assert isinstance(parameter, DTensor)
     set_local(parameter, local)
     return parameter

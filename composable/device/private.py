@@ -6,6 +6,7 @@ Checked with torch 2.13.0 (CPU build). Where a name is missing in another versio
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 import weakref
 from collections import OrderedDict
@@ -276,8 +277,12 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     return made
 
 
-def _is_whole_everywhere(tensor: torch.Tensor) -> bool:
-    return not isinstance(tensor, DTensor) or all(placement.is_replicate() for placement in tensor.placements)
+def _ranks_cut_over(tensor: torch.Tensor) -> int:
+    """1 for what every rank holds whole."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    mesh = tensor.device_mesh
+    return math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
 
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -287,8 +292,9 @@ _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 def agree_on_infinities() -> bool:
     """Let `torch.amp.GradScaler` skip a step on all ranks if one rank's shard of a gradient is not finite.
 
-    torch asks the ranks only when the first gradient in the list is cut: behind one that every rank holds whole, the ranks
-    would decide each for itself. So those that are cut go first, which changes nothing else. There is no public way in.
+    torch asks the ranks that the first gradient in the list is cut over: behind one that every rank holds whole, the ranks
+    would decide each for itself, and behind one that is cut over some ranks, these alone. So gradients that are cut over the
+    most ranks go first, which changes nothing else. There is no public way in.
 
     Returns:
         Whether ranks agree. Where this torch has no such table, they may not.
@@ -298,12 +304,12 @@ def agree_on_infinities() -> bool:
     if theirs is None:
         return False
 
-    def cut_ones_first(operation: Any, args: Any, kwargs: Any) -> Any:
+    def widest_first(operation: Any, args: Any, kwargs: Any) -> Any:
         gradients, *others = args
-        ordered = sorted(gradients, key=_is_whole_everywhere)
+        ordered = sorted(gradients, key=_ranks_cut_over, reverse=True)
         return theirs(operation, (ordered, *others), kwargs)
 
-    handlers[_UNSCALE] = cut_ones_first
+    handlers[_UNSCALE] = widest_first
     return True
 
 

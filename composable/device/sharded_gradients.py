@@ -25,9 +25,11 @@ from composable.device.private import (
     storage_users,
     tensor_users,
 )
-from composable.plan.layout import ReduceLayout, Route
+from composable.plan.layout import ReduceLayout, Route, Slot
 
 WORTH_RELEASING: Final = 64 << 10  # bytes below which giving memory back, and getting it again, costs more than it brings
+
+_PADDING: Final = 64  # elements that at most lie between two parameters to start them where memory is aligned
 
 gradient_of: Final = attrgetter("grad")
 
@@ -152,12 +154,25 @@ class GradientRows:
         torch._foreach_copy_(targets, sources)
 
 
+def _stretches(direct: Sequence[Slot], straight: int | None, numel: int) -> list[tuple[int, int]]:
+    """Where in a gradient buffer of `numel` elements sums land: starts and ends; across padding, but not across parameters."""
+    ends = sorted((slot.shard_start, slot.shard_start + slot.chunk_numel) for slot in direct)
+    if straight is not None and straight < numel:
+        ends.append((straight, numel))
+    stretches: list[tuple[int, int]] = []
+    for start, end in ends:
+        if stretches and start - stretches[-1][1] < _PADDING:
+            start, _ = stretches.pop()
+        stretches.append((start, end))
+    return stretches
+
+
 class GradientShards:
     """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them."""
 
     __slots__ = (
         "_belongs", "_buffer", "_dtensors", "_dtype", "_flat", "_landed", "_landing", "_numel", "_plan", "_released",
-        "_sharded", "_shelf", "_storage", "_unused", "direct", "row", "worth_releasing"
+        "_sharded", "_shelf", "_storage", "_unused", "direct", "reduced", "row", "worth_releasing"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, parameters: Sequence[nn.Parameter], plan: ReduceLayout) -> None:
@@ -168,6 +183,7 @@ class GradientShards:
         self._storage = 0  # the buffer's, by the key that counts its users
         self.direct: list[Tensor] = []  # where direct gradients belong, in the plan's order
         self.row = torch.empty(0)  # where the reduced row lands: in the buffer itself if it can
+        self.reduced: list[Tensor] = []  # all of these, in as few stretches as they lie in
         self._landed: list[Tensor] = []  # otherwise: where its columns are, ...
         self._belongs: list[Tensor] = []  # ... and where they belong
         self._landing: ElasticBuffer | None = None  # of these, if they are cast on the way; memory of a reduction only
@@ -205,17 +221,21 @@ class GradientShards:
     def _plan_landing(self, buffer: Tensor, shards: Sequence[Tensor]) -> None:
         plan, landing = self._plan, self._landing
         self.direct = [shards[index] for index in plan.direct]
+        stretches = _stretches([self._flat.layout.slots[index] for index in plan.direct], plan.straight, self._numel)
+        self.reduced = [buffer[start:end] for start, end in stretches]
         if landing is None and plan.straight is not None:
             self.row = buffer[plan.straight :]
             return
         self._belongs = [shards[column.slot] for column in plan.columns]
         if landing is None:
             self.row = buffer.new_empty(plan.row_numel)
+            self.reduced.append(self.row)
         else:
             landing.allocate()  # views can only be made while the memory is there
             *direct, self.row = landing.tensor.split([*(shard.numel() for shard in self.direct), plan.row_numel])
             self._belongs += self.direct
             self.direct = direct
+            self.reduced = [landing.tensor]
         starts = [column.start for column in plan.columns]
         self._landed = [self.row[start : start + shards[c.slot].numel()] for start, c in zip(starts, plan.columns, strict=True)]
         self._landed += self.direct if landing is not None else []

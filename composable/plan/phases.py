@@ -54,6 +54,7 @@ class GradPhase(_State):
     ARRIVING = "some unsharded gradients have arrived and are not reduced yet"
     HELD = "earlier backwards left gradients, which a later one reduces"
     REDUCING = "the reduction is in flight"
+    ALL_REDUCING = "the shards' sums are in flight between replicas"
 
 
 class GradEvent(_State):
@@ -62,6 +63,7 @@ class GradEvent(_State):
     ARRIVE = "autograd finished one parameter's gradient"
     HOLD = "add up what arrived with what earlier backwards left"
     REDUCE = "launch the reduction"
+    ALL_REDUCE = "wait for the reduction over the shards and launch the one over replicas"
     FINISH = "wait for the reduction and put the result on the sharded parameters"
     DROP = "forget unreduced gradients after an error"
 
@@ -79,8 +81,10 @@ GRAD_NEXT: Final[dict[tuple[GradPhase, GradEvent], GradPhase]] = {
     (GradPhase.HELD, GradEvent.HOLD): GradPhase.HELD,
     (GradPhase.HELD, GradEvent.REDUCE): GradPhase.REDUCING,
     (GradPhase.HELD, GradEvent.DROP): GradPhase.EMPTY,
-    (GradPhase.REDUCING, GradEvent.FINISH): GradPhase.EMPTY,
-    # (REDUCING, ARRIVE) is absent on purpose: a second backward first finishes the reduction of the one before.
+    (GradPhase.REDUCING, GradEvent.ALL_REDUCE): GradPhase.ALL_REDUCING,
+    (GradPhase.REDUCING, GradEvent.FINISH): GradPhase.EMPTY,  # without replicas there is no other hop
+    (GradPhase.ALL_REDUCING, GradEvent.FINISH): GradPhase.EMPTY,
+    # (REDUCING, ARRIVE) and (ALL_REDUCING, ARRIVE) are absent on purpose: what comes next first finishes the reduction before.
 }
 
 

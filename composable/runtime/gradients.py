@@ -58,13 +58,14 @@ class Watch:
 
 
 class UnitGradients:
-    """EMPTY -> ARRIVING -> REDUCING -> EMPTY, or by HELD, see `composable.plan.phases`.
+    """EMPTY -> ARRIVING -> REDUCING (-> ALL_REDUCING) -> EMPTY, or by HELD, see `composable.plan.phases`.
 
     Attributes:
         accumulation: whether what arrives is reduced now.
         on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
         watch: what autograd calls when a gradient is there.
         waiting: parameters with hooks to be called when this backward has ended, by their ids.
+        tags, replica_tags: of the two hops; the second is for hybrid meshes only.
         rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
     """
 
@@ -78,6 +79,7 @@ class UnitGradients:
         "on_unexpected",
         "parts",
         "phase",
+        "replica_tags",
         "rounds",
         "tags",
         "waiting",
@@ -89,6 +91,7 @@ class UnitGradients:
         self.on_unexpected: Callable[[], object] = _ignore
         self.parts: tuple[Part, ...] = ()
         self.tags = tags
+        self.replica_tags: TagSequence | None = None
         self._unit = ""
         self._label = ""
         self.rounds = 0
@@ -109,16 +112,14 @@ class UnitGradients:
 
     def _take_note(self) -> None:
         """The first gradient that nobody expected. Others may follow; they are reduced with it."""
-        if self.phase is GradPhase.REDUCING:
-            self.finish()
+        self.finish()
         self.on_unexpected()
         self.phase = advance_gradients(self.phase, GradEvent.ARRIVE, unit=self._unit)
         self.watch.expecting = True
 
     def end(self) -> None:
         """Backward has ended, and whatever arrived was reduced."""
-        if self.phase is GradPhase.REDUCING:
-            self.finish()
+        self.finish()
         self._end_round()
 
     def call_hooks(self) -> None:
@@ -155,8 +156,7 @@ class UnitGradients:
             self.reduce()
 
     def _hold(self) -> None:
-        if self.phase is GradPhase.REDUCING:
-            self.finish()
+        self.finish()
         self.phase = advance_gradients(self.phase, GradEvent.HOLD, unit=self._unit)
         self._held = True
         self.watch.expecting = False
@@ -165,8 +165,7 @@ class UnitGradients:
 
     def reduce(self) -> None:
         """Launch the reduction of what arrived; what did not counts as zero, and stays None if it did nowhere."""
-        if self.phase is GradPhase.REDUCING:
-            self.finish()
+        self.finish()
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self._unit)
         self._reduced = True
         self.watch.expecting = False
@@ -174,6 +173,8 @@ class UnitGradients:
         assert tags is not None, "no forward has opened it"
         label, passes = self._label, self.accumulation.passes
         tags.decisions = passes
+        if self.replica_tags is not None:
+            self.replica_tags.decisions = passes
         if passes:
             label = f"{label}, after {passes} {'backward' if passes == 1 else 'backwards'} under no_sync,"
             self.accumulation.end_window()
@@ -191,10 +192,21 @@ class UnitGradients:
                 "out"
             )
 
+    def all_reduce(self) -> bool:
+        """When the shards' sums have arrived, launch their sum over the replicas; False where there are none."""
+        tags = self.replica_tags
+        if tags is None or self.phase is not GradPhase.REDUCING:
+            return False
+        for part in self.parts:
+            part.all_reduce(tags, f"{self._label} over replicas")
+        self.phase = advance_gradients(self.phase, GradEvent.ALL_REDUCE, unit=self._unit)
+        return True
+
     def finish(self) -> None:
-        """Wait for the reduction; the sharded parameters have their gradients afterwards."""
-        if self.phase is not GradPhase.REDUCING:
+        """Wait for the reduction, if there is one; the sharded parameters have their gradients afterwards."""
+        if self.phase is not GradPhase.REDUCING and self.phase is not GradPhase.ALL_REDUCING:
             return
+        self.all_reduce()
         for part in self.parts:
             for parameter in part.finish():
                 self.waiting[id(parameter)] = parameter

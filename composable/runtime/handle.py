@@ -97,12 +97,7 @@ class Handle:
         self._left = False  # its modules have whole parameters again
         self.gradients = UnitGradients()
         self.parameters = UnitParameters(
-            self.slots,
-            recipe.names,
-            recipe.placements,
-            mesh_info,
-            pool,
-            on_gradient=self.gradients.watch.arrived,
+            self.slots, recipe.names, recipe.placements, mesh_info, pool, on_gradient=self.gradients.watch.arrived
         )
         self.gradients.parts = self.parameters.parts
         self._dtypes = _print_of_dtypes(self.parameters.parts)
@@ -111,17 +106,21 @@ class Handle:
     def open_channels(self) -> None:
         """Before the first collective of the unit. Every rank comes to it, which is not so of looking at a copied module."""
         if self._tags is None:
-            mesh_info, post_forward = self.mesh_info, self.mesh_info.post_forward
-            self._post_forward_tags = post_forward.open_tags() if post_forward is not None else None
-            # Of their own: a rank that is one collective ahead must not take a gather for a reduction.
-            self.gradients.tags = mesh_info.shard.open_tags()
-            self._checks = mesh_info.all.open_tags()
-            self._tags = mesh_info.shard.open_tags()
-            self._opened = [(mesh_info.shard, self._tags), (mesh_info.shard, self.gradients.tags)]
-            self._opened.append((mesh_info.all, self._checks))
-            if post_forward is not None and self._post_forward_tags is not None:
-                self._opened.append((post_forward, self._post_forward_tags))
+            mesh_info, self._opened = self.mesh_info, []
+            self.gradients.tags = self._open(mesh_info.shard)
+            self._checks = self._open(mesh_info.all)
+            if mesh_info.replicate is not None:
+                self.gradients.replica_tags = self._open(mesh_info.replicate)
+            if mesh_info.post_forward is not None:
+                self._post_forward_tags = self._open(mesh_info.post_forward)
+            self._tags = self._open(mesh_info.shard)
             self.count_by(self._tags.steps)
+
+    def _open(self, communicator: Communicator) -> TagSequence:
+        """For messages of one kind: a rank that is one collective ahead must not take a gather for a reduction."""
+        tags = communicator.open_tags()
+        self._opened.append((communicator, tags))
+        return tags
 
     def count_by(self, steps: Steps) -> None:
         """Messages belong to `steps` from now on."""
@@ -148,7 +147,7 @@ class Handle:
             communicator.leave(tags, why)
 
     def rename(self, name: str) -> None:
-        """Take the FQN under the root, once there is a root, for messages."""
+        """Take the FQN under the root, if there is one, for messages."""
         self.name = name
         self._label = f"all-gather of unit '{name}'"
         self.parameters.rename(name)

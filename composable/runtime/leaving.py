@@ -105,7 +105,8 @@ def _whole_gradients(handle: Handle) -> list[Tensor | None]:
 
 @torch.no_grad()
 def _whole(gradient: DTensor, handle: Handle) -> Tensor:
-    communicator, (placement,), local = handle.mesh_info.shard, gradient.placements, local_of(gradient).detach()
+    communicator, local = handle.mesh_info.shard, local_of(gradient).detach()
+    placement = gradient.placements[handle.mesh_info.shard_dim]
     if not isinstance(placement, Shard):
         return local.clone()
     dim, shape = placement.dim, list(gradient.shape)

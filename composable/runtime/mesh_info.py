@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.device.collectives import Communicator
-from composable.errors import AnnotationError
+from composable.errors import AnnotationError, MeshError
+
+_CPU: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,37 +25,45 @@ class MeshInfo:
     Attributes:
         shard: among the ranks that parameters are cut over.
         all: among all ranks of the mesh, which train together: for checks, and to say farewell.
-        post_forward: among neighbours of the former, for `ReshardTo`.
+        replicate: among the ranks that have the same shards; None where there is one such rank only.
+        post_forward: among neighbours of those that parameters are cut over, for `ReshardTo`.
         group: of `all`.
+        shard_dim: the dimension of the mesh that parameters are cut over; along the other one, if any, they are the same.
     """
 
     mesh: DeviceMesh | None
     shard: Communicator
     all: Communicator
+    replicate: Communicator | None = None
     post_forward: Communicator | None = None
-    device: torch.device = torch.device("cpu")  # noqa: RUF009
+    device: torch.device = _CPU
     group: dist.ProcessGroup | None = None
+    shard_dim: int = 0
 
     @staticmethod
-    def over_one_dimension(
-        mesh: DeviceMesh | None,
-        communicator: Communicator,
-        post_forward: Communicator | None = None,
-        device: torch.device = torch.device("cpu"),  # noqa: B008
-    ) -> MeshInfo:
+    def over_one_dimension(mesh: DeviceMesh | None, communicator: Communicator, device: torch.device = _CPU) -> MeshInfo:
         """All ranks of the mesh do everything together."""
         group = None if mesh is None else mesh.get_group()
-        return MeshInfo(mesh, communicator, communicator, post_forward, device, group)
+        return MeshInfo(mesh, communicator, communicator, device=device, group=group)
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
         """Each once."""
-        return tuple(dict.fromkeys(each for each in (self.all, self.shard, self.post_forward) if each is not None))
+        roles = (self.all, self.shard, self.replicate, self.post_forward)
+        return tuple(dict.fromkeys(each for each in roles if each is not None))
 
     @property
     def place(self) -> tuple[dist.ProcessGroup, torch.device] | None:
         """All ranks as a group, and the device: where both are the same, the same ranks move tensors alike."""
         return None if self.group is None else (self.group, self.device)
+
+    @property
+    def replicas(self) -> list[list[int]]:
+        """The global ranks that each replica is cut over; nothing where there are no replicas."""
+        if self.mesh is None or self.mesh.ndim == 1:
+            return []
+        found: list[list[int]] = self.mesh.mesh.movedim(self.shard_dim, -1).tolist()
+        return found
 
     def __deepcopy__(self, memo: dict[int, object]) -> MeshInfo:
         return self  # copies of a model train over the same ranks
@@ -64,3 +75,20 @@ class MeshInfo:
                 "(torch.distributed.checkpoint writes it from all ranks), or call remove() with its module and verb first"
             )
         return MeshInfo, (None, self.shard, self.all)
+
+
+def refuse_other_replicas(units: Iterable[tuple[str, MeshInfo]]) -> None:
+    """Units of one model that are replicated as well as sharded must be so over the same ranks.
+
+    Raises:
+        MeshError: two of them, which are named, are not.
+    """
+    hybrid = [(name, mesh_info.replicas) for name, mesh_info in units if mesh_info.replicas]
+    for name, replicas in hybrid:
+        first, others = hybrid[0]
+        if replicas != others:
+            raise MeshError(
+                f"the mesh of unit '{name}' has the replicas {replicas} (ranks that hold one copy together), that of unit "
+                f"'{first}' has {others}; units of one model that are sharded and replicated must have the same. Pass one "
+                "mesh to both"
+            )

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.hooks import RemovableHandle
 
 from composable.compilation import untraced
@@ -163,9 +163,9 @@ class MixedParameters:
         if newcomer.device_mesh != self._mesh or not all(placement.is_replicate() for placement in newcomer.placements):
             raise ForeignParameterError(
                 f"parameter '{name}' of unit '{self._unit}' was replaced by a DTensor that is spread otherwise: "
-                f"{newcomer.placements} over {describe_mesh(newcomer.device_mesh)}, where the unit has (Replicate(),) "
-                f"over {describe_mesh(self._mesh)}. Register its full_tensor() as a parameter, or load it with "
-                "load_state_dict(), which spreads it anew"
+                f"{newcomer.placements} over {describe_mesh(newcomer.device_mesh)}, where the unit has "
+                f"{(Replicate(),) * self._mesh.ndim} over {describe_mesh(self._mesh)}. Register its full_tensor() as a "
+                "parameter, or load it with load_state_dict(), which spreads it anew"
             )
 
     @property

@@ -162,7 +162,9 @@ class UnitParameters:
             adopt_local(registered, local)
             slot.sharded = registered
         else:
-            sharded = make_sharded(local, flat.layout.slots[position], mesh, requires_grad=registered.requires_grad)
+            sharded = make_sharded(
+                local, flat.layout.slots[position], mesh, self._mesh_info.shard_dim, requires_grad=registered.requires_grad
+            )
             slot.replace(sharded)
             slot.sharded = sharded
         differentiable = flat.compute_dtype.is_floating_point or flat.compute_dtype.is_complex

@@ -31,8 +31,8 @@ class Part:
     __slots__ = (
         "_addresses", "_aliased", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_held",
         "_is_watched", "_moving", "_offsets", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_reduction",
-        "_reductions", "_staying", "_unsharded", "_versions", "_wanted", "_watched", "_watched_ones", "counted", "flat",
-        "sharded", "trainable", "trains", "worth_releasing"
+        "_reductions", "_replicas", "_staying", "_unsharded", "_versions", "_wanted", "_watched", "_watched_ones", "counted",
+        "flat", "sharded", "trainable", "trains", "worth_releasing"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], mesh_info: MeshInfo) -> None:
@@ -53,6 +53,7 @@ class Part:
         # Whose version counters tell of writes to shards: to each parameter, and to local tensors, which count with the buffer.
         self.counted = (*self.sharded, flat.shard)
         self._communicator = mesh_info.shard
+        self._replicas = mesh_info.replicate
         self._full = flat.full
         # Where the unsharded parameters lie from the start of their buffer, which moves; what every rank holds whole stays.
         moving = [not slot.aliased and slot.numel > 0 for slot in flat.layout.slots]
@@ -228,10 +229,17 @@ class Part:
     def _reduction_of(self, trainable: tuple[bool, ...]) -> Reduction:
         reduction = self._reductions.get(trainable)
         if reduction is None:
-            reduction = self._reductions[trainable] = Reduction(self.flat, self.sharded, self._communicator, trainable)
+            reduction = self._reductions[trainable] = Reduction(
+                self.flat, self.sharded, self._communicator, trainable, self._replicas
+            )
             if reduction.worth_releasing:
                 self.worth_releasing.append(reduction)
         return reduction
+
+    def all_reduce(self, tags: TagSequence, label: str) -> None:
+        """Wait for the first hop of the reduction, and launch the second."""
+        for reduction in self._reductions.values():
+            reduction.all_reduce(tags, label)
 
     def finish(self) -> list[nn.Parameter]:
         """Wait for the reduction; the sharded parameters have their gradients then. Returns those with hooks to be called."""

@@ -1,4 +1,10 @@
-"""How one unit's gradients of one dtype are reduced, from autograd's tensors to the shards; knows no order of units."""
+"""How one unit's gradients of one dtype are reduced, from autograd's tensors to the shards; knows no order of units.
+
+Note [The way of a gradient]
+It is copied in (cast, divided by the first factor), reduce-scattered over the shards, on a hybrid mesh all-reduced over the
+replicas, and landed (multiplied by the second factor, cast, added to what is there). What ranks say about who has a gradient at
+all goes the same way.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +20,16 @@ from composable.device.private import gradient_hooks
 from composable.device.sharded_gradients import GradientRows, GradientShards, hooked, with_hooks
 from composable.plan.layout import plan_reduction
 from composable.plan.scaling import division_factors, may_scale_inputs
+from composable.runtime.replica_sum import ReplicaSum
 
 
 class Reduction:
-    """Reduces one `FlatParameters`' gradients. `launch` and `finish` alternate."""
+    """Reduces one `FlatParameters`' gradients. `launch` and `finish` alternate; with replicas, `all_reduce` comes between.
+
+    Args:
+        communicator: of the first hop.
+        replicas: of the second one, if the parameters are not only sharded but replicated, too.
+    """
 
     __slots__ = (
         "_before",
@@ -29,6 +41,7 @@ class Reduction:
         "_packed",
         "_plan",
         "_reordered",
+        "_replicas",
         "_rows",
         "_sharded",
         "_shards",
@@ -39,17 +52,24 @@ class Reduction:
     )  # fmt: skip
 
     def __init__(
-        self, flat: FlatParameters, sharded: Sequence[nn.Parameter], communicator: Communicator, trainable: Sequence[bool]
+        self,
+        flat: FlatParameters,
+        sharded: Sequence[nn.Parameter],
+        communicator: Communicator,
+        trainable: Sequence[bool],
+        replicas: Communicator | None = None,
     ) -> None:
         self.flat = flat
         self._sharded = sharded
         self._communicator = communicator
         self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=communicator.capabilities.even_only)
-        self._rows = GradientRows(flat, self._plan, communicator.size) if communicator.size > 1 else None
+        ranks = communicator.size * (1 if replicas is None else replicas.size)
+        self._rows = GradientRows(flat, self._plan, communicator.size) if ranks > 1 else None
         self._dtype = dtype_named(flat.precision.reduce)
         self._casts = flat.precision.reduce != flat.precision.compute
-        self._before, after = division_factors(flat.precision.reduce, communicator.size)
-        self._share = 1.0 / after
+        self._before, after = division_factors(flat.precision.reduce, ranks)
+        self._replicas = None if replicas is None else ReplicaSum(replicas, flat.precision.reduce, 1.0 / after)
+        self._share = 1.0 / after if replicas is None else 1.0
         self._early = may_scale_inputs(flat.precision.reduce, self._share)
         self._packed: tuple[ReducePart, ...] = ()  # the message of rows, if there is one
         self._shards = GradientShards(flat, sharded, self._plan)
@@ -96,6 +116,15 @@ class Reduction:
                 gradient = gradient.to(self._dtype)
             parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, self._share, self._early))
         return parts
+
+    def all_reduce(self, tags: TagSequence, label: str) -> None:
+        """Wait for the first hop, and launch the second. Nothing happens without a `launch`."""
+        if self._work is None or self._rows is None or self._replicas is None:
+            return
+        work, self._work = self._work, None
+        work.wait()
+        self._rows.buffer.free()
+        self._work = self._replicas.launch(self._shards.reduced, tags, label)
 
     def finish(self) -> list[nn.Parameter]:
         """Wait for the mean and put it on the sharded parameters. Nothing happens without a `launch`.

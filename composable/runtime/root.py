@@ -300,7 +300,7 @@ class Root:
             handle = self.handles[index]
             if handle.uses <= 0 and index not in iteration.untracked:
                 self._reduce(iteration, index)
-                self._finish_reductions(iteration, REDUCTIONS_IN_FLIGHT + 1)
+                iteration.reducing.make_room(REDUCTIONS_IN_FLIGHT + 1)
             handle.hide()
             if not handle.kept_by:
                 handle.reshard()
@@ -312,17 +312,7 @@ class Root:
         if iteration.builds_graph:
             handle.gradients.refuse_graph()
         elif handle.trainable or handle.gradients.due:
-            reducing = iteration.reducing
-            if index in reducing:
-                reducing.remove(index)
-            handle.gradients.settle()
-            reducing.append(index)
-
-    def _finish_reductions(self, iteration: Iteration, left: int) -> None:
-        """Wait for the oldest reductions until `left` are in flight."""
-        reducing = iteration.reducing
-        while len(reducing) > left:
-            self.handles[reducing.pop(0)].gradients.finish()
+            iteration.reducing.launch(handle.gradients)
 
     turn = -1  # of the end of a backward; roots follow each other as their outputs do
 
@@ -340,7 +330,7 @@ class Root:
         iteration = self.iteration
         if iteration is None or iteration.backward is None:
             return
-        self._finish_reductions(iteration, 0)
+        iteration.reducing.make_room(0)
         for index in iteration.active:
             self.handles[index].hide()
         if iteration.builds_graph or self._running:

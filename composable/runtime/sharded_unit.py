@@ -26,6 +26,7 @@ from composable.runtime.handle import Handle, Recipe
 from composable.runtime.leaving import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
 from composable.runtime.membership import Membership
+from composable.runtime.mesh_info import refuse_other_replicas
 from composable.runtime.misuse import method_on_stack
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
@@ -276,6 +277,7 @@ class ShardedUnit:
             unit.handle.rename(names.get(id(unit.modules[0]), unit.handle.name))
         membership = Membership(module, [unit for unit in units if unit.handle.mesh_info.mesh is not None])
         membership.check()
+        refuse_other_replicas((unit.name, unit.handle.mesh_info) for unit in units)
         for former in dict.fromkeys([unit.root or unit.former for unit in units]):
             if former is not None and former.iteration is not None and former.iteration.lost_backward:
                 former.abort("its backward did not finish")

@@ -40,6 +40,7 @@ from composable.plan.schedule import BackwardOrder
 from composable.runtime.backward_end import BackwardEnd, gone
 from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle
+from composable.runtime.in_flight import ReductionsInFlight
 
 logger = logging.getLogger("composable")
 
@@ -59,7 +60,7 @@ class Iteration:
         self.entered: dict[int, None] = {}
         self.to_reduce: dict[int, None] = {}  # entered since they were last reduced
         self.untracked: dict[int, None] = {}  # whose gradients may come by another way than through their outputs
-        self.reducing: list[int] = []
+        self.reducing = ReductionsInFlight()
         self.builds_graph = False  # this backward, see Note [Backward through a backward]
         self.pinned: dict[int, None] = {}  # units that it, or one before, keeps unsharded
 

@@ -21,11 +21,12 @@ GATHERING   GATHERING  UNSHARDED  -          -
 UNSHARDED   UNSHARDED  UNSHARDED  SHARDED    SHARDED_POST_FORWARD"""
 
 GRADIENTS = """\
-            ARRIVE     HOLD       REDUCE     FINISH     DROP
-EMPTY       ARRIVING   HELD       REDUCING   -          EMPTY
-ARRIVING    ARRIVING   HELD       REDUCING   -          EMPTY
-HELD        ARRIVING   HELD       REDUCING   -          EMPTY
-REDUCING    -          -          -          EMPTY      -"""
+             ARRIVE     HOLD       REDUCE     ALL_REDUCE     FINISH     DROP
+EMPTY        ARRIVING   HELD       REDUCING   -              -          EMPTY
+ARRIVING     ARRIVING   HELD       REDUCING   -              -          EMPTY
+HELD         ARRIVING   HELD       REDUCING   -              -          EMPTY
+REDUCING     -          -          -          ALL_REDUCING   EMPTY      -
+ALL_REDUCING -          -          -          -              EMPTY      -"""
 
 
 def _cells(table: str) -> list[tuple[str, str, str]]:
@@ -83,7 +84,7 @@ def test_a_gradient_that_arrives_while_the_last_ones_are_reduced_is_refused_in_w
         str(refused.value),
         """\
 unit 'head': ARRIVE (autograd finished one parameter's gradient) is not possible while REDUCING (the reduction is in \
-flight). From here the legal events are FINISH.""",
+flight). From here the legal events are ALL_REDUCE, FINISH.""",
     )
 
 
@@ -130,5 +131,7 @@ stateDiagram-v2
     HELD --> HELD: HOLD
     HELD --> REDUCING: REDUCE
     HELD --> EMPTY: DROP
-    REDUCING --> EMPTY: FINISH""",
+    REDUCING --> ALL_REDUCING: ALL_REDUCE
+    REDUCING --> EMPTY: FINISH
+    ALL_REDUCING --> EMPTY: FINISH""",
     )

@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, replicate
 from tests.helpers.compare import full_gradients
-from tests.helpers.world import Pool, need_devices
+from tests.helpers.world import Pool, current_device, need_devices
 
 SMALLEST: Final = 2.0**-24  # that float16 knows
 LARGEST: Final = 2.0**14  # of which float16 can add up three, but not four
@@ -34,6 +35,10 @@ def _gradients(verb: str, mine: float) -> dict[str, list[float]]:
     model = Weights()
     if verb == "replicate":
         replicate(model)
+    elif verb == "hybrid":
+        ranks = dist.get_world_size()
+        mesh = init_device_mesh(current_device().type, (2, ranks // 2))
+        fully_shard(model.to(current_device()), mesh=mesh)
     else:
         fully_shard(model)
     model(torch.tensor(mine, dtype=torch.float16)).backward()
@@ -44,7 +49,7 @@ def _of_rank(verb: str, values: list[float]) -> dict[str, list[float]]:
     return _gradients(verb, values[dist.get_rank()])
 
 
-@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("verb", ["fully_shard", "hybrid", "replicate"])
 def test_the_smallest_gradients_survive_where_dividing_by_all_ranks_at_once_would_lose_them(
     pool: Pool, verb: str, device: str
 ) -> None:
@@ -54,14 +59,14 @@ def test_the_smallest_gradients_survive_where_dividing_by_all_ranks_at_once_woul
         assert gradients == {"large": [2 * SMALLEST], "small": [2 * SMALLEST]}
 
 
-@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("verb", ["fully_shard", "hybrid", "replicate"])
 def test_large_gradients_do_not_overflow_in_the_sum(pool: Pool, verb: str, device: str) -> None:
     need_devices(device, 4)
     for gradients in pool.run(4, _of_rank, verb, [LARGEST] * 4, device=device):
         assert gradients == {"large": [LARGEST], "small": [LARGEST]}
 
 
-@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+@pytest.mark.parametrize("verb", ["fully_shard", "hybrid", "replicate"])
 def test_two_ranks_round_alike_at_the_end_of_what_float16_knows(pool: Pool, verb: str, device: str) -> None:
     need_devices(device, 2)
     # An odd number of the smallest, halved, is rounded; whoever does not round it where the other one does ends up apart.

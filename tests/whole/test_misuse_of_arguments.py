@@ -34,15 +34,19 @@ def _meshes() -> list[str]:
     kind = current_device().type
     model = _transformer()
     three = init_device_mesh(kind, (1, 2, 1), mesh_dim_names=("x", "y", "z"))
-    two = init_device_mesh(kind, (1, 2))
-    contradicting = init_device_mesh(kind, (2, 1), mesh_dim_names=("shard", "replicate"))
+    four = init_device_mesh(kind, (1, 1, 2), mesh_dim_names=("pp", "dp_shard", "dp_replicate"))
+    two = init_device_mesh(kind, (1, 2), mesh_dim_names=("dp", "tp"))
+    twice = init_device_mesh(kind, (2, 1), mesh_dim_names=("dp_shard", "cp_shard"))
+    cut = init_device_mesh(kind, (1, 2), mesh_dim_names=("replicate", "shard"))
     return [
         refused(model, lambda: fully_shard(model, mesh=three)),
+        refused(model, lambda: fully_shard(model, mesh=four)),
         refused(model, lambda: fully_shard(model, mesh=two)),
-        refused(model, lambda: fully_shard(model, mesh=contradicting)),
+        refused(model, lambda: fully_shard(model, mesh=twice)),
         refused(model, lambda: replicate(model, mesh=three)),
         refused(model, lambda: fully_shard(model, mesh="cpu")),
         refused(model, lambda: fully_shard(model, reshard_after_forward=3)),
+        refused(model, lambda: fully_shard(model, mesh=cut, reshard_after_forward=3)),
         refused(model, lambda: fully_shard(model, reshard_after_forward="yes")),
     ]
 
@@ -72,18 +76,22 @@ def test_a_mesh_of_several_dimensions_over_some_ranks_is_refused_with_the_way_to
 
 
 def test_meshes_that_do_not_fit_are_refused_with_an_example(pool: Pool) -> None:
-    three, two, contradicting, replicated, text, number, word = pool.run(2, _meshes)[0]
+    three, four, two, twice, replicated, text, number, of_shards, word = pool.run(2, _meshes)[0]
     assert_text(
         three,
-        """MeshError: fully_shard takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). To use all of its ranks together, leave mesh= out. A slice such as mesh["z"] makes each part of the ranks train a model of its own.""",
+        """MeshError: fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard over; this one has 3: ('x', 'y', 'z'). To use all of its ranks together, leave mesh= out. A slice such as mesh["z"] makes each part of the ranks train a model of its own.""",
+    )
+    assert_text(
+        four,
+        """MeshError: fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard over; this one has 3: ('pp', 'dp_shard', 'dp_replicate'). To use all of its ranks together, leave mesh= out. A slice such as mesh["dp_replicate", "dp_shard"] makes each part of the ranks train a model of its own.""",
     )
     assert_text(
         two,
-        """MeshError: fully_shard takes a mesh of one dimension; this one has 2. To use all of its ranks together, leave mesh= out. A mesh over some of them makes each part of the ranks train a model of its own.""",
+        """MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this one, ('dp', 'tp'), do not say which. Have one of them contain 'replicate' and the other one 'shard', as in init_device_mesh(..., mesh_dim_names=('dp_replicate', 'dp_shard')); to shard over one dimension alone, pass mesh["dp"] or mesh["tp"].""",
     )
     assert_text(
-        contradicting,
-        """MeshError: fully_shard takes a mesh of one dimension; this one has 2: ('shard', 'replicate'). To use all of its ranks together, leave mesh= out. A slice such as mesh["shard"] makes each part of the ranks train a model of its own.""",
+        twice,
+        """MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this one, ('dp_shard', 'cp_shard'), do not say which. Have one of them contain 'replicate' and the other one 'shard', as in init_device_mesh(..., mesh_dim_names=('dp_replicate', 'dp_shard')); to shard over one dimension alone, pass mesh["dp_shard"] or mesh["cp_shard"].""",
     )
     assert_text(
         replicated,
@@ -91,6 +99,10 @@ def test_meshes_that_do_not_fit_are_refused_with_an_example(pool: Pool) -> None:
     )
     assert_text(text, """MeshError: fully_shard: expected a DeviceMesh, a ProcessGroup or None as mesh, got str.""")
     assert_text(number, """MeshError: reshard_after_forward=3: the mesh has 2 ranks, which 3 does not divide.""")
+    assert_text(
+        of_shards,
+        """MeshError: reshard_after_forward=3: the shard dimension of the mesh has 2 ranks, which 3 does not divide.""",
+    )
     assert_text(word, """AnnotationError: reshard_after_forward must be True, False or a number of ranks, got str""")
 
 

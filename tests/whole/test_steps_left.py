@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import describe, fully_shard
 from composable.device.collectives import communicator_of
@@ -50,6 +51,7 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "resharding": {},
     "keeping": {"reshard_after_forward": False},
     "regrouping": {"reshard_after_forward": 2},
+    "hybrid": {},
 }
 
 
@@ -91,7 +93,8 @@ def _leave(options: str, cases: list[str]) -> dict[str, tuple[list[float], list[
         torch.manual_seed(0)
         model = Layers()
         plain = copy.deepcopy(model)
-        fully_shard(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)), policy={Layer}, **_OPTIONS[options])
+        mesh = init_device_mesh("cpu", (2, 2)) if options == "hybrid" else dist.new_group(timeout=timedelta(seconds=_PATIENCE))
+        fully_shard(model, mesh=mesh, policy={Layer}, **_OPTIONS[options])
         losses, errors = _train(model, (), _WHERE[where])
         found[where] = _train(plain, [*errors], None)[0], losses, errors
         dist.barrier()
@@ -101,14 +104,15 @@ def _leave(options: str, cases: list[str]) -> dict[str, tuple[list[float], list[
 # Who skips a backward tells nobody: its next forward may as well be one more of the same step, until others have left that.
 _SKIPPED: Final = ("after the last unit", "before backward")
 _TOLD: Final = re.compile(
-    r"CommunicationError: rank \d: the (all-gather|gradient reduction) of unit '\d?' failed: rank \d has left this step"
+    r"CommunicationError: rank \d: the (all-gather|gradient reduction) of unit '\d?'( over replicas)? failed: "
+    r"rank \d has left this step"
     r"( and gone on to a later one|: its backward did not finish"
     r"|: unit '\d?' raised (Planned: as planned|CommunicationError: .*))\n"
 )
 
 
 @pytest.mark.host
-@pytest.mark.parametrize(("ranks", "options"), [(2, "resharding"), (2, "keeping"), (4, "regrouping")])
+@pytest.mark.parametrize(("ranks", "options"), [(2, "resharding"), (2, "keeping"), (4, "regrouping"), (4, "hybrid")])
 def test_ranks_that_leave_a_step_at_different_places_meet_in_a_later_one(pool: Pool, ranks: int, options: str) -> None:
     for rank, found in enumerate(pool.run(ranks, _leave, options, [*_WHERE])):
         for where, (expected, losses, errors) in found.items():

@@ -25,7 +25,14 @@ from composable.device.collectives.communicator import (
 from composable.device.collectives.local import LocalCommunicator
 from composable.device.collectives.native import NativeCommunicator
 from composable.device.collectives.point_to_point import PointToPointCommunicator
-from composable.device.collectives.process_groups import backend_of, communicator_like, is_distributed, subgroup_of, world_group
+from composable.device.collectives.process_groups import (
+    backend_of,
+    communicator_like,
+    group_of_both,
+    is_distributed,
+    subgroup_of,
+    world_group,
+)
 from composable.device.collectives.scalars import reduce_numbers
 
 __all__ = [
@@ -49,6 +56,7 @@ __all__ = [
     "communicator_like",
     "communicator_of",
     "communicators_wrapped_by",
+    "group_of_both",
     "is_distributed",
     "reduce_numbers",
     "subgroup_of",

@@ -22,6 +22,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 _SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()
 
 
+_UNIONS: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]] = WeakKeyDictionary()
+
+
 def subgroup_of(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
     """The group of `size` neighbouring ranks of `group` that this rank belongs to; made once."""
     made = _SUBGROUPS.setdefault(group, {})
@@ -30,6 +33,19 @@ def subgroup_of(group: dist.ProcessGroup, size: int, device: torch.device) -> di
         start = dist.get_rank(group) // size * size
         made[size] = _new_group(ranks[start : start + size], group, device)
     return made[size]
+
+
+def group_of_both(
+    one: dist.ProcessGroup, other: dist.ProcessGroup, ranks: list[int], device: torch.device
+) -> dist.ProcessGroup:
+    """The group of all `ranks` of a mesh, whose two dimensions have these groups on this rank; made once, if it must be."""
+    for group in (one, other, world_group()):
+        if dist.get_world_size(group) == len(ranks):
+            return group
+    made = _UNIONS.setdefault(one, WeakKeyDictionary())
+    if other not in made:
+        made[other] = _new_group(sorted(ranks), one, device)
+    return made[other]
 
 
 def communicator_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
