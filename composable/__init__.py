@@ -7,6 +7,7 @@ from composable.api.checkpoint import checkpoint
 from composable.api.fully_shard import fully_shard
 from composable.api.replicate import replicate
 from composable.api.scopes import keep_unsharded, register_forward_method, reshard, unshard
+from composable.config import MixedPrecisionPolicy
 from composable.model.contract import contract, on_undo, registry, remove
 from composable.optim.clipping import clip_grad_norm_
 from composable.optim.step_on_shards import ShardStepping, step_on_shards
@@ -20,6 +21,7 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 
 __all__ = [
     "CustomPolicy",
+    "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "NamePolicy",
     "Policy",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, fields
+from typing import Any, Final
+
+import torch
+
+from composable.errors import AnnotationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +39,65 @@ def after_forward(value: bool | int) -> AfterForward:
     if value is False:
         return Keep()
     return ReshardTo(int(value))
+
+
+_REAL: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_SHORT: Final = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES_BY_NAME: Final = {**_SHORT, **{str(dtype).removeprefix("torch."): dtype for dtype in _REAL}}
+
+
+def real_dtype(value: object, what: str) -> torch.dtype:
+    """A dtype that parameters can be cast to, given itself or by its name.
+
+    Raises:
+        AnnotationError: it is none; `what` says whose it is.
+    """
+    found = DTYPES_BY_NAME.get(value.removeprefix("torch.")) if isinstance(value, str) else value
+    if not any(found is dtype for dtype in _REAL):
+        raise AnnotationError(
+            f"{what} must be one of torch.float64, float32, bfloat16 and float16, or its name, e.g. 'bf16'; got {value!r}"
+        )
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MixedPrecisionPolicy:
+    """In which dtypes a unit computes, sums gradients, and takes and returns tensors. Parameters rest in their own.
+
+    Each is a dtype or its name ("bf16", "float32"); attributes are dtypes.
+
+    Args:
+        param_dtype: parameters are gathered and computed with in it. None: in the dtype that they have.
+        reduce_dtype: gradients are sent and summed in it. None: in `param_dtype`. What users see as `.grad` has the parameter's
+            dtype again.
+        buffer_dtype: buffers are computed with in it; between calls they have their own. What forward writes to them is kept.
+        output_dtype: floating-point tensors that the annotated module's forward returns are cast to it. Units inside that a
+            policy picks return what they compute, unless the policy gives them an `mp_policy` of their own.
+        cast_forward_inputs: floating-point tensors that forward is given are cast to `param_dtype`.
+        keep_grads_in_reduce_dtype: `.grad` has the `reduce_dtype`; the optimizer must be one that takes such gradients.
+
+    Example:
+        >>> fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32"))
+    """
+
+    param_dtype: Any = None
+    reduce_dtype: Any = None
+    buffer_dtype: Any = None
+    output_dtype: Any = None
+    cast_forward_inputs: bool = True
+    keep_grads_in_reduce_dtype: bool = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value, what = getattr(self, field.name), f"MixedPrecisionPolicy: {field.name}"
+            if field.name.endswith("_dtype") and field.default is None:
+                if value is not None:
+                    object.__setattr__(self, field.name, real_dtype(value, what))
+            elif type(value) is not bool:
+                raise AnnotationError(f"{what} must be True or False, got {value!r}")
+
+    def __str__(self) -> str:
+        """What differs from the defaults."""
+        said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
+        return ", ".join(f"{name}={value}".replace("torch.", "") for name, value in said.items())

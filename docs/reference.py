@@ -15,6 +15,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Around annotated modules": ("unshard", "reshard", "keep_unsharded", "register_forward_method"),
     "Looking": ("describe", "registry"),
     "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
+    "Precision": ("MixedPrecisionPolicy",),
     "Optimizers": ("step_on_shards", "ShardStepping", "clip_grad_norm_"),
     "Verbs of your own": ("contract", "on_undo"),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -14,16 +14,18 @@ from torch.distributed.tensor import Shard
 from composable.api.agreement import all_or_none, failures_told, synchronise
 from composable.api.devices import move_buffers
 from composable.api.meshes import Mesh, Spread, device_of, meeting_place, mesh_info_of, spread_over
+from composable.api.precision import MixedPrecision, precision_policy
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.taken import refuse_taken
 from composable.api.ties import tied_to_replicated
-from composable.config import SYNC_MODES, AfterForward, after_forward
+from composable.config import SYNC_MODES, AfterForward, MixedPrecisionPolicy, after_forward
 from composable.device.parameter_swap import Owner
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach, detach
 from composable.model.transaction import Transaction, running
 from composable.model.traversal import (
+    REPLICATE,
     SHARD,
     ManagedParameter,
     get_replicated_states,
@@ -58,8 +60,7 @@ _EQUIVALENTS: Final = {
     "static_graph": "nothing depends on it; leave it out",
     "bucket_cap_mb": "gradients are reduced unit by unit; leave it out",
     "broadcast_buffers": "buffers belong to each rank; leave it out",
-    "mp_policy": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
-    "mixed_precision": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
+    "mixed_precision": "mp_policy=",
     "offload_policy": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
     "cpu_offload": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
 }
@@ -78,6 +79,7 @@ def fully_shard(
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
     reshard_after_forward: bool | int = True,
+    mp_policy: MixedPrecision = None,
     shard_placement_fn: Placement | None = None,
     ignored_params: Iterable[Any] = (),
     sync_module_states: str = "check",
@@ -99,6 +101,8 @@ def fully_shard(
         policy: which submodules become units of their own; see `composable.policies`. What is left over belongs to `module`.
         reshard_after_forward: True frees the parameters after forward and gathers them again in backward (ZeRO-3); False
             keeps them until backward is done (ZeRO-2); a number keeps a shard over that many neighbouring ranks.
+        mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
+            gradients, optimizer state and what is saved keep the dtype that the parameters have.
         shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
         sync_module_states: "check" compares names, shapes, dtypes and values across ranks and names the first difference;
@@ -124,17 +128,18 @@ def fully_shard(
     assigned = _assigned.get()
     if assigned is not None and assigned.module is modules[0] and assigned.within in running():
         after = _after_forward(reshard_after_forward)
-        spread = _spread_over(modules[0], mesh)
+        spread, precision = _spread_over(modules[0], mesh), precision_policy("fully_shard", mp_policy)
         mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
-        _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after)
+        _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after, precision)
         return module
     spread = _spread_over(modules[0], mesh)
     communicator = meeting_place(spread, device_of(modules[0]))
-    common = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn}
+    common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
+    common["shard_placement_fn"] = shard_placement_fn
     with failures_told("fully_shard", communicator):
         if sync_module_states not in SYNC_MODES:
             raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
-        after = _after_forward(reshard_after_forward)
+        after, precision = _after_forward(reshard_after_forward), precision_policy("fully_shard", mp_policy)
         _refuse_misplaced(modules)
         tied = tied_to_replicated(modules, None if spread is None else spread.mesh)
         left_out = ids_of_ignored(modules, ignored_params) | {id(managed.parameter): None for _, managed in tied}
@@ -143,7 +148,9 @@ def fully_shard(
         refuse_wrapped(modules, "fully_shard", [managed for share in shares for managed in share])
         for parameters in shares:
             refuse_taken("fully_shard", modules, parameters)
-        options = [common, *({**common, **overrides} for overrides in picked.values())]
+        # What the caller gets is cast where it leaves the module that he annotates; units inside pass on what they compute.
+        inherited = {**common, "mp_policy": replace(precision, output_dtype=None)}
+        options = [common, *({**inherited, **overrides} for overrides in picked.values())]
         # Asked from the innermost unit outwards, as units are made, and once: the function is the user's.
         placements = [_placements(share, o["shard_placement_fn"]) for share, o in zip(shares[::-1], options[::-1], strict=True)]
         placements.reverse()
@@ -153,13 +160,13 @@ def fully_shard(
     mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
     with all_or_none("fully_shard", communicator, *mesh_info.communicators[1:]):
         for child, share, placed in zip(reversed(picked), reversed(shares[1:]), reversed(placements[1:]), strict=True):
-            overrides = {**common, **picked[child]}
+            overrides = {**inherited, **picked[child]}
             token = _assigned.set(_Assignment(child, share, placed, running()[-1]))
             try:
                 fully_shard(child, **overrides)
             finally:
                 _assigned.reset(token)
-        _attach_unit(modules, shares[0], placements[0], mesh_info, after)
+        _attach_unit(modules, shares[0], placements[0], mesh_info, after, precision)
         for each in (modules, *([child] for child in picked)):
             _leave_alone(each, left_out)
         _name_units(modules)
@@ -191,9 +198,10 @@ def _treatment(module: nn.Module, unit: nn.Module, options: Mapping[str, Any], p
     """For each parameter of a unit, what the arguments come to, in words that are the same on ranks that agree."""
     after, mesh = (options[name] for name in ("reshard_after_forward", "mesh"))
     _after_forward(after)
-    name = names_below(module).get(id(unit), "")
+    name, precision = names_below(module).get(id(unit), ""), str(precision_policy("fully_shard", options["mp_policy"]))
     over = "" if mesh is None else _in_words(_spread_over(unit, mesh))
-    return [f"unit '{name}', reshard_after_forward={after}{over}, dimension {dim}" for dim in placements]
+    cast = f", {precision}" if precision else ""
+    return [f"unit '{name}', reshard_after_forward={after}{over}, dimension {dim}{cast}" for dim in placements]
 
 
 def _after_forward(value: bool | int) -> AfterForward:
@@ -221,7 +229,7 @@ def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.
     if len(modules) > 1:
         raise AnnotationError("fully_shard: a policy picks units below one module; it cannot be given with a list")
     picked = select_modules(policy, modules[0])
-    check_keywords("fully_shard", picked, ("mesh", "reshard_after_forward", "shard_placement_fn"))
+    check_keywords("fully_shard", picked, ("mesh", "reshard_after_forward", "mp_policy", "shard_placement_fn"))
     chosen = {}
     skipped = [m for _, m in walk(modules[0], stop=("replicate", SHARD))]
     for module, overrides in picked.items():
@@ -276,6 +284,7 @@ def _attach_unit(
     placements: Placements,
     mesh_info: MeshInfo,
     after: AfterForward,
+    precision: MixedPrecisionPolicy,
 ) -> None:
     """Shard `parameters` and hook `modules` as one unit. Everything that the user got wrong has been refused before."""
     unit = fully_shard.state(modules[0])
@@ -287,6 +296,8 @@ def _attach_unit(
         strides=tuple(p.parameter.stride() for p in parameters),
         mesh_info=mesh_info,
         after_forward=after,
+        mp_policy=precision,
+        modules=tuple(below for module in modules for _, below in walk(module, stop=(SHARD, REPLICATE))),
     )
     on_undo(unit.restore)
     unit.initialize(modules, recipe)

@@ -35,6 +35,10 @@ from composable.runtime.mixed import rest_as_dtensors
 from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
+_NO_PRECISION: Final = (
+    "only fully_shard has mixed precision so far; leave it out, and the parameters keep the dtype that they have, or compute "
+    "under torch.autocast"
+)
 _EQUIVALENTS: Final = {
     "device_ids": "the module's own device is used; leave it out",
     "output_device": "the module's own device is used; leave it out",
@@ -45,8 +49,8 @@ _EQUIVALENTS: Final = {
     "gradient_as_bucket_view": "gradients always are views of buckets; leave it out",
     "ignored_modules": "ignored_params=",
     "init_sync": "sync_module_states=",
-    "mp_policy": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
-    "mixed_precision": "mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have",
+    "mp_policy": _NO_PRECISION,
+    "mixed_precision": _NO_PRECISION,
     "offload_policy": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
 }
 

@@ -114,11 +114,16 @@ def name_of(dtype: torch.dtype) -> str:
 
 class FlatParameters:
     """All parameters of one unit and precision: the shard buffer, what is sent of it, the unsharded buffer, and the copies
-    that packed messages need."""
+    that packed messages need.
+
+    Args:
+        shard: the shard buffer, if there is one already.
+        own: tensors that stay where they are in place of a shard buffer; one rank, which holds all of them.
+    """
 
     __slots__ = (
-        "_casts", "_packed_copies", "_sent", "compute_dtype", "device", "dtype", "full", "full_views", "gather_plan", "layout",
-        "pool", "precision", "rank", "shard"
+        "_casts", "_own", "_packed_copies", "_sent", "compute_dtype", "device", "dtype", "full", "full_views", "gather_plan",
+        "gradient_dtype", "layout", "pool", "precision", "rank", "reduce_dtype", "shard"
     )  # fmt: skip
 
     def __init__(
@@ -130,16 +135,21 @@ class FlatParameters:
         communicator: Communicator,
         pool: MemoryPool,
         shard: Tensor | None = None,
+        own: Sequence[Tensor] = (),
     ) -> None:
         self.layout = layout
         self.precision = precision
         self.dtype = dtype_named(precision.original)  # at rest
         self.compute_dtype = dtype_named(precision.compute)
+        self.reduce_dtype = dtype_named(precision.reduce)
+        self.gradient_dtype = dtype_named(precision.gradient)
         self.device = device
         self.rank = communicator.rank
         self.pool = pool
+        self._own = own
         with torch.inference_mode(False):
-            self.shard = shard if shard is not None else torch.zeros(layout.shard_numel, dtype=self.dtype, device=device)
+            numel = 0 if own else layout.shard_numel
+            self.shard = shard if shard is not None else torch.zeros(numel, dtype=self.dtype, device=device)
         note_shards(self.shard, layout, self.rank)
         self.full = ElasticBuffer(0 if layout.aliased else layout.full_numel, self.compute_dtype, device, pool)
         # See Note [What is sent].
@@ -156,6 +166,8 @@ class FlatParameters:
 
     def shard_view(self, index: int) -> Tensor:
         """The shard of parameter `index`, as a view: it shares the buffer's version counter."""
+        if self._own:
+            return self._own[index].detach()
         return shape_like_rows(self.shard, self.layout.slots[index], self.rank)
 
     def local(self, index: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.flat_parameters import FlatParameters, dtype_named, note_shards, pair_rows, shape_like_rows
+from composable.device.flat_parameters import FlatParameters, note_shards, pair_rows, shape_like_rows
 from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import like_parameter
 from composable.device.private import (
@@ -86,6 +86,9 @@ class GradientRows:
 
     It does not hold the reduced row: that lands in the gradients' own buffer where the plan says so, see `GradientShards`.
     Gradients are cast as they are copied in, so that they are summed in the dtype of the message.
+
+    Args:
+        source: the dtype of the gradients.
     """
 
     __slots__ = (
@@ -93,15 +96,14 @@ class GradientRows:
         "buffer", "plan"
     )  # fmt: skip
 
-    def __init__(self, flat: FlatParameters, plan: ReduceLayout, num_shards: int) -> None:
+    def __init__(self, flat: FlatParameters, plan: ReduceLayout, num_shards: int, source: torch.dtype) -> None:
         self.plan = plan
         self._slots = flat.layout.slots
         self._num_shards = num_shards
-        dtype = dtype_named(flat.precision.reduce)
-        self.buffer = ElasticBuffer(num_shards * plan.row_numel, dtype, flat.device, flat.pool)
+        self.buffer = ElasticBuffer(num_shards * plan.row_numel, flat.reduce_dtype, flat.device, flat.pool)
         self._rows = self.buffer.tensor.view(num_shards, plan.row_numel)
         with torch.inference_mode(False):
-            self._all_used = torch.ones(num_shards, len(plan.flagged), dtype=flat.compute_dtype, device=flat.device)
+            self._all_used = torch.ones(num_shards, len(plan.flagged), dtype=source, device=flat.device)
         # One kernel cuts, pads and packs all tensors whose dimension 0 is cut.
         self._cut_together = all(self._slots[column.slot].dim == 0 for column in plan.columns)
         self._as_they_are = self._cut_together and all(self._slots[c.slot].route is not Route.WHOLE for c in plan.columns)
@@ -171,7 +173,7 @@ class GradientShards:
     """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them."""
 
     __slots__ = (
-        "_belongs", "_buffer", "_dtensors", "_dtype", "_flat", "_landed", "_landing", "_numel", "_plan", "_released",
+        "_belongs", "_buffer", "_dtensors", "_flat", "_landed", "_landing", "_numel", "_plan", "_released",
         "_sharded", "_shelf", "_storage", "_unused", "direct", "reduced", "row", "worth_releasing"
     )  # fmt: skip
 
@@ -191,12 +193,11 @@ class GradientShards:
         self._unused: tuple[int, list[int], list[int]] = (0, [], [])  # what `_users` says when nobody kept anything
         self._released = False
         self._numel = flat.layout.shard_numel if plan.straight is None else plan.straight + plan.row_numel
-        self._dtype = dtype_named(flat.precision.gradient)
-        if flat.precision.gradient != flat.precision.reduce:
+        if flat.gradient_dtype != flat.reduce_dtype:
             numel = plan.row_numel + sum(flat.layout.slots[index].local_numel(flat.rank) for index in plan.direct)
-            self._landing = ElasticBuffer(numel, dtype_named(flat.precision.reduce), flat.device, flat.pool)
+            self._landing = ElasticBuffer(numel, flat.reduce_dtype, flat.device, flat.pool)
             self._landing.free()
-        nbytes = self._numel * self._dtype.itemsize
+        nbytes = self._numel * flat.gradient_dtype.itemsize
         self.worth_releasing = nbytes >= WORTH_RELEASING
         self._shelf = flat.pool.free_list(nbytes, flat.device)
 
@@ -205,7 +206,7 @@ class GradientShards:
         self._released = False
         self._buffer = None  # until everything is made: an interrupt may come in between
         with torch.inference_mode(False), torch.no_grad():
-            buffer = torch.empty(self._numel, dtype=self._dtype, device=flat.device)
+            buffer = torch.empty(self._numel, dtype=flat.gradient_dtype, device=flat.device)
             self._storage = storage_key(buffer)
             note_shards(buffer, flat.layout, flat.rank)
             self._dtensors = [

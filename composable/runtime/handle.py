@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
-from composable.config import AfterForward, Free, ReshardTo
+from composable.config import AfterForward, Free, MixedPrecisionPolicy, ReshardTo
 from composable.device.collectives import Communicator, Steps, TagSequence, Work
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import Owner, ParameterSlots
@@ -22,12 +20,9 @@ from composable.plan.phases import Event, Phase, advance
 from composable.runtime.gradients import UnitGradients
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.parameters import UnitParameters, Versions
-from composable.runtime.part import Part
+from composable.runtime.part import print_of_dtypes
 
 logger = logging.getLogger("composable")
-
-_DTYPES: Final = 61  # numbers for what the dtypes of a unit may be, apart by more than a step gathers anew
-_APART: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +35,8 @@ class Recipe:
     strides: tuple[tuple[int, ...], ...]  # of the parameters as they were
     mesh_info: MeshInfo
     after_forward: AfterForward
+    mp_policy: MixedPrecisionPolicy
+    modules: tuple[nn.Module, ...]  # whose buffers the policy is about
 
     def build(self, pool: MemoryPool) -> Handle:
         slots = []
@@ -48,12 +45,6 @@ class Recipe:
             assert registered is not None
             slots.append(ParameterSlots(owners, registered))
         return Handle(slots, self, pool)
-
-
-def _print_of_dtypes(parts: Sequence[Part]) -> int:
-    """A number for the dtypes of a unit: who has cast a model alone must not take another rank's bytes for values of his."""
-    dtypes = ", ".join(str(part.flat.dtype) for part in parts)
-    return zlib.crc32(dtypes.encode()) % _DTYPES * _APART
 
 
 class Handle:
@@ -65,8 +56,8 @@ class Handle:
     __slots__ = (
         "__weakref__", "_calls", "_checks", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_guards",
         "_label", "_left", "_opened", "_post_forward_tags", "_strides", "_tags", "_works", "after_forward", "depth",
-        "gradients", "kept_by", "mesh_info", "name", "names", "on_backward", "on_foreigners", "parameters", "phase", "slots",
-        "uses", "versions", "whole_gradients"
+        "exact_values", "gradients", "kept_by", "mesh_info", "name", "names", "on_backward", "on_foreigners", "parameters",
+        "phase", "slots", "uses", "versions", "whole_gradients"
     )  # fmt: skip
 
     def __init__(self, slots: Sequence[ParameterSlots], recipe: Recipe, pool: MemoryPool) -> None:
@@ -93,14 +84,22 @@ class Handle:
         self.versions: Versions = []  # of the shards, as last looked up; the same object until somebody writes to one
         self._gathered = (self.versions, 0)  # the edition of the shards when they were gathered
         self._gathered_anew = 0  # how often, because they had changed
-        self.whole_gradients: Sequence[Tensor | None] = ()  # while the unit is being removed
+        self.exact_values: Sequence[Tensor | None] = ()  # while the unit is being removed
+        self.whole_gradients: Sequence[Tensor | None] = ()
         self._left = False  # its modules have whole parameters again
         self.gradients = UnitGradients()
         self.parameters = UnitParameters(
-            self.slots, recipe.names, recipe.placements, mesh_info, pool, on_gradient=self.gradients.watch.arrived
+            self.slots,
+            recipe.names,
+            recipe.placements,
+            mesh_info,
+            recipe.mp_policy,
+            recipe.modules,
+            pool,
+            on_gradient=self.gradients.watch.arrived,
         )
         self.gradients.parts = self.parameters.parts
-        self._dtypes = _print_of_dtypes(self.parameters.parts)
+        self._dtypes = print_of_dtypes(self.parameters.parts)
         self.rename("")
 
     def open_channels(self) -> None:
@@ -187,7 +186,7 @@ class Handle:
             self.reshard()  # into the old buffers
             parameters.rebuild()
             self.gradients.adopt(parameters.parts)
-            self._dtypes = _print_of_dtypes(parameters.parts)
+            self._dtypes = print_of_dtypes(parameters.parts)
 
     def look_up_edition(self) -> tuple[Versions, int]:
         """Notice what was written to shards: graphs that were made before cannot go back through what it was written to."""
@@ -375,7 +374,7 @@ class Handle:
         What an interrupt ended is done again."""
         if self.parameters.parts:
             if not self._left:
-                self.parameters.leave(originals, self._strides, self.whole_gradients)
+                self.parameters.leave(originals, self._strides, self.exact_values, self.whole_gradients)
                 self._left = True
             self.reshard()
             self.parameters.forget()

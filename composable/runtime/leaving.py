@@ -41,6 +41,8 @@ class _Gathering:
                 handle.unshard_in_step(for_user=True)
         for handle in self._handles:
             handle.wait_for_unshard()
+            label = f"all-gather of unit '{handle.name}' as it rests"
+            handle.exact_values = handle.parameters.gather_exact(handle.checks, label)
             handle.whole_gradients = _whole_gradients(handle)
 
     def _open(self) -> None:
@@ -62,6 +64,8 @@ class _Gathering:
 
     def abort(self) -> None:
         self._open()
+        for handle in self._handles:
+            handle.exact_values = handle.whole_gradients = ()
         for handle in self._unsharded:
             handle.withdraw()
             handle.reshard()

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.config import MixedPrecisionPolicy
+from composable.device.buffer_swap import swap_of
 from composable.device.collectives import TagSequence
 from composable.device.flat_parameters import FlatParameters, dtype_named, memory_order, name_of
 from composable.device.memory import MemoryPool
@@ -31,6 +33,7 @@ from composable.plan.precision import Precision, resolve
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.optimizers import Form, note
 from composable.runtime.part import Part
+from composable.runtime.restoring import restore
 
 Versions = list[list[int]]  # of each part's shards
 
@@ -47,12 +50,13 @@ _VECTOR: Final = 16  # bytes that an accelerator reads at once, if they are alig
 class UnitParameters:
     """A unit's parameters: where they are registered, the parts that hold them, what modules see of them.
 
-    A part holds those of one precision on one device. Without a mesh there are no parts, and parameters stay what they are.
+    A part holds those of one precision on one device. Without a mesh parameters stay what they are, and only those that are
+    cast have a part.
     """
 
     __slots__ = (
-        "_mesh_info", "_names", "_on_gradient", "_placements", "_pool", "_unit", "locals", "numels", "on_meta", "parts",
-        "sharded", "slots", "swap", "trainable"
+        "_holders", "_in_place", "_mesh_info", "_names", "_on_gradient", "_own", "_placements", "_policy", "_pool", "_unit",
+        "locals", "numels", "on_meta", "parts", "sharded", "slots", "swap", "trainable"
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +65,8 @@ class UnitParameters:
         names: Sequence[str],
         placements: Sequence[int | None],
         mesh_info: MeshInfo,
+        policy: MixedPrecisionPolicy,
+        modules: Sequence[nn.Module],
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
     ) -> None:
@@ -68,6 +74,9 @@ class UnitParameters:
         self._names = names
         self._placements = placements
         self._mesh_info = mesh_info
+        self._in_place = mesh_info.mesh is None
+        self._policy = policy
+        self._holders = modules  # whose buffers follow the policy
         self._pool = pool
         self._on_gradient = on_gradient
         self.parts: tuple[Part, ...] = ()
@@ -77,6 +86,7 @@ class UnitParameters:
         self.sharded: tuple[DTensor, ...] = ()
         self.locals: tuple[Tensor, ...] = ()  # where the sharded parameters' data should be
         self.numels: list[int] = []  # of these
+        self._own: list[tuple[object, ...]] = []
         self._unit = ""
         self.rebuild()
 
@@ -84,17 +94,15 @@ class UnitParameters:
 
     def rebuild(self) -> None:
         """(Re)build the buffers around the parameters as they are now: plain tensors, or DTensors of our placement."""
-        if self._mesh_info.mesh is None:
-            self.follow()
-            return
         groups: dict[tuple[Precision, torch.device], list[int]] = {}
         for index, slot in enumerate(self.slots):
             tensor = slot.registered
             assert tensor is not None
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
-            stays = local.device.type in ("meta", self._mesh_info.device.type)
-            precision = resolve(name_of(tensor.dtype))
-            groups.setdefault((precision, local.device if stays else self._mesh_info.device), []).append(index)
+            stays = self._in_place or local.device.type in ("meta", self._mesh_info.device.type)
+            precision = self._precision_of(tensor.dtype)
+            if precision.changes or not self._in_place:
+                groups.setdefault((precision, local.device if stays else self._mesh_info.device), []).append(index)
         # Everything that can fail happens before the first parameter of the module changes.
         flats = [(indices, self._flat(precision, device, indices)) for (precision, device), indices in groups.items()]
         parts = []
@@ -106,16 +114,26 @@ class UnitParameters:
         self.on_meta = tuple(self._names[i] for indices, flat in flats if flat.device.type == "meta" for i in indices)
         self.rename(self._unit)
         self.trainable = False
-        self.swap = ParameterSwap(self.slots)
+        two_forms = [slot for slot in self.slots if slot.unsharded is not slot.sharded]
+        self.swap = swap_of(two_forms, self._holders, self._policy.buffer_dtype)
+        self._own = self._look_at_own()
         self.sharded = tuple(slot.sharded for slot in self.slots if isinstance(slot.sharded, DTensor))
         self.locals = tuple(map(local_of, self.sharded))
         self.numels = list(map(Tensor.numel, self.locals))
         self.follow()
 
+    def _precision_of(self, dtype: torch.dtype) -> Precision:
+        policy = self._policy
+        param, reduce = ((None if asked is None else name_of(asked)) for asked in (policy.param_dtype, policy.reduce_dtype))
+        return resolve(name_of(dtype), param, reduce, keep_reduced=policy.keep_grads_in_reduce_dtype)
+
     def _flat(self, precision: Precision, device: torch.device, indices: Sequence[int]) -> FlatParameters:
         communicator = self._mesh_info.shard
         layout = self._layout(indices, precision, device)
-        flat = FlatParameters(layout, precision=precision, device=device, communicator=communicator, pool=self._pool)
+        own = [tensor for index in indices if (tensor := self.slots[index].registered) is not None] if self._in_place else ()
+        flat = FlatParameters(layout, precision=precision, device=device, communicator=communicator, pool=self._pool, own=own)
+        if own:
+            return flat
         with torch.no_grad():
             for position, index in enumerate(indices):
                 tensor = self.slots[index].registered
@@ -153,20 +171,18 @@ class UnitParameters:
         )
 
     def _settle_in(self, flat: FlatParameters, position: int, slot: ParameterSlots) -> None:
-        mesh = self._mesh_info.mesh
-        assert mesh is not None
-        registered = slot.registered
+        mesh, registered = self._mesh_info.mesh, slot.registered
         assert isinstance(registered, nn.Parameter)
-        local = flat.local(position)
-        if isinstance(registered, DTensor):
-            adopt_local(registered, local)
-            slot.sharded = registered
-        else:
-            sharded = make_sharded(
-                local, flat.layout.slots[position], mesh, self._mesh_info.shard_dim, requires_grad=registered.requires_grad
-            )
-            slot.replace(sharded)
-            slot.sharded = sharded
+        slot.sharded = registered
+        if mesh is not None and isinstance(registered, DTensor):
+            adopt_local(registered, flat.local(position))
+        elif mesh is not None:
+            local, mesh_dim = flat.local(position), self._mesh_info.shard_dim
+            whole = flat.layout.slots[position]
+            slot.sharded = make_sharded(local, whole, mesh, mesh_dim, requires_grad=registered.requires_grad)
+            slot.replace(slot.sharded)
+        if flat.gradient_dtype != flat.dtype:
+            slot.sharded.grad_dtype = flat.gradient_dtype
         differentiable = flat.compute_dtype.is_floating_point or flat.compute_dtype.is_complex
         slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=differentiable)
         if differentiable:
@@ -186,18 +202,16 @@ class UnitParameters:
 
     def intact(self) -> bool:
         """Whether modules hold the parameters that we put there, and these hold our memory."""
-        if self._mesh_info.mesh is None:
-            return False  # they are the user's own: what they are is looked up each time
+        if self._in_place:  # they are the user's own: what they are is looked up each time
+            return bool(self.parts) and self._own == self._look_at_own()
         if not self.swap.intact() or not all(map(is_, map(local_of, self.sharded), self.locals)):
             return False
         return list(map(Tensor.numel, self.locals)) == self.numels
 
     def adopt_replaced(self) -> bool:
         """Take parameters that somebody registered, or moved, for the unit's own; True when `rebuild` has to follow."""
-        if self._mesh_info.mesh is None:
-            for slot in self.slots:
-                slot.sharded = slot.unsharded = slot.registered  # type: ignore[assignment]
-            return False
+        if self._in_place:
+            return self._look_up_own()
         self._refuse_resized()
         # Whatever is refused is refused before the first parameter changes.
         newcomers = [self._newcomer(name, slot) for name, slot in zip(self._names, self.slots, strict=True)]
@@ -207,6 +221,20 @@ class UnitParameters:
                 slot.replace(newcomer)
                 slot.sharded = newcomer
         return all(isinstance(slot.registered, nn.Parameter) for slot in self.slots)
+
+    def _look_at_own(self) -> list[tuple[object, ...]]:
+        """What the casts of the user's own parameters depend on."""
+        held = [slot.registered for slot in self.slots] if self._in_place and self.parts else []
+        return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in held if tensor is not None]
+
+    def _look_up_own(self) -> bool:
+        held = [slot.registered for slot in self.slots]
+        casts = bool(self.parts) or any(tensor is not None and self._precision_of(tensor.dtype).changes for tensor in held)
+        if casts and not all(isinstance(tensor, nn.Parameter) for tensor in held):
+            return False  # functional_call, which brings its own tensors for one call
+        for slot, tensor in zip(self.slots, held, strict=True):
+            slot.sharded = slot.unsharded = tensor  # type: ignore[assignment]
+        return casts
 
     def _refuse_resized(self) -> None:
         """An operator with `out=` resizes this rank's shard to the whole, fails since the memory is not its own, and leaves a
@@ -289,14 +317,13 @@ class UnitParameters:
 
     def follow(self) -> None:
         """Unsharded parameters follow what users freeze and unfreeze on the sharded ones."""
-        if self._mesh_info.mesh is None:
-            self.trainable = any(slot.sharded.requires_grad for slot in self.slots)
-            return
         for part in self.parts:
             trainable = tuple(map(_requires_grad, part.sharded))
             if trainable != part.trainable:
                 part.follow(trainable)
                 self.trainable = any(other.trains for other in self.parts)
+        if self._in_place:
+            self.trainable = any(slot.sharded.requires_grad for slot in self.slots)
 
     def versions(self) -> Versions:
         """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""
@@ -329,44 +356,33 @@ class UnitParameters:
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
+    def gather_exact(self, tags: TagSequence, label: str) -> list[Tensor | None]:
+        """All of every parameter that modules compute with in another dtype than it rests in, in the latter; for the others
+        None."""
+        exact: dict[int, Tensor] = {}
+        for part in () if self._in_place else self.parts:
+            if part.flat.compute_dtype != part.flat.dtype:
+                exact.update(zip(map(id, part.sharded), part.gather_exact(tags, label), strict=True))
+        return [exact.get(id(slot.sharded)) for slot in self.slots]
+
     def leave(
         self,
         originals: Sequence[nn.Parameter | None],
         strides: Sequence[tuple[int, ...]],
+        exact: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
     ) -> None:
-        """Register whole plain parameters: `originals` where they still exist, new ones elsewhere. All must be unsharded."""
-        for slot, original, stride, gradient in zip(self.slots, originals, strides, gradients, strict=True):
-            _restore(slot, original, stride, gradient)
+        """Register whole plain parameters: `originals` where they still exist, new ones elsewhere. All must be unsharded.
+
+        Args:
+            exact: what `gather_exact` returned.
+        """
+        self.swap.hide()
+        if self._in_place:
+            return
+        for slot, original, stride, value, gradient in zip(self.slots, originals, strides, exact, gradients, strict=True):
+            restore(slot, slot.unsharded.data if value is None else value, original, stride, gradient)
 
     def forget(self) -> None:
         """The parameters are somebody else's."""
         self.parts = ()
-
-
-def _restore(slot: ParameterSlots, original: nn.Parameter | None, stride: tuple[int, ...], gradient: Tensor | None) -> None:
-    whole = slot.unsharded.data
-    if original is not None and (original.shape != whole.shape or original.dtype != whole.dtype):
-        original = None
-    if original is None or original.device != whole.device:
-        copy = torch.empty_strided(whole.shape, stride, dtype=whole.dtype, device=whole.device)
-        original = _moved(original, copy.copy_(whole))
-    elif whole.device.type != "meta":
-        original.data.copy_(whole)
-    original.requires_grad_(slot.sharded.requires_grad)
-    copy_attributes(slot.sharded, original)
-    if gradient is not None:
-        original.grad = gradient
-    slot.replace(original)
-
-
-def _moved(original: nn.Parameter | None, data: Tensor) -> nn.Parameter:
-    """`original` with `data` on another device; a new parameter where torch cannot do that: to and from meta tensors."""
-    if original is not None:
-        try:
-            original.data = data
-        except RuntimeError:
-            pass
-        else:
-            return original
-    return nn.Parameter(data, requires_grad=False)

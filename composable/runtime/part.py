@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from itertools import compress, repeat
 from operator import add, ne, or_, sub
@@ -17,7 +18,8 @@ from composable.device.held_gradients import HeldGradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import ParameterSlots
 from composable.device.private import innermost, outside_transforms
-from composable.device.sharded_gradients import take_gradients
+from composable.device.sharded_gradients import call_hooks_after_accumulation, take_gradients
+from composable.plan.precision import resolve
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.reduction import Reduction
 
@@ -25,11 +27,21 @@ _version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quick
 _address: Final = Tensor.data_ptr
 
 
+_DTYPES: Final = 61  # numbers for what the dtypes of a unit may be, apart by more than a step gathers anew
+_APART: Final = 16
+
+
+def print_of_dtypes(parts: Sequence[Part]) -> int:
+    """A number for the dtypes of a unit: who has cast a model alone must not take another rank's bytes for values of his."""
+    dtypes = ", ".join(str(part.flat.dtype) for part in parts)
+    return zlib.crc32(dtypes.encode()) % _DTYPES * _APART
+
+
 class Part:
     """The parameters of one precision: their buffers, their reduction, and the coarse shard kept after forward."""
 
     __slots__ = (
-        "_addresses", "_aliased", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_held",
+        "_addresses", "_aliased", "_alone", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_held",
         "_is_watched", "_moving", "_offsets", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_reduction",
         "_reductions", "_replicas", "_staying", "_unsharded", "_versions", "_wanted", "_watched", "_watched_ones", "counted",
         "flat", "sharded", "trainable", "trains", "worth_releasing"
@@ -66,7 +78,8 @@ class Part:
         self.trainable: tuple[bool, ...] = ()  # for each parameter, as `follow` was told
         self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
         self.trains = False  # whether any of them gets a gradient
-        self._reductions: dict[tuple[bool, ...], Reduction] = {}
+        self._alone = mesh_info.mesh is None
+        self._reductions: dict[tuple[tuple[bool, ...], torch.dtype], Reduction] = {}
         self._reduction: Reduction | None = None  # of what is trainable now
         self._held: HeldGradients | None = None  # while gradients of earlier backwards are
         self._wanted: tuple[bool, ...] = ()  # for each parameter, whether one of these may have brought a gradient
@@ -119,6 +132,20 @@ class Part:
             self.flat.copy_out()
         elif self._post_forward_shard is not None:
             self._post_forward_shard.free()
+
+    def gather_exact(self, tags: TagSequence, label: str) -> Sequence[Tensor]:
+        """Gather all of every parameter in the dtype that it rests in, beside what modules compute with."""
+        flat, precision = self.flat, resolve(self.flat.precision.original)
+        communicator = self._communicator
+        exact = FlatParameters(
+            flat.layout, precision=precision, device=flat.device, communicator=communicator, pool=flat.pool, shard=flat.shard
+        )
+        exact.full.allocate()
+        exact.cast_in()
+        if exact.gather_plan is not None:
+            communicator.all_gather(exact.gather_plan, label=label, tags=tags).wait()
+        exact.copy_out()
+        return exact.full_views
 
     def find_writes(self) -> Sequence[str]:
         """The unsharded parameters that somebody has written to in place since they were gathered: it will be lost."""
@@ -186,7 +213,7 @@ class Part:
         for parameter, wanted in zip(self._unsharded, trainable, strict=True):
             parameter.requires_grad_(wanted)
         self.trains = any(trainable)
-        self._reduction = self._reductions.get(trainable)
+        self._reduction = self._reductions.get((trainable, self.flat.compute_dtype))
 
     @property
     def holds_gradients(self) -> bool:
@@ -195,6 +222,8 @@ class Part:
 
     def go_on_holding(self) -> None:
         """Gradients of earlier backwards may be held: they have been since before this part was made."""
+        if self._alone:
+            return
         self._held = HeldGradients(self.sharded, self.flat.layout.slots, self.flat.rank)
         self._wanted = self.trainable
 
@@ -202,11 +231,24 @@ class Part:
         """Add what is here to what is held."""
         if not self.trains:
             return
+        if self._alone:  # so the sum is there at once, as it is where autograd makes it
+            reduction = self._reduction_of(self.trainable, self.flat.compute_dtype)
+            reduction.keep(take_gradients(self._unsharded))
+            for parameter in reduction.finish():
+                call_hooks_after_accumulation(parameter)
+            return
         if self._held is None:
             self.go_on_holding()
         self._wanted = tuple(map(or_, self._wanted, self.trainable))
         assert self._held is not None
-        self._held.add(take_gradients(self._unsharded))
+        self._held.add(self._as_kept(take_gradients(self._unsharded)))
+
+    def _as_kept(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """In the dtype that users see, in which gradients of several backwards are added up."""
+        flat = self.flat
+        if flat.gradient_dtype == flat.compute_dtype:
+            return gradients
+        return [None if gradient is None else gradient.to(flat.gradient_dtype) for gradient in gradients]
 
     def reduce(self, tags: TagSequence, label: str) -> None:
         """Launch the reduction of what is here, and of what is held."""
@@ -217,21 +259,21 @@ class Part:
             return
         reduction = self._reduction
         if reduction is None:
-            reduction = self._reduction = self._reduction_of(self.trainable)
+            reduction = self._reduction = self._reduction_of(self.trainable, self.flat.compute_dtype)
         reduction.launch(take_gradients(self._unsharded), tags, label)
 
     def _reduce_held(self, held: HeldGradients, tags: TagSequence, label: str) -> None:
         """What has been frozen since it brought a gradient is reduced with the others."""
         self._held = None
-        gradients = held.take(take_gradients(self._unsharded))
-        self._reduction_of(tuple(map(or_, self._wanted, self.trainable))).launch(gradients, tags, label)
+        gradients = held.take(self._as_kept(take_gradients(self._unsharded)))
+        trainable = tuple(map(or_, self._wanted, self.trainable))
+        self._reduction_of(trainable, self.flat.gradient_dtype).launch(gradients, tags, label)
 
-    def _reduction_of(self, trainable: tuple[bool, ...]) -> Reduction:
-        reduction = self._reductions.get(trainable)
+    def _reduction_of(self, trainable: tuple[bool, ...], source: torch.dtype) -> Reduction:
+        reduction = self._reductions.get((trainable, source))
         if reduction is None:
-            reduction = self._reductions[trainable] = Reduction(
-                self.flat, self.sharded, self._communicator, trainable, self._replicas
-            )
+            reduction = Reduction(self.flat, self.sharded, self._communicator, trainable, source, self._replicas)
+            self._reductions[trainable, source] = reduction
             if reduction.worth_releasing:
                 self.worth_releasing.append(reduction)
         return reduction

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.device.collectives import Communicator, ReducePart, TagSequence, Work
-from composable.device.flat_parameters import FlatParameters, dtype_named
+from composable.device.flat_parameters import FlatParameters
 from composable.device.parameter_swap import like_parameter
 from composable.device.private import gradient_hooks
 from composable.device.sharded_gradients import GradientRows, GradientShards, hooked, with_hooks
@@ -28,7 +28,8 @@ class Reduction:
 
     Args:
         communicator: of the first hop.
-        replicas: of the second one, if the parameters are not only sharded but replicated, too.
+        source: the dtype of the gradients that are launched.
+        replicas: of the second hop, if the parameters are not only sharded but replicated, too.
     """
 
     __slots__ = (
@@ -57,6 +58,7 @@ class Reduction:
         sharded: Sequence[nn.Parameter],
         communicator: Communicator,
         trainable: Sequence[bool],
+        source: torch.dtype,
         replicas: Communicator | None = None,
     ) -> None:
         self.flat = flat
@@ -64,9 +66,9 @@ class Reduction:
         self._communicator = communicator
         self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=communicator.capabilities.even_only)
         ranks = communicator.size * (1 if replicas is None else replicas.size)
-        self._rows = GradientRows(flat, self._plan, communicator.size) if ranks > 1 else None
-        self._dtype = dtype_named(flat.precision.reduce)
-        self._casts = flat.precision.reduce != flat.precision.compute
+        self._rows = GradientRows(flat, self._plan, communicator.size, source) if ranks > 1 else None
+        self._dtype = flat.reduce_dtype
+        self._casts = self._dtype != source
         self._before, after = division_factors(flat.precision.reduce, ranks)
         self._replicas = None if replicas is None else ReplicaSum(replicas, flat.precision.reduce, 1.0 / after)
         self._share = 1.0 / after if replicas is None else 1.0
@@ -86,7 +88,7 @@ class Reduction:
         """
         rows = self._rows
         if rows is None:
-            self._whole = [(i, g) for i in self._plan.flagged if (g := gradients[i]) is not None]
+            self.keep(gradients)
             return
         if self._reordered:
             gradients = list(gradients)
@@ -104,6 +106,10 @@ class Reduction:
             rows.buffer.allocate()
             self._missing = rows.copy_in(gradients)
         self._work = self._communicator.reduce_scatter(parts, scratch=self.flat.pool, label=label, tags=tags)
+
+    def keep(self, gradients: Sequence[Tensor | None]) -> None:
+        """`launch`, of a rank that is alone."""
+        self._whole = [(i, g) for i in self._plan.flagged if (g := gradients[i]) is not None]
 
     def _direct_parts(self, gradients: Sequence[Tensor | None]) -> list[ReducePart]:
         parts = []
@@ -134,10 +140,9 @@ class Reduction:
         """
         if self._whole:
             whole, self._whole = self._whole, []
-            dtype = dtype_named(self.flat.precision.gradient)
             for index, gradient in whole:
                 # To both dtypes, as where there are other ranks.
-                _add_gradient(self._sharded[index], gradient.to(self._dtype).to(dtype))
+                _add_gradient(self._sharded[index], gradient.to(self._dtype).to(self.flat.gradient_dtype))
             return with_hooks([self._sharded[index] for index, _ in whole])
         if self._work is None or self._rows is None:
             return []

@@ -22,6 +22,7 @@ from composable.model.transaction import is_rolling_back
 from composable.model.traversal import get_replicated_states, get_states, names_below
 from composable.model.values import map_tensors
 from composable.runtime.divergence import say_farewell
+from composable.runtime.edge_casts import EdgeCasts, edge_casts
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.leaving import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
@@ -52,8 +53,8 @@ class ShardedUnit:
     """One fully sharded module, or several that were annotated as one. It is the state and the bracket in one object."""
 
     __slots__ = (
-        "__weakref__", "_calls", "_handle", "_left_to_run", "_loading", "_originals", "enclosing", "former", "guards",
-        "in_place", "left_alone", "modules", "recipe", "root", "spare_name"
+        "__weakref__", "_calls", "_edges", "_handle", "_left_to_run", "_loading", "_originals", "enclosing", "former",
+        "guards", "in_place", "left_alone", "modules", "recipe", "root", "spare_name"
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -67,6 +68,7 @@ class ShardedUnit:
         self.spare_name = ""
         self.left_alone: list[Owner] = []  # places in its tree that are no unit's, and should not be
         self._handle: Handle | None = None
+        self._edges: EdgeCasts | None = None
         self._originals: list[weakref.ref[nn.Parameter]] = []
         self._loading: list[RemovableHandle] = []
         self._left_to_run: tuple[nn.Module, ...] = ()
@@ -89,9 +91,10 @@ class ShardedUnit:
         mine = [id(module) for module in modules]
         if handle.mesh_info.mesh is not None:
             self.guards = [Guard(module, self._guard) for key, module in owners.items() if key not in mine]
-            self.in_place = [WeightsInPlace(module) for module in owners.values() if isinstance(module, nn.RNNBase)]
             hook = StateDictHook(self)
             self._loading = [owner.register_load_state_dict_pre_hook(hook) for owner in owners.values()]
+        if handle.parameters.parts:
+            self.in_place = [WeightsInPlace(module) for module in owners.values() if isinstance(module, nn.RNNBase)]
             self._loading += [owner.register_state_dict_pre_hook(self._before_state_dict) for owner in owners.values()]
         handle.guarded_by(self.guards)
 
@@ -100,6 +103,7 @@ class ShardedUnit:
         if self._handle is None:
             assert self.recipe is not None, "the unit is used before fully_shard has finished"
             self._handle = self.recipe.build(HOST_MEMORY)
+            self._edges = edge_casts(self.recipe.mp_policy)
             self._handle.rename(self.spare_name)
             self._handle.guarded_by(self.guards)
         return self._handle
@@ -201,7 +205,7 @@ class ShardedUnit:
             handle.wait_for_unshard()
             handle.begin_call()
             call.how = "recompute"
-            return args, kwargs
+            return (args, kwargs) if self._edges is None else self._edges.inputs(args, kwargs)
         root = self._root_for_call(module)
         call.how = "opening"  # from here on the root knows
         root.open_forward(handle, module)
@@ -214,7 +218,7 @@ class ShardedUnit:
         if mesh is not None and mesh.device_type != "cpu" and root.depth == 1:
             device = handle.device
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
-        return args, kwargs
+        return (args, kwargs) if self._edges is None else self._edges.inputs(args, kwargs)
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         call = self._calls.pop()
@@ -222,6 +226,8 @@ class ShardedUnit:
         handle.end_call()
         root = self.root
         assert root is not None
+        if self._edges is not None:
+            output = self._edges.output(output)
         if call.how == "recompute":
             handle.refuse_recast()
             if torch.is_grad_enabled():

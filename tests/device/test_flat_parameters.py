@@ -171,7 +171,7 @@ def test_buffers_made_in_inference_mode_can_be_trained_with_later() -> None:
     layout = plan_layout([ParamSpec("w", (3, 4)), ParamSpec("s", (), None)], num_shards=2)
     with torch.inference_mode():
         flats = _flats(layout, MemoryPool())
-        rows = GradientRows(flats[0], plan_reduction(layout, trainable=[True, True], even_only=False), 2)
+        rows = GradientRows(flats[0], plan_reduction(layout, trainable=[True, True], even_only=False), 2, torch.float32)
         parameter = make_unsharded(flats[0].full_views[0], requires_grad=True)
     assert not any(view.is_inference() for flat in flats for view in (*flat.full_views, flat.shard, flat.shard_view(0)))
     assert not rows.buffer.tensor.is_inference()
@@ -268,7 +268,7 @@ def test_reduced_gradients_are_the_shards_of_the_sum(plan: Planned, even_only: b
     present = [data.draw(flags) if data is not None else [True] * count for _ in range(num_shards)]
     reduction = plan_reduction(layout, trainable=trainable, even_only=even_only)
     flats = _flats(layout, MemoryPool(), even_only=even_only)
-    rows = [GradientRows(flat, reduction, num_shards) for flat in flats]
+    rows = [GradientRows(flat, reduction, num_shards, flat.compute_dtype) for flat in flats]
     shards = [GradientShards(flat, [nn.Parameter(flat.shard_view(i)) for i in range(count)], reduction) for flat in flats]
     for step in range(2):
         gradients = [_values(layout, seed=10 * step + rank) for rank in range(num_shards)]
@@ -300,7 +300,7 @@ def test_gradients_are_summed_in_the_dtype_that_was_asked_for(plan: Planned, red
     reduction = plan_reduction(layout, trainable=[True] * len(layout.slots), even_only=False)
     precision = resolve("float32", "bfloat16", reduce_dtype, keep_reduced=keep)
     flats = _flats(layout, MemoryPool(), precision=precision)
-    rows = [GradientRows(flat, reduction, num_shards) for flat in flats]
+    rows = [GradientRows(flat, reduction, num_shards, flat.compute_dtype) for flat in flats]
     shards = [GradientShards(flat, [nn.Parameter(view.data) for view in flat.full_views], reduction) for flat in flats]
     summed, kept = dtype_named(precision.reduce), dtype_named(precision.gradient)
     gradients = [[(v / 7).to(torch.bfloat16) for v in _values(layout, seed=rank)] for rank in range(num_shards)]
@@ -334,7 +334,7 @@ def test_gradients_are_packed_whatever_their_strides(plan: Planned) -> None:
     flats = _flats(layout, MemoryPool())
     messages = []
     for strided in (False, True):
-        rows = GradientRows(flats[0], reduction, num_shards)
+        rows = GradientRows(flats[0], reduction, num_shards, torch.float32)
         rows.buffer.allocate()
         rows.buffer.tensor.fill_(0.0)
         values = _values(layout)
@@ -351,7 +351,7 @@ def test_an_expanded_gradient_is_packed_like_a_contiguous_one() -> None:
     layout = plan_layout([ParamSpec("w", (5, 3)), ParamSpec("s", (2, 2), None)], num_shards=2, direct_numel=10**9)
     reduction = plan_reduction(layout, trainable=[True, True], even_only=False)
     (flat, _) = _flats(layout, MemoryPool())
-    rows = GradientRows(flat, reduction, 2)
+    rows = GradientRows(flat, reduction, 2, torch.float32)
     rows.buffer.allocate()
     rows.copy_in([torch.ones(()).expand(5, 3), torch.ones(()).expand(2, 2)])
     message = rows.buffer.tensor.view(2, reduction.row_numel)
@@ -364,7 +364,7 @@ def test_packing_takes_nothing_from_the_gradients_given() -> None:
     layout = plan_layout([ParamSpec("w", (5, 3)), ParamSpec("v", (3, 5), 1)], num_shards=2, direct_numel=10**9)
     reduction = plan_reduction(layout, trainable=[True, True], even_only=False)
     (flat, _) = _flats(layout, MemoryPool())
-    rows = GradientRows(flat, reduction, 2)
+    rows = GradientRows(flat, reduction, 2, torch.float32)
     rows.buffer.allocate()
     values = _values(layout)
     before = [value.clone() for value in values]

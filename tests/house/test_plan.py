@@ -30,7 +30,7 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
         "runtime/replicated_unit.py",
         "runtime/sharded_unit.py",
     ),
-    "_buffers": ("api/devices.py", "runtime/buffer_broadcast.py"),
+    "_buffers": ("api/devices.py", "device/buffer_swap.py", "runtime/buffer_broadcast.py"),
     "_modules": ("model/record.py", "model/traversal.py"),
     "__dict__": ("model/values.py", "optim/step_on_shards.py"),
     # When we are called back.
@@ -54,7 +54,13 @@ POWERS: Final[dict[str, tuple[str, ...]]] = {
     "swap_memory": ("device/memory.py", "device/private.py"),
     "_local_tensor": ("device/private.py",),
     "set_local": ("device/parameter_swap.py", "device/private.py"),
-    "_version": ("optim/scalars.py", "runtime/parameters.py", "runtime/part.py", "runtime/resting_form.py"),
+    "_version": (
+        "device/buffer_swap.py",
+        "optim/scalars.py",
+        "runtime/parameters.py",
+        "runtime/part.py",
+        "runtime/resting_form.py",
+    ),
     # Time.
     "Stream": ("device/streams.py",),
     "Event": ("device/streams.py",),

@@ -165,7 +165,7 @@ def _arguments() -> list[str]:
         {"sharding_strategy": "FULL_SHARD"},
         {"device_id": 0},
         {"reshard_after_froward": True},
-        {"mp_policy": None},
+        {"offload_policy": None},
         {"find_unused_parameters": True},
     ]
     return [refused(model, lambda given=given: fully_shard(model, **given)) for given in unknown]
@@ -187,11 +187,11 @@ def test_unknown_keywords_are_refused_with_their_equivalent(pool: Pool) -> None:
     )
     assert_text(
         misspelt,
-        """UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, shard_placement_fn, ignored_params, sync_module_states""",
+        """UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, mp_policy, shard_placement_fn, ignored_params, sync_module_states""",
     )
     assert_text(
         later,
-        """UnknownArgumentError: fully_shard() has no argument 'mp_policy'; mixed precision is not there yet; leave it out, and the parameters keep the dtype that they have""",
+        """UnknownArgumentError: fully_shard() has no argument 'offload_policy'; offload is not there yet; leave it out, and parameters stay on the mesh's device""",
     )
     assert_text(
         unused,

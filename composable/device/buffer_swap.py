@@ -1,0 +1,57 @@
+"""Buffers in the dtype that modules compute in, while they compute; knows registries of buffers, no unit and no order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from composable.device.parameter_swap import ParameterSlots, ParameterSwap
+
+
+class SwapWithBuffers(ParameterSwap):
+    """A swap that casts floating-point buffers, too, as long as modules see unsharded parameters.
+
+    At rest modules hold the buffers themselves, in their own dtype: whoever saves, moves or replaces them need not know.
+    """
+
+    __slots__ = ("_dtype", "_holders", "_shown")
+
+    def __init__(self, slots: Sequence[ParameterSlots], modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        super().__init__(slots)
+        self._holders = modules
+        self._dtype = dtype
+        self._shown: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # place, the buffer itself, its cast
+
+    def show(self) -> None:
+        super().show()
+        casts: dict[int, Tensor] = {}  # a buffer that modules share stays one
+        with torch.no_grad(), torch.inference_mode(False):
+            for module in self._holders:
+                for name, buffer in module._buffers.items():
+                    if buffer is None or buffer.dtype == self._dtype or not buffer.is_floating_point():
+                        continue
+                    cast = casts.get(id(buffer))
+                    if cast is None:
+                        cast = casts[id(buffer)] = buffer.to(self._dtype)
+                    self._shown.append((module, name, buffer, cast))
+                    module._buffers[name] = cast
+
+    def hide(self) -> None:
+        shown, self._shown = self._shown, []
+        with torch.no_grad(), torch.inference_mode(False):
+            for module, name, buffer, cast in shown:
+                held = module._buffers.get(name)
+                if held is cast:
+                    if cast._version:
+                        buffer.copy_(cast)
+                    module._buffers[name] = buffer
+                elif held is not None and held.dtype == self._dtype:  # forward put another tensor there
+                    module._buffers[name] = held.to(buffer.dtype)
+        super().hide()
+
+
+def swap_of(slots: Sequence[ParameterSlots], modules: Sequence[nn.Module], buffer_dtype: torch.dtype | None) -> ParameterSwap:
+    """Which form of a unit's parameters, and of the buffers of its modules, they see."""
+    return ParameterSwap(slots) if buffer_dtype is None else SwapWithBuffers(slots, modules, buffer_dtype)
