@@ -84,6 +84,8 @@ class BackwardEnd:
             participant.launch_rest()
         for participant in participants:
             participant.finish_backward()
+        # A thread of autograd's may hold this a little longer than the backward lasts. No later backward runs inside of it.
+        self._participants, self._again, self.counted = [], [], {}
 
     def abort(self) -> None:
         """Backward raised."""

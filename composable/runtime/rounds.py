@@ -105,7 +105,9 @@ class Round:
         if key not in self._rows:
             row = [float(key[0] == k) for k in range(_MODULUS)] + [float(key[1] == k) for k in range(_MODULUS)]
             digest = [float(self.agreed >> bit & 1 == value) for bit in _BITS for value in (1, 0)]
-            self._rows[key] = torch.tensor([*row, float(incomplete), *digest], dtype=numbers.dtype, device=numbers.device)
+            row += [float(incomplete), *digest]
+            on_host = torch.tensor(row, dtype=numbers.dtype, pin_memory=numbers.device.type != "cpu")  # or the host would wait
+            self._rows[key] = on_host.to(numbers.device, non_blocking=True)
         numbers.copy_(self._rows[key])
 
     def check(self, numbers: Sequence[Any], refuse_others: Callable[[], None]) -> None:

@@ -144,6 +144,9 @@ def _others(kind: str) -> None:
     tensor = torch.full((3,), float(rank))
     communicator.broadcast(tensor, label="broadcast")
     assert tensor.tolist() == [0.0] * 3
+    across = (torch.arange(6.0).view(2, 3) + rank).t()
+    communicator.broadcast(across, label="broadcast of what is not contiguous")
+    assert across.tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
     assert communicator.min_max([rank, -rank, 2**60 + rank], label="") == (
         [0, 1 - size, 2**60],
         [size - 1, 0, 2**60 + size - 1],

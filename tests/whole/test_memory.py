@@ -19,7 +19,7 @@ from tests.helpers.world import Pool, current_device, need_devices
 
 STEPS: Final = 200
 WARM_UP: Final = 100
-LATE_BLOCKS: Final = 8  # blocks of shared memory, and views of those of others, come into being when somebody is late
+LATE_BLOCKS: Final = 12  # blocks of shared memory, and views of those of others, come into being when somebody is late
 # Allocators keep pages; one object of 64 bytes leaked per module and step would be more than this.
 SLACK_BYTES: Final = 4 << 20
 
@@ -126,7 +126,7 @@ def _train_and_drop(scheme: str) -> list[weakref.ref[nn.Module | torch.Tensor]]:
 def _left_of_dropped(scheme: str) -> tuple[int, int, int]:
     left = tensors = 0
     counts = []
-    for _ in range(3):
+    for _ in range(4):
         references = _train_and_drop(scheme)
         gc.collect()
         left += sum(reference() is not None for reference in references)

@@ -109,7 +109,10 @@ class GroupCommunicator:
             raise failed(label, self.rank, error) from error
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
-        self._launch(label, lambda: dist.broadcast(tensor, group=self.group, group_src=0))
+        message = tensor.contiguous()  # NCCL takes nothing else
+        self._launch(label, lambda: dist.broadcast(message, group=self.group, group_src=0))
+        if message is not tensor:
+            tensor.copy_(message)
 
     def min_max(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> tuple[list[int], list[int]]:
         both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self.device)
