@@ -12,7 +12,7 @@ from composable.errors import AnnotationError
 
 MixedPrecision = MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | torch.dtype | str | None
 
-_CAN_KEEP: Final = hasattr(torch.Tensor, "grad_dtype")
+CAN_KEEP: Final = hasattr(torch.Tensor, "grad_dtype")
 
 
 def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
@@ -37,7 +37,7 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
             f"{verb}: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a floating-point dtype or its "
             f"name, e.g. 'bf16'; got {value!r}"
         )
-    if value.keep_grads_in_reduce_dtype and not _CAN_KEEP:
+    if value.keep_grads_in_reduce_dtype and not CAN_KEEP:
         raise AnnotationError(
             f"{verb}: keep_grads_in_reduce_dtype needs a torch in which a gradient may have another dtype than its parameter "
             f"(Tensor.grad_dtype); this is torch {torch.__version__}. Leave it out, and gradients have the parameter's dtype"

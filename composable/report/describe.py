@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
 from composable.config import Free, Keep, ReshardTo
+from composable.device.flat_parameters import name_of
 from composable.errors import few
 from composable.model.contract import Annotation, registry
 from composable.model.traversal import REPLICATE, SHARD, managed_parameters
@@ -31,6 +32,8 @@ class UnitRow:
     bytes_per_rank: int
     ranks: int
     dtypes: tuple[str, ...]
+    computes_in: tuple[str, ...]
+    reduces_in: tuple[str, ...]
     placements: tuple[str, ...]
     after_forward: str
     state: str
@@ -82,7 +85,7 @@ class Description:
                     f"{row.numel:,}",
                     readable_bytes(row.bytes),
                     readable_bytes(row.bytes_per_rank),
-                    ", ".join(row.dtypes) or "-",
+                    _dtypes(row) or "-",
                     ", ".join(row.placements) or "-",
                     row.after_forward,
                     row.state,
@@ -184,7 +187,9 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
         bytes=sum(p.numel() * p.element_size() for p in parameters),
         bytes_per_rank=sum(p.numel() * p.element_size() for p in local),
         ranks=handle.mesh_info.all.size,
-        dtypes=_unique(str(p.dtype).removeprefix("torch.") for p in parameters),
+        dtypes=_unique(name_of(p.dtype) for p in parameters),
+        computes_in=_unique(precision.compute for precision in handle.parameters.precisions),
+        reduces_in=_unique(precision.reduce for precision in handle.parameters.precisions),
         placements=_unique(
             ", ".join(str(placement) for placement in p.placements) if isinstance(p, DTensor) else "local" for p in parameters
         ),
@@ -200,6 +205,7 @@ def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, verbs: list[
 
 def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: list[nn.Parameter], ranks: int) -> UnitRow:
     size = sum(p.numel() * p.element_size() for p in parameters)
+    dtypes = _unique(name_of(p.dtype) for p in parameters)
     return UnitRow(
         unit=name,
         module=module,
@@ -209,7 +215,9 @@ def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: list[nn
         bytes=size,
         bytes_per_rank=size,
         ranks=ranks,
-        dtypes=_unique(str(p.dtype).removeprefix("torch.") for p in parameters),
+        dtypes=dtypes,
+        computes_in=dtypes,
+        reduces_in=dtypes,
         placements=("replicated",) if REPLICATE in verbs else ("local",),
         after_forward="-",
         state="-",
@@ -224,6 +232,16 @@ def _unmanaged(module: nn.Module, elsewhere: Mapping[str, list[str]]) -> list[Un
     rest = [managed.parameter for managed in managed_parameters([("", module)])]
     name = "(rest)" if elsewhere else "(not annotated)"
     return [_plain_row(name, type(module).__name__, _verbs(annotations), rest, 1)] if rest else []
+
+
+def _dtypes(row: UnitRow) -> str:
+    """Those of the parameters, and whatever differs from that."""
+    text = ", ".join(row.dtypes)
+    if row.computes_in != row.dtypes:
+        text += f" as {', '.join(row.computes_in)}"
+    if row.reduces_in != row.computes_in:
+        text += f", summed in {', '.join(row.reduces_in)}"
+    return text
 
 
 def _unique(values: Any) -> tuple[str, ...]:

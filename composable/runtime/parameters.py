@@ -100,7 +100,7 @@ class UnitParameters:
             assert tensor is not None
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             stays = self._in_place or local.device.type in ("meta", self._mesh_info.device.type)
-            precision = self._precision_of(tensor.dtype)
+            precision = self.precision_of(tensor.dtype)
             if precision.changes or not self._in_place:
                 groups.setdefault((precision, local.device if stays else self._mesh_info.device), []).append(index)
         # Everything that can fail happens before the first parameter of the module changes.
@@ -122,7 +122,13 @@ class UnitParameters:
         self.numels = list(map(Tensor.numel, self.locals))
         self.follow()
 
-    def _precision_of(self, dtype: torch.dtype) -> Precision:
+    @property
+    def precisions(self) -> list[Precision]:
+        """Of each parameter."""
+        return [self.precision_of(slot.sharded.dtype) for slot in self.slots]
+
+    def precision_of(self, dtype: torch.dtype) -> Precision:
+        """What the policy means for a parameter of `dtype`."""
         policy = self._policy
         param, reduce = ((None if asked is None else name_of(asked)) for asked in (policy.param_dtype, policy.reduce_dtype))
         return resolve(name_of(dtype), param, reduce, keep_reduced=policy.keep_grads_in_reduce_dtype)
@@ -229,7 +235,7 @@ class UnitParameters:
 
     def _look_up_own(self) -> bool:
         held = [slot.registered for slot in self.slots]
-        casts = bool(self.parts) or any(tensor is not None and self._precision_of(tensor.dtype).changes for tensor in held)
+        casts = bool(self.parts) or any(tensor is not None and self.precision_of(tensor.dtype).changes for tensor in held)
         if casts and not all(isinstance(tensor, nn.Parameter) for tensor in held):
             return False  # functional_call, which brings its own tensors for one call
         for slot, tensor in zip(self.slots, held, strict=True):

@@ -199,6 +199,8 @@ def test_rows_are_plain_values_in_the_order_of_modules() -> None:
         "bytes_per_rank": 2432,
         "ranks": 1,
         "dtypes": ["float32"],
+        "computes_in": ["float32"],
+        "reduces_in": ["float32"],
         "placements": ["local"],
         "after_forward": "reshard",
         "state": "SHARDED",
