@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from composable import errors, traversal
+from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint
 from composable.api.fully_shard import fully_shard
 from composable.api.replicate import replicate
@@ -35,7 +36,9 @@ __all__ = [
     "errors",
     "fully_shard",
     "keep_unsharded",
+    "no_sync",
     "on_undo",
+    "reduce_gradients",
     "register_forward_method",
     "registry",
     "remove",

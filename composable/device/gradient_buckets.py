@@ -7,6 +7,9 @@ somewhere else before backward began is somebody's: it stays where it is (a gues
 What nobody accumulates to is overwritten, so somebody who kept it would see it change. Use counts tell: then the keeper
 gets the memory, and the bucket new one.
 
+Where backwards only add up what a later one sums over the ranks, the first of them brings new gradients into the bucket
+(`hold`): what autograd adds later goes there by itself, and nothing is copied when the sum is made.
+
 A new gradient that has a bucket to itself and may be divided as it is read (`may_scale_terms`) need not be copied: the sum is
 made of it (`scaled_input`) and lands in the bucket, and only then `grad` becomes the view.
 """
@@ -129,6 +132,25 @@ class GradientBucket:
                 if gradient is not None and gradient is not view:
                     self._guests[k] = None
         self._keeps_graph = torch.is_grad_enabled()
+
+    def hold(self) -> None:
+        """Bring new gradients into the bucket, where later backwards add to them, if nobody keeps that memory."""
+        if self._message is _NOWHERE:
+            self._make()
+        gradients = list(map(_gradient_of, self.parameters))
+        fresh = [
+            k
+            for k, (gradient, view) in enumerate(zip(gradients, self.views, strict=True))
+            if not (gradient is None or gradient is view or k in self._guests or gradient.is_sparse or gradient.requires_grad)
+        ]
+        if fresh and self._kept_by_somebody(fresh):
+            if any(map(is_, gradients, self.views)):
+                return  # they stay where autograd put them
+            self._make()
+        if fresh:
+            torch._foreach_copy_([self.views[k] for k in fresh], [gradients[k] for k in fresh])
+            for k in fresh:
+                self.parameters[k].grad = self.views[k]
 
     def collect(self, missing: Sequence[int]) -> Tensor:
         """Bring the gradients into the bucket.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.parameter_swap import cut, summand_like
+from composable.device.parameter_swap import cut, label_of, summand_like
 from composable.device.private import dtensor_like, gradient_hooks, local_of
 from composable.errors import PhaseError
 from composable.plan.layout import Route, Slot
@@ -33,6 +33,17 @@ def held_part(parameter: nn.Parameter) -> Tensor | None:
     if isinstance(gradient, DTensor) and is_held(gradient):
         return local_of(gradient)
     return None
+
+
+def refuse_hooks_again(parameter: nn.Parameter) -> None:
+    """What was reduced before goes into a sum that is about to be held; raise if the user's hooks would meet it twice."""
+    if gradient_hooks(parameter):
+        unit, name, _ = label_of(parameter) or ("", "", "")
+        raise PhaseError(
+            f"parameter '{name}' of unit '{unit}' has a gradient that was reduced, and hooks (register_hook) that were called "
+            "for it; under no_sync more is added to it, and they would be called again for all of it. Call zero_grad() before "
+            "the first backward under no_sync, or leave no_sync out"
+        )
 
 
 class HeldGradients:
@@ -65,12 +76,7 @@ class HeldGradients:
     def _put(self, index: int, parameter: nn.Parameter, gradient: Tensor) -> None:
         before, slot = parameter.grad, self._slots[index]
         if before is not None:
-            if gradient_hooks(parameter):
-                raise PhaseError(
-                    f"parameter '{slot.name}' has a gradient that was reduced, and hooks (register_hook) that were called for "
-                    "it; under no_sync more is added to it, and they would be called for all of it again. Call zero_grad() "
-                    "before the first backward under no_sync, or leave no_sync out"
-                )
+            refuse_hooks_again(parameter)
             assert isinstance(before, DTensor)
             alpha = 1 if slot.route is Route.WHOLE else slot.num_shards
             cut(gradient, slot, self._rank).add_(local_of(before), alpha=alpha)

@@ -9,8 +9,11 @@ ranks that differ in it hold gradients of different micro-batches, and must not 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Final
 from weakref import WeakKeyDictionary
+
+from composable.errors import PhaseError
 
 
 class Accumulation:
@@ -56,3 +59,14 @@ _OPEN: Final[WeakKeyDictionary[Accumulation, None]] = WeakKeyDictionary()
 def any_window_open() -> bool:
     """Whether some unit holds gradients: asked before every step of an optimizer."""
     return len(_OPEN) > 0
+
+
+def refuse_removal(verb: str, held: Iterable[tuple[str, Accumulation]]) -> None:
+    """Raise if a unit, by name, holds gradients: nobody would average them any more. All ranks do, or none."""
+    for name, accumulation in held:
+        if accumulation.passes:
+            raise PhaseError(
+                f"remove: {verb} on unit '{name or '(root)'}' cannot be removed while it holds gradients that "
+                "were made under no_sync and not averaged. Call reduce_gradients(model) first, on all ranks; also after "
+                "zero_grad()"
+            )

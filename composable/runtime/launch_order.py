@@ -14,7 +14,7 @@ docs/decisions/0013-launch-points.md tells why units side by side cannot be in o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from functools import partial
 from operator import methodcaller
@@ -26,6 +26,7 @@ import torch
 from composable.device.collectives import Communicator
 from composable.errors import CommunicationError
 from composable.model.transaction import on_undo
+from composable.runtime.accumulation import Accumulation
 from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
 from composable.runtime.bucket import Bucket
 from composable.runtime.mesh_info import MeshInfo
@@ -48,8 +49,12 @@ class Member(Protocol):
     def has_launched(self) -> bool:
         """Whether all buckets have been launched in this backward."""
 
-    def begin(self) -> None:
-        """A backward has been opened: what is not here at its end counts as zero."""
+    def begin(self, only: Container[Accumulation] | None = None) -> None:
+        """A backward has been opened: what is not here at its end counts as zero.
+
+        Args:
+            only: there is no backward; those whose accumulation is among these launch what they hold.
+        """
 
     def launch_complete(self) -> None:
         """Launch the buckets that are complete, up to the first that is not, or until many are in flight."""
@@ -77,6 +82,9 @@ class Member(Protocol):
 
     def deliver(self) -> None:
         """Hand over the gradients."""
+
+    def forget(self) -> None:
+        """A backward raised: drop what is held."""
 
 
 _LAUNCH_COMPLETE: Final = methodcaller("launch_complete")
@@ -137,20 +145,25 @@ class LaunchOrder:
             self.abort()
         if self._backward is None and any(member.waits for member in self._members):
             try:
-                self._open()
+                self._open(end_of_backward())
             except BaseException:
                 self.lose_backward()
                 raise
 
-    def _open(self) -> None:
-        end, steps = end_of_backward(), self._communicator.sums.steps
+    def open_without_backward(self, end: BackwardEnd, held: Container[Accumulation]) -> None:
+        """Let members reduce what they hold at `end`, which is no backward's."""
+        self.abort()
+        self._open(end, held)
+
+    def _open(self, end: BackwardEnd, only: Container[Accumulation] | None = None) -> None:
+        steps = self._communicator.sums.steps
         if end.join(self, steps, self._launch_again):
             steps.look_ahead([self._communicator])
         self._first = 0
         self._line.append(ref(self))
         self._backward = ref(end)  # before anything changes: whoever finds it open, and no backward, cleans up
         for member in self._members:
-            member.begin()
+            member.begin(only)
 
     def lose_backward(self) -> None:
         """It was about to be opened when something was raised: its end is to tell the other ranks."""
@@ -258,6 +271,7 @@ class LaunchOrder:
             for bucket in member.buckets:
                 with suppress(CommunicationError):  # the error that ended the backward has been reported already
                     bucket.abort()
+            member.forget()
         self.reset()
 
 

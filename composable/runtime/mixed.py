@@ -249,12 +249,17 @@ class MixedParameters:
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
-    def deliver(self, parameters: Iterable[nn.Parameter]) -> None:
-        """The gradients of some parameters are complete."""
+    def deliver(self, parameters: Iterable[nn.Parameter], *, held: bool) -> None:
         for parameter in parameters:
             pair = pair_of(parameter)
             if pair is not None:
-                pair.deliver()
+                pair.show_held() if held else pair.deliver()
+
+    def take_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            pair = pair_of(parameter)
+            if pair is not None:
+                pair.take_up_held()
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 

@@ -36,6 +36,9 @@ class Unit(Buffered, Protocol):
     def open_backward(self) -> None:
         """Take part in the backward that runs, whichever gradients it brings."""
 
+    def drop_held(self) -> None:
+        """A step was lost: forget gradients that earlier backwards under `no_sync` have left."""
+
     def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]], reason: object) -> None:
         """Let the parameters rest as DTensors on `mesh`, if they can, also where sharded units have `tied` ones."""
 
@@ -102,6 +105,8 @@ class Readers:
     leave_failed_backward = finish_backward
 
     def abort(self) -> None:
-        """Leave whatever is under way."""
+        """Leave whatever is under way; a step is lost."""
         self.finish_backward()
         self.leave_call()
+        for unit in self._units:
+            unit.drop_held()

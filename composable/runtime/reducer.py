@@ -15,7 +15,7 @@ buckets anew by the same one. That happens once: what is agreed outlives the red
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import partial
 from operator import is_
 from typing import Final
@@ -28,11 +28,13 @@ from composable.device.collectives import Communicator, TagSequence
 from composable.device.gradient_buckets import GradientBucket, gradient_strides
 from composable.errors import PhaseError
 from composable.plan.scaling import division_factors
-from composable.runtime.bucket import AWAITED, IDLE, SENT, Bucket, grouped_in_order
+from composable.runtime.accumulation import Accumulation
+from composable.runtime.bucket import ARRIVED, AWAITED, IDLE, SENT, Bucket, grouped_in_order
 from composable.runtime.bucket_order import BucketOrder, agree_on_bucket_order, known_to_others
 from composable.runtime.gradients import weakly
 from composable.runtime.kinds import Kinds
 from composable.runtime.launch_order import LaunchOrder
+from composable.runtime.local_gradients import Forms, LocalGradients
 from composable.runtime.rounds import NUMBERS, Forwards, Round
 from composable.runtime.sparse import SparseGradients
 
@@ -48,12 +50,11 @@ class Reducer:
         place: there.
         cap_bytes: bytes a bucket may hold.
         turn: the unit's place among all, the same on every rank.
-        bucket_order: of the reducer before this one.
         elsewhere: indices of parameters whose gradients somebody else averages.
         sparse: indices of parameters whose gradients are sparse.
-        deliver: told of parameters whose gradients are complete; whoever wants them elsewhere may take them.
+        forms: of the parameters, where users see others than autograd.
         forwards: of the unit and of those around it, that a backward should go through.
-        before: kinds of the parameters of the reducer before this one.
+        last: the reducer before this one.
     """
 
     def __init__(
@@ -67,26 +68,31 @@ class Reducer:
         cap_bytes: int,
         unit: str,
         turn: int = 0,
-        bucket_order: BucketOrder | None = None,
         elsewhere: frozenset[int] = frozenset(),
         sparse: frozenset[int] = frozenset(),
-        deliver: Callable[[Sequence[nn.Parameter]], None] | None = None,
+        forms: Forms | None = None,
         forwards: Sequence[Forwards] = (),
-        before: Kinds | None = None,
+        last: Reducer | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
         self.names = tuple(names)
         self.unit = unit
         self.turn = turn
-        self.bucket_order = bucket_order or BucketOrder()
+        # Ranks replace parameters one by one, but what they have agreed on stands until they agree again.
+        same = last is not None and len(last.parameters) == len(self.parameters)
+        self.bucket_order: BucketOrder = last.bucket_order if last is not None and same else BucketOrder()
+        before = last.local if last is not None else None
+        self.local: LocalGradients = LocalGradients(self.parameters, self.names, unit, forms, before)
         self._together = together
         self._place = place
-        self._round = Round(forwards, communicator, unit)
-        self._deliver = deliver
+        self._round = Round(forwards, communicator, unit, self.local.accumulation)
+        self._forms = forms
+        self._keeps = False  # in this backward: gradients stay on their rank
+        self._reduces = True
         self._communicator = communicator
         self._cap_bytes = cap_bytes
         self.elsewhere = elsewhere
-        mine = [i for i, p in enumerate(parameters) if p.requires_grad and i not in elsewhere]
+        mine = [i for i, p in enumerate(parameters) if (p.requires_grad or i in self.local.frozen) and i not in elsewhere]
         self._trainable = [i for i in mine if i not in sparse]
         self._sparse = [i for i in mine if i in sparse]
         self._rows = SparseGradients(
@@ -103,14 +109,15 @@ class Reducer:
         self._adopting: BucketOrder | None = None  # is being put into effect
         self._sure = False  # that all ranks know of the same agreement
         self._missed: int | None = None  # the step in which the others may have agreed without this rank
-        self.kinds = Kinds(self.parameters, self.names, before)
+        self.kinds: Kinds = Kinds(self.parameters, self.names, last.kinds if last is not None else None)
         self._recording = not all(i in self.bucket_order.order for i in self._trainable)
         if communicator.size > 1:
             self._buckets = self._make_buckets()
             self._attach()
-        elif deliver is not None:
+        elif forms is not None:
             alone = weakly(self._deliver_one)
-            self._hooks = [parameters[i].register_post_accumulate_grad_hook(alone) for i in self._trainable]
+            trainable = [parameters[i] for i in self._trainable if i not in self.local.frozen]
+            self._hooks = [parameter.register_post_accumulate_grad_hook(alone) for parameter in trainable]
 
     # --- buckets ----------------------------------------------------------------------------------------------------
 
@@ -149,15 +156,17 @@ class Reducer:
                 hook = bucket.tally.hook(slot, complete, partial(unexpected, number), failed)
                 if self._recording:
                     hook = partial(record, i, hook)
-                self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
+                if i not in self.local.frozen:
+                    self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
         for slot, i in enumerate(self._sparse):
             hook = self._rows.hook(slot, weakly(self._together.open))
-            self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
+            if i not in self.local.frozen:
+                self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
 
     def _deliver_one(self, parameter: nn.Parameter) -> None:
         """On one rank, what has arrived is complete."""
-        if self._deliver is not None:
-            self._deliver((parameter,))
+        if self._forms is not None:
+            self._forms.deliver((parameter,), held=False)
 
     def detach(self) -> None:
         """Leave the parameters alone from here on."""
@@ -182,6 +191,7 @@ class Reducer:
             len(parameters) == len(self.parameters)
             and all(map(is_, parameters, self.parameters))
             and self.kinds.hold_for(parameters)
+            and not self.local.outdated
         )
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -198,7 +208,11 @@ class Reducer:
     def has_launched(self) -> bool:
         return self._launched == len(self._buckets)
 
-    def begin(self) -> None:
+    def begin(self, only: Container[Accumulation] | None = None) -> None:
+        accumulation = self.local.accumulation
+        self._keeps = only is None and accumulation.keeps
+        self._reduces = not self._keeps and (only is None or accumulation in only)
+        self.local.take_up()
         self._communicator.sums.agreed = self._round.agreed = (
             self.bucket_order.digest + self.kinds.digest
         ) % TagSequence.DIGESTS
@@ -240,7 +254,12 @@ class Reducer:
         return self._buckets[self._launched]
 
     def _launch(self, bucket: Bucket) -> None:
-        message = bucket.gradients.collect(bucket.missing)
+        if not self._reduces:
+            self._launched += 1
+            if self._keeps:
+                bucket.gradients.hold()
+            return
+        message = bucket.gradients.collect(self._missing(bucket))
         if bucket is self._buckets[-1]:
             self._write_flags(bucket.gradients.flags)
         if not bucket.awaited:  # otherwise backward is at its end, and what was awaited was missing
@@ -249,7 +268,13 @@ class Reducer:
         self._in_flight.append(bucket)
         self._launched += 1
 
+    def _missing(self, bucket: Bucket) -> list[int]:
+        """Slots without a gradient: neither this backward nor an earlier one under `no_sync` brought one that is there."""
+        return [slot for slot in bucket.missing if not self.local.has(bucket.members[slot])]
+
     def launch_again(self) -> None:
+        if not self._reduces:
+            return
         for bucket in self._buckets[: self._launched]:
             bucket.abort()
             if bucket is self._buckets[-1]:
@@ -261,10 +286,10 @@ class Reducer:
     def _write_flags(self, flags: Tensor) -> None:
         self._round.write(flags[-NUMBERS:])
         flags = flags[:-NUMBERS]
-        missing = [bucket.members[slot] for bucket in self._buckets for slot in bucket.missing]
-        if not missing:
+        if not any(bucket.awaited for bucket in self._buckets):
             flags.fill_(1.0)  # the last launch: no gradient comes after it
             return
+        missing = [bucket.members[slot] for bucket in self._buckets for slot in self._missing(bucket)]
         absent = frozenset(missing)
         row = [float(i not in absent) for i in self._trainable]
         flags.copy_(torch.tensor([*row, 0.0]))
@@ -277,6 +302,20 @@ class Reducer:
         self._in_flight = [other for other in self._in_flight if other is not bucket]
 
     def conclude(self) -> None:
+        if self._keeps:
+            self.local.hold(self._arrived(), (*self._trainable, *self._sparse))
+        if not self._reduces:
+            return
+        try:
+            self._conclude_sums()
+        finally:
+            self.local.end_window()
+
+    def _arrived(self) -> list[int]:
+        slots = [(i, state) for bucket in self._buckets for i, state in zip(bucket.members, bucket.tally.states, strict=True)]
+        return [*(i for i, state in slots if state in (ARRIVED, SENT)), *(self._sparse[slot] for slot in self._rows.arrived)]
+
+    def _conclude_sums(self) -> None:
         if self._buckets:
             self._check_round()
         if self._buckets and (self._recording or any(bucket.awaited for bucket in self._buckets)):
@@ -287,7 +326,7 @@ class Reducer:
             if self._recording and complete:
                 self._agree()
         if self._sparse:
-            self._rows.average()
+            self._rows.average([self.local.has(i) for i in self._sparse])
 
     def refuse_others(self) -> None:
         self.kinds.refuse_others(self._communicator, self._place, self.unit)
@@ -299,8 +338,12 @@ class Reducer:
             self._sure = not self._recording
 
     def deliver(self) -> None:
-        if self._deliver is not None:
-            self._deliver([self.parameters[i] for i in self._trainable])
+        if self._forms is not None:
+            self._forms.deliver([self.parameters[i] for i in self._trainable], held=not self._reduces)
+
+    def forget(self) -> None:
+        if self._keeps or self.local.accumulation.passes:
+            self.local.forget(self._arrived())
 
     def stop(self) -> None:
         if self._recording and self._missed is None:

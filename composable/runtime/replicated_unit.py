@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -22,6 +22,7 @@ from composable.model.hooks import before_gradient
 from composable.model.interrupts import calls_of
 from composable.model.naming import known_fqn
 from composable.model.values import map_tensors, tensors_in, with_a_node
+from composable.runtime.accumulation import refuse_removal
 from composable.runtime.buffer_broadcast import share_buffers
 from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.membership import Newcomers
@@ -34,7 +35,7 @@ from composable.runtime.resting_form import fits
 from composable.runtime.rounds import Forward, Forwards
 from composable.runtime.sparse import is_sparse_lookup, only_looked_up
 from composable.runtime.step import refuse_gradients_left
-from composable.runtime.unaveraged import RAISED, REPLACED, UNFINISHED, refuse_step
+from composable.runtime.unaveraged import refuse_unaveraged
 from composable.runtime.wrappers import refuse_inside
 
 # What a copy has, too.
@@ -130,12 +131,10 @@ class ReplicatedUnit:
 
     def _renew(self, registered: Sequence[nn.Parameter]) -> Reducer:
         """Make the reducer for the parameters that are there now."""
-        last, bucket_order = self._reducer, None
+        last = self._reducer
         if last is not None:
             self.order.abort()
             last.detach()
-            # Ranks replace parameters one by one, but what they have agreed on stands until they agree again.
-            bucket_order = last.bucket_order if len(last.parameters) == len(registered) else None
         before, self.held = self.held, frozenset(map(id, registered))
         self._on_meta = self.communicator.size > 1 and any(parameter.is_meta for parameter in registered)
         reducer = self._reducer = Reducer(
@@ -147,12 +146,11 @@ class ReplicatedUnit:
             cap_bytes=self._cap_bytes,
             unit=self.name or "root",
             turn=self.number,
-            bucket_order=bucket_order,
             elsewhere=owned_elsewhere(self, registered),
             sparse=only_looked_up(registered, self._lookups),
-            deliver=self._mixed.deliver if self._mixed is not None else None,
+            forms=self._mixed,
             forwards=self._forwards,
-            before=last.kinds if last is not None else None,
+            last=last,
         )
         self.order.put(self.place, reducer)
         tell_the_next(self, before ^ self.held)
@@ -181,16 +179,9 @@ class ReplicatedUnit:
 
     def check_step(self, optimizer: Optimizer) -> None:
         """Raise when gradients that `optimizer` is about to use were not averaged; see Note [Before an optimizer steps]."""
-        reducer = self._reducer
-        if reducer is None or self.communicator.size == 1:
-            return
-        registered = self._registered
-        if self.order.in_backward:
-            late = [(self._at_rest(parameter), name) for parameter, name in reducer.trainable()]
-            refuse_step(optimizer, self.name or "root", late, UNFINISHED if in_backward() else RAISED)
-        elif not reducer.fits(registered):
-            late = reducer.missed(zip(registered, self.names, strict=False))
-            refuse_step(optimizer, self.name or "root", late, REPLACED)
+        if self._reducer is not None and self.communicator.size > 1:
+            named = list(zip(self._registered, self.names, strict=False))
+            refuse_unaveraged(optimizer, self.name or "root", self._reducer, named, self.order.in_backward, self._at_rest)
 
     # --- next to shards ---------------------------------------------------------------------------------------------
 
@@ -267,6 +258,9 @@ class ReplicatedUnit:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
+    def drop_held(self) -> None:
+        self.reducer.forget()
+
     def open_backward(self) -> None:
         if self._reducer is not None:
             self.order.open()
@@ -297,8 +291,9 @@ class ReplicatedUnit:
         """A forward raised. If a backward was to follow, this rank gives the step up, and meets the others in the next one."""
         if self._depth or not self._trains:
             return
-        self._trains = False
-        sums = self.communicator.sums
+        self._trains, sums = False, self.communicator.sums
+        for unit in (self, *self._inside):
+            unit.drop_held()
         if sums.steps.by_backward:
             sums.steps.open()
         elif not self._opens:
@@ -378,6 +373,11 @@ class ReplicatedUnit:
 
     def rename(self, name: str) -> None:
         self.name = name
+
+    @staticmethod
+    def around_removal(units: Sequence[ReplicatedUnit], undo: Callable[[], object]) -> None:
+        refuse_removal("replicate", [(unit.name, unit.reducer.local.accumulation) for unit in units])
+        undo()
 
     def restore(self) -> None:
         """Undo: the parameters stay as they are, or are plain again, and nothing is reduced any more."""

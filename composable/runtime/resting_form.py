@@ -12,7 +12,8 @@ from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.device.parameter_swap import gradient_like
+from composable.device.held_gradients import held_part, refuse_hooks_again
+from composable.device.parameter_swap import gradient_like, summand_like
 from composable.device.private import gradient_hooks, hooks_after_accumulation, local_of
 from composable.device.sharded_gradients import call_hooks_after_accumulation, hooked
 
@@ -75,6 +76,27 @@ class Pair:
             there.add_(arrived)
         if hooks_after_accumulation(self.resting):
             call_hooks_after_accumulation(self.resting)
+
+    def show_held(self) -> None:
+        """Show what backwards have left on this rank; see Note [Held gradients are summands]."""
+        gradient, resting = self.plain.grad, self.resting
+        if gradient is None:
+            return
+        self.plain.grad = None
+        there = resting.grad
+        if isinstance(there, DTensor):
+            refuse_hooks_again(resting)
+            gradient.add_(local_of(there))
+        resting.grad = summand_like(gradient, resting)
+
+    def take_up_held(self) -> None:
+        """The plain form has what is held, and gets more, or the mean."""
+        held = held_part(self.resting)
+        if held is not None:
+            self.resting.grad = None
+            if self.plain.grad is not None:  # the first of a backward that came through no output
+                held.add_(self.plain.grad)
+            self.plain.grad = held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Pair:
         resting = copy.deepcopy(self.resting, memo)

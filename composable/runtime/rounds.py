@@ -8,6 +8,9 @@ one forward more. Ranks may run different numbers of forwards, and one may call 
 together count: some rank leaves a forward out of its backward, and the ranks ran different numbers of them. Forwards that
 nobody trains on are not counted (in evaluation mode, without gradients, in a recomputation): one rank may evaluate alone.
 
+Backwards under `no_sync` add up gradients on their rank (`composable.runtime.accumulation`). They open a step as others do, and
+how many there were since the last sum is compared: a rank that lost some to an error would bring less than the others.
+
 What the ranks have agreed on about the order of gradients is compared, too, see Note [An agreement that not all ranks know of].
 
 All of that travels at the end of a unit's last bucket, in numbers that are zero or one on each rank: a sum of such tells in any
@@ -24,9 +27,10 @@ from torch import Tensor
 
 from composable.device.collectives import Communicator, TagSequence
 from composable.errors import RanksDisagreeError
+from composable.runtime.accumulation import Accumulation
 
-_MODULUS: Final = 4  # of backwards and of forwards: ranks that differ have differed by one first
-_FIRST: Final = 2 * _MODULUS + 1  # number of the digest's: for each bit one if it is set, and one if it is not
+_MODULUS: Final = 5  # of backwards, of forwards, and of those under no_sync, of which there are often two, four or eight
+_FIRST: Final = 3 * _MODULUS + 1  # number of the digest's: for each bit one if it is set, and one if it is not
 _BITS: Final = range(TagSequence.DIGESTS.bit_length())
 NUMBERS: Final = _FIRST + 2 * len(_BITS)
 
@@ -83,8 +87,9 @@ class Forward:
 class Round:
     """One unit's backwards, and the forwards that went before each."""
 
-    def __init__(self, forwards: Sequence[Forwards], communicator: Communicator, unit: str) -> None:
+    def __init__(self, forwards: Sequence[Forwards], communicator: Communicator, unit: str, accumulation: Accumulation) -> None:
         self._forwards = forwards
+        self._accumulation = accumulation
         self._communicator = communicator
         self._unit = unit
         self._rows: dict[tuple[int, ...], Tensor] = {}
@@ -95,15 +100,16 @@ class Round:
         """Whether this backward has yet to go through a forward, or leaves it out."""
         return any(each.left for each in self._forwards)
 
-    def _state(self) -> tuple[int, int, int]:
-        return self._communicator.sums.steps.number, sum(each.count for each in self._forwards), int(self.incomplete)
+    def _state(self) -> tuple[int, int, int, int]:
+        forwards = sum(each.count for each in self._forwards)
+        return self._communicator.sums.steps.number, forwards, int(self.incomplete), self._accumulation.passes
 
     def write(self, numbers: Tensor) -> None:
         """Say which backward this is."""
-        backward, forwards, incomplete = self._state()
-        key = backward % _MODULUS, forwards % _MODULUS, incomplete, self.agreed
+        backward, forwards, incomplete, held = self._state()
+        key = backward % _MODULUS, forwards % _MODULUS, held % _MODULUS, incomplete, self.agreed
         if key not in self._rows:
-            row = [float(key[0] == k) for k in range(_MODULUS)] + [float(key[1] == k) for k in range(_MODULUS)]
+            row = [float(number == k) for number in key[:3] for k in range(_MODULUS)]
             digest = [float(self.agreed >> bit & 1 == value) for bit in _BITS for value in (1, 0)]
             row += [float(incomplete), *digest]
             on_host = torch.tensor(row, dtype=numbers.dtype, pin_memory=numbers.device.type != "cpu")  # or the host would wait
@@ -117,9 +123,9 @@ class Round:
             numbers: what all wrote, summed; the same on every rank.
             refuse_others: raises if the ranks hold parameters of different kinds.
         """
-        backwards, forwards = numbers[:_MODULUS], numbers[_MODULUS : 2 * _MODULUS]
+        backwards, forwards, held = (numbers[k * _MODULUS : (k + 1) * _MODULUS] for k in range(3))
         several = _MODULUS - forwards.count(0) > 1 and numbers[_FIRST - 1] != 0
-        if several or _MODULUS - backwards.count(0) > 1:
+        if several or _MODULUS - backwards.count(0) > 1 or _MODULUS - held.count(0) > 1:
             self._refuse()
         if numbers[_FIRST:].count(0) != len(_BITS):
             refuse_others()
@@ -140,6 +146,7 @@ class Round:
         )
 
 
-def _told(backward: int, forwards: int, incomplete: int) -> str:
+def _told(backward: int, forwards: int, incomplete: int, held: int) -> str:
     ran = f"ran {forwards} {'forward' if forwards == 1 else 'forwards'} before its backward number {backward}"
-    return f"{ran}, which leaves some of them out" if incomplete else ran
+    ran = f"{ran}, which leaves some of them out" if incomplete else ran
+    return f"{ran}, and holds gradients of {held} under no_sync" if held else ran

@@ -21,6 +21,7 @@ from composable.model.hooks import Guard, dispatcher_of
 from composable.model.transaction import is_rolling_back
 from composable.model.traversal import get_replicated_states, get_states, names_below
 from composable.model.values import map_tensors
+from composable.runtime.accumulation import refuse_removal
 from composable.runtime.divergence import say_farewell
 from composable.runtime.edge_casts import EdgeCasts, edge_casts
 from composable.runtime.handle import Handle, Recipe
@@ -147,6 +148,7 @@ class ShardedUnit:
     def around_removal(units: Sequence[ShardedUnit], undo: Callable[[], object]) -> None:
         """Call `undo`, which ends `units`, when all ranks have whole parameters; or raise, and nothing has changed."""
         handles = _handles_of(units)
+        refuse_removal("fully_shard", [(handle.name, handle.gradients.accumulation) for handle in handles])
         if handles:
             remove_together(handles, undo)
         else:

@@ -9,6 +9,7 @@ Then everybody's rows are put one after the other by a sum in which each rank fi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import or_
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +48,20 @@ class SparseGradients:
     def reset(self) -> None:
         self._arrived[:] = bytes(len(self._arrived))
 
-    def average(self) -> None:
-        """Every rank calls this at the end of a backward. What no rank had a gradient for stays as it was."""
+    @property
+    def arrived(self) -> list[int]:
+        """Slots of which a gradient has arrived in this backward."""
+        return [slot for slot, arrived in enumerate(self._arrived) if arrived]
+
+    def average(self, held: Sequence[bool]) -> None:
+        """Every rank calls this at the end of a backward. What no rank had a gradient for stays as it was.
+
+        Args:
+            held: for each slot, whether gradients of earlier backwards are there that were not averaged.
+        """
         mine = [_rows_of(parameter) for parameter in self._weights]
-        said = [number for arrived, rows in zip(self._arrived, mine, strict=True) for number in (int(arrived), rows._nnz())]
+        here = list(map(or_, map(bool, self._arrived), held))
+        said = [number for arrived, rows in zip(here, mine, strict=True) for number in (int(arrived), rows._nnz())]
         everybody = self._communicator.all_gather_ints(
             said, label=f"count of the rows of sparse gradients of unit '{self._unit}'"
         )

@@ -1,0 +1,292 @@
+"""Backwards under `no_sync` add up gradients on each rank; what is averaged in the end is what a plain model has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import checkpoint, fully_shard, no_sync, reduce_gradients, registry, replicate
+from tests.helpers.battery import Case
+from tests.helpers.battery.case import mean_square, rows
+from tests.helpers.compare import assert_same_gradients
+from tests.helpers.world import Pool, current_device, need_devices
+
+
+class Layer(nn.Module):
+    """Leaves out its second half, and with it parameters, where `short` says so."""
+
+    short = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(6, 7), nn.Linear(7, 6), nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale
+        return x.tanh() if self.short else x + self.down(self.up(x).tanh())
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+CASE: Final = Case("layers", Layers, rows(4, 6), mean_square, (Layer,))
+
+
+def by_policy(model: nn.Module, case: Case) -> None:
+    fully_shard(model, policy=set(case.units))
+
+
+def keeping(model: nn.Module, case: Case) -> None:
+    fully_shard(model, policy=set(case.units), reshard_after_forward=False)
+
+
+def replicated(model: nn.Module, case: Case) -> None:
+    replicate(model, bucket_cap_mb=0.0002)
+
+
+def replicated_inside_sharded(model: Layers, case: Case) -> None:
+    replicate(model.layers[1])
+    replicate(model.last)
+    fully_shard(model, policy=set(case.units))
+
+
+def sharded_inside_replicated(model: Layers, case: Case) -> None:
+    for layer in model.layers[:2]:
+        fully_shard(layer)
+    replicate(model)
+
+
+def several_roots(model: Layers, case: Case) -> None:
+    fully_shard(model.layers[0])
+    fully_shard(model.layers[1])
+    replicate(model.layers[2])
+    replicate(model.first)
+    replicate(model.last)
+
+
+def checkpointed(model: Layers, case: Case) -> None:
+    for layer in model.layers:
+        checkpoint(layer)
+    fully_shard(model, policy=set(case.units))
+
+
+SCHEMES: Final[dict[str, Callable[..., None]]] = {
+    scheme.__name__: scheme
+    for scheme in (
+        by_policy, keeping, replicated, replicated_inside_sharded, sharded_inside_replicated, several_roots, checkpointed
+    )
+}  # fmt: skip
+
+
+def held(model: nn.Module, **options: bool) -> AbstractContextManager[None]:
+    """`no_sync`, if anything is annotated."""
+    return no_sync(model, **options) if _annotated(model) else nullcontext()
+
+
+def _annotated(model: nn.Module) -> bool:
+    return any(registry(module) for module in model.modules())
+
+
+def _end(model: nn.Module) -> None:
+    if _annotated(model):
+        reduce_gradients(model)
+
+
+def _step(model: nn.Module, x: Tensor) -> None:
+    model(x).square().mean().backward()
+
+
+def _shorten(model: Layers, *, short: bool) -> None:
+    """From here on rank 0 leaves parameters of one layer out, and all ranks those of another."""
+    model.layers[0].short = short
+    model.layers[1].short = short and dist.get_rank() == 0
+
+
+def three_micro_batches(model: nn.Module, x: Tensor) -> None:
+    with held(model):
+        _step(model, x)
+        _step(model, 2 * x)
+    _step(model, 3 * x)
+
+
+def with_and_without(model: nn.Module, x: Tensor) -> None:
+    for number in range(5):
+        with held(model, enabled=number % 2 == 1):
+            _step(model, (number + 1) * x)
+
+
+def decided_in_backward(model: nn.Module, x: Tensor) -> None:
+    with held(model):
+        loss = model(x).square().mean()
+    later = model(2 * x).square().mean()
+    with held(model):
+        later.backward()
+        _step(model, 3 * x)
+    loss.backward()
+
+
+def scopes_in_each_other(model: nn.Module, x: Tensor) -> None:
+    with held(model):
+        with held(model):
+            _step(model, x)
+        with held(model, enabled=False):
+            _step(model, 2 * x)
+        _step(model, 3 * x)
+    _step(model, 4 * x)
+
+
+def an_explicit_end(model: nn.Module, x: Tensor) -> None:
+    _end(model)
+    with held(model):
+        _step(model, x)
+        _step(model, 2 * x)
+        _end(model)
+        _step(model, 3 * x)
+    _end(model)
+    _end(model)
+
+
+def clearing_in_between(model: nn.Module, x: Tensor) -> None:
+    with held(model):
+        _step(model, x)
+        model.zero_grad()
+        _step(model, 2 * x)
+        model.zero_grad(set_to_none=False)
+        _step(model, 3 * x)
+    _step(model, 4 * x)
+
+
+def scaling_in_between(model: nn.Module, x: Tensor) -> None:
+    _step(model, x)
+    with held(model):
+        _step(model, 2 * x)
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(0.5)
+    _step(model, 3 * x)
+
+
+def two_backwards_through_one_forward(model: nn.Module, x: Tensor) -> None:
+    loss = model(x).square().mean()
+    with held(model):
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def unused_at_last(model: Layers, x: Tensor) -> None:
+    with held(model):
+        _step(model, x)
+    _shorten(model, short=True)
+    _step(model, 2 * x)
+    _shorten(model, short=False)
+
+
+def unused_at_first(model: Layers, x: Tensor) -> None:
+    _shorten(model, short=True)
+    with held(model):
+        _step(model, x)
+    _shorten(model, short=False)
+    _step(model, 2 * x)
+
+
+def unused_in_all(model: Layers, x: Tensor) -> None:
+    _shorten(model, short=True)
+    with held(model):
+        _step(model, x)
+    _end(model)
+    _shorten(model, short=False)
+
+
+def frozen_in_between(model: Layers, x: Tensor) -> None:
+    frozen = [model.first.weight, *model.layers[2].parameters()]
+    with held(model):
+        _step(model, x)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    with held(model):
+        _step(model, 2 * x)
+    _step(model, 3 * x)
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    with held(model):
+        _step(model, 4 * x)
+    _step(model, 5 * x)
+
+
+def a_part_alone(model: Layers, x: Tensor) -> None:
+    with held(model.layers[1]):
+        _step(model, x)
+    with held(model):
+        with held(model.layers[1], enabled=False):
+            _step(model, 2 * x)
+        _step(model, 3 * x)
+    _end(model)
+
+
+def evaluation_in_between(model: nn.Module, x: Tensor) -> Tensor:
+    with held(model):
+        _step(model, x)
+        with torch.no_grad():
+            result = model(x)
+        y = x.clone().requires_grad_()
+        torch.autograd.grad(model(y).square().mean(), y)
+    _step(model, 2 * x)
+    return result  # type: ignore[no-any-return]
+
+
+PROGRAMS: Final[dict[str, Callable[..., object]]] = {
+    program.__name__: program
+    for program in (
+        three_micro_batches, with_and_without, decided_in_backward, scopes_in_each_other, an_explicit_end, clearing_in_between,
+        scaling_in_between, two_backwards_through_one_forward, unused_at_last, unused_at_first, unused_in_all,
+        frozen_in_between, a_part_alone, evaluation_in_between
+    )
+}  # fmt: skip
+
+
+def _run(scheme: str) -> None:
+    for name, program in PROGRAMS.items():
+        try:
+            assert_same_gradients(CASE, SCHEMES[scheme], program)
+        except BaseException as error:
+            error.add_note(f"in {name}")
+            raise
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_accumulated_gradients_are_those_of_the_plain_model(pool: Pool, scheme: str, device: str) -> None:
+    ranks = 4 if scheme in ("by_policy", "replicated_inside_sharded") else 2
+    need_devices(device, ranks)
+    pool.run(ranks, _run, scheme, device=device)
+
+
+def _run_alone() -> None:
+    for annotate in (by_policy, replicated):
+        model = CASE.model(0, 0, current_device())
+        annotate(model, CASE)
+        with no_sync(model):
+            _step(model, *CASE.inputs(0, 0, 0, current_device()))
+        reduce_gradients(model)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_one_rank_accumulates_like_several(pool: Pool, device: str) -> None:
+    pool.run(1, _run_alone, device=device)
