@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
+from functools import reduce as reduce_by
+from operator import add
 from typing import Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable import MixedPrecisionPolicy, checkpoint, fully_shard
+from composable import MixedPrecisionPolicy, checkpoint, fully_shard, no_sync, reduce_gradients
 from composable.plan.scaling import division_factors
-from tests.helpers.compare import full_gradients, full_parameters
+from tests.helpers.compare import full, full_gradients, full_parameters
 from tests.helpers.world import Pool
 
 WIDTH: Final = 12
@@ -78,29 +81,37 @@ def _lowered(model: Model, param: torch.dtype | None) -> Model:
     return low
 
 
-def _mean(terms: Sequence[Tensor], reduce: torch.dtype) -> Tensor:
-    """In the order of ranks, divided as `reduce` is."""
+def _mean(terms: Sequence[Tensor], reduce: torch.dtype, replicas: int) -> Tensor:
+    """In the order of ranks, those of one replica first, divided as `reduce` is."""
     before, after = division_factors(str(reduce).removeprefix("torch."), len(terms))
     terms = [(term / before if before != 1.0 else term).to(reduce) for term in terms]
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    return total * (1.0 / after)
+    ranks = len(terms) // replicas
+    sums = [reduce_by(add, terms[first : first + ranks]) for first in range(0, len(terms), ranks)]
+    return reduce_by(add, sums) * (1.0 / after)
 
 
-def by_hand(model: Model, policy: MixedPrecisionPolicy, ranks: int, step: int) -> None:
-    """One forward and backward of every rank; gradients are added to the parameters of `model`."""
+def by_hand(model: Model, policy: MixedPrecisionPolicy, ranks: int, steps: Sequence[int], replicas: int = 1) -> None:
+    """Some forwards and backwards of every rank, reduced once; gradients are added to the parameters of `model`."""
     gradients: list[list[Tensor | None]] = []
     for rank in range(ranks):
         low = _lowered(model, policy.param_dtype)
-        loss_of(low(tokens_of(step, rank))).backward()
-        gradients.append([parameter.grad for parameter in low.parameters()])
+        sums: list[Tensor | None] = [None] * len(list(model.parameters()))
+        for step in steps:
+            loss_of(low(tokens_of(step, rank))).backward()
+            # One alone is summed as it comes, several are added up in the parameters' own dtypes.
+            fresh = [
+                None if p.grad is None else p.grad.to(p.grad.dtype if len(steps) == 1 else own.dtype)
+                for p, own in zip(low.parameters(), model.parameters(), strict=True)
+            ]
+            sums = [more if held is None else held + more for held, more in zip(sums, fresh, strict=True)]  # type: ignore[operator]
+            low.zero_grad()
+        gradients.append(sums)
     for parameter, *of_ranks in zip(model.parameters(), *gradients, strict=True):
         terms = [gradient for gradient in of_ranks if gradient is not None]
         if not terms:
             continue
         assert len(terms) == ranks
-        mean = _mean(terms, policy.reduce_dtype or policy.param_dtype or terms[0].dtype).to(parameter.dtype)
+        mean = _mean(terms, policy.reduce_dtype or policy.param_dtype or terms[0].dtype, replicas).to(parameter.dtype)
         parameter.grad = mean if parameter.grad is None else parameter.grad + mean
 
 
@@ -168,15 +179,25 @@ def _assert_equal(expected: dict[str, Tensor | None], actual: dict[str, Tensor |
             torch.testing.assert_close(found, wanted, rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}")
 
 
-def _trains_as_written(annotate: Annotate, policy: MixedPrecisionPolicy) -> None:
+def _trains_as_written(annotate: Annotate, policy: MixedPrecisionPolicy, *, replicas: int = 1, held: bool = False) -> None:
+    """Two steps of two backwards each: the second adds to the first one's gradients, or they are reduced together.
+
+    Args:
+        held: the latter. On one rank without a group nobody is waited for, so it means nothing.
+    """
     ranks, rank = _seat()
     expected, model = model_of(0), model_of(0)
     annotate(model, policy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in (expected, model)]
     for step in range(2):
-        for backwards in range(2):  # the second one adds to the first one's gradients
-            by_hand(expected, policy, ranks, 2 * step + backwards)
-            loss_of(model(tokens_of(2 * step + backwards, rank))).backward()
+        first, second = 2 * step, 2 * step + 1
+        for steps in ((first, second),) if held and dist.is_initialized() else ((first,), (second,)):
+            by_hand(expected, policy, ranks, steps, replicas)
+        with no_sync(model, enabled=held):
+            loss_of(model(tokens_of(first, rank))).backward()
+        with no_sync(model, enabled=held and step == 0):
+            loss_of(model(tokens_of(second, rank))).backward()
+        reduce_gradients(model)  # where nothing is left to do, nothing happens
         wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
         _assert_equal(wanted, full_gradients(model))
         for optimizer in optimizers:
@@ -190,16 +211,48 @@ def _all_train_as_written() -> None:
         _trains_as_written(partial(_in_units, reshard_after_forward=2), POLICIES["bf16"])
         _trains_as_written(_recomputed, POLICIES["bf16, summed in float32"])
         _trains_as_written(_in_two, POLICIES["fp16, summed in fp16"])
+        hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for name in ("bf16", "bf16, summed in float32", "fp16, summed in fp16"):
+            _trains_as_written(partial(_in_units, mesh=hybrid), POLICIES[name], replicas=2)
         return
     for annotate in SCHEMES.values():
         _trains_as_written(annotate, POLICIES["bf16, summed in float32"])
     for policy in POLICIES.values():
         _trains_as_written(_in_units, policy)
+    for name in ("bf16", "bf16, summed in float32", "fp16, summed in fp16"):
+        _trains_as_written(_in_units, POLICIES[name], held=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_in_bfloat16_stays_close_to_one_process_in_float32(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, _trains_nearly_as_float32)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_training_is_bit_by_bit_what_the_casts_mean_written_out(pool: Pool, ranks: int) -> None:
     pool.run(ranks, _all_train_as_written)
+
+
+def _trains_nearly_as_float32() -> None:
+    ranks, rank = _seat()
+    reference, model = model_of(0), model_of(0)
+    start = [parameter.detach().clone() for parameter in reference.parameters()]
+    fully_shard(model, policy={Block}, mp_policy="bf16")
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (reference, model)]
+    for block in reference.blocks:
+        block.low.data = block.low.data.float()
+    for step in range(4):
+        by_hand(reference, MixedPrecisionPolicy(), ranks, (step,))
+        loss_of(model(tokens_of(step, rank))).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    moved = sum((end - begin).float().square().sum() for end, begin in zip(reference.parameters(), start, strict=True))
+    apart = sum(
+        (full(other) - end).float().square().sum()
+        for end, other in zip(reference.parameters(), model.parameters(), strict=True)
+    )
+    assert 0 < apart < 0.05**2 * moved
 
 
 def test_one_process_without_a_group_casts_as_a_rank_among_others_does() -> None:

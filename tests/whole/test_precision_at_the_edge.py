@@ -26,6 +26,7 @@ from composable import (
     replicate,
     step_on_shards,
 )
+from tests.helpers import compiled
 from tests.helpers.compare import full, full_gradients
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool
@@ -317,9 +318,35 @@ def _parameters_that_are_kept_unsharded_are_cast_anew_after_a_step() -> None:
         assert torch.equal(model(ones).float().round(), (before.float() + 5).round()) or not torch.equal(model(ones), before)
 
 
+def _compiled_modules_cast_as_others_do_and_nothing_of_ours_is_compiled() -> None:
+    precision = MixedPrecisionPolicy("bf16", "fp32", buffer_dtype="bf16", output_dtype="fp32")
+    with compiled.fresh_compiler():
+        for compiler in ("each block", "the model"):
+            models = []
+            for _ in range(2):
+                torch.manual_seed(0)
+                models.append(fully_shard(compiled.Model(), policy={compiled.Block}, mp_policy=precision))
+            eager, other = models
+            called = compiled.COMPILERS[compiler](other, backend="aot_eager")
+            for step in range(3):
+                torch._dynamo.config.error_on_recompile = step == 2
+                x = torch.randn(3, 12, generator=torch.Generator().manual_seed(step))
+                outputs = [eager(x), called(x)]
+                torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+                for output in outputs:
+                    output.square().mean().backward()
+            torch._dynamo.config.error_on_recompile = False
+            for one, two in zip(eager.parameters(), other.parameters(), strict=True):
+                assert one.grad is not None
+                assert two.grad is not None
+                torch.testing.assert_close(full(two.grad), full(one.grad), rtol=5e-2, atol=5e-2)
+        assert compiled.ours_compiled() == []
+
+
 @pytest.mark.parametrize(
     "body",
     [
+        _compiled_modules_cast_as_others_do_and_nothing_of_ours_is_compiled,
         _whole_state_dicts_load_and_what_was_loaded_is_computed_with,
         _frozen_parameters_are_cast_and_those_that_are_unfrozen_get_gradients_of_their_own_dtype,
         _gradients_stay_in_the_dtype_of_the_sum_where_that_is_asked_for,
