@@ -239,6 +239,11 @@ class FlatParameters:
             sources.append(self.shard.data[: self.layout.cut_numel])
         return targets, sources
 
+    @property
+    def casts(self) -> bool:
+        """Whether there is anything to `cast_in`, and to release."""
+        return bool(self._casts[0])
+
     def cast_in(self) -> None:
         """Before a gather: cast the shards to what is sent of them."""
         targets, sources = self._casts

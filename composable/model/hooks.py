@@ -126,7 +126,7 @@ class Dispatcher:
             self._forget_interrupted()
         call = _Call()
         self._calls.append(call)
-        skipped = self.brackets.get(without)
+        skipped = self.brackets.get(without) if without else None
         watched = False
         for bracket in self._ordered:
             if bracket is skipped:

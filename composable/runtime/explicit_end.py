@@ -86,7 +86,7 @@ def _refuse_in_between(sharded: Sequence[ShardedUnit], replicated: Sequence[Repl
     roots: dict[Root, None] = {unit.root: None for unit in sharded if unit.root is not None}
     units: list[ShardedUnit | ReplicatedUnit] = [*sharded, *replicated]
     running = next((unit.name for unit in units if any(calls_of(module) for module in unit.modules)), None)
-    running = next((root.handles[0].name for root in roots if root.depth), running)
+    running = next((root.handles[0].name for root in roots if root.running), running)
     if in_backward() or running is not None:
         where = "a backward" if in_backward() else f"the forward of unit '{running or '(root)'}'"
         raise PhaseError(

@@ -249,15 +249,12 @@ class Handle:
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.phase is Phase.GATHERING:
-            self._await_arrivals()
+            works, self._works = self._works, []
+            for work in works:
+                work.wait()
             for part in self.parameters.parts:
                 part.wait_for_unshard(post_forward=self._gathers_post_forward)
         self.phase = advance(self.phase, Event.WAIT, unit=self.name)
-
-    def _await_arrivals(self) -> None:
-        works, self._works = self._works, []
-        for work in works:
-            work.wait()
 
     def reshard(self) -> None:
         """Free the unsharded parameters; a gather in flight is waited for first."""
@@ -266,18 +263,13 @@ class Handle:
         if self.phase is Phase.GATHERING:
             self.wait_for_unshard()
         self.phase = advance(self.phase, Event.RESHARD, unit=self.name)
-        self._free()
-
-    def _free(self) -> None:
-        written = ""
+        written: list[str] = []
         for part in self.parameters.parts:
-            for name in part.find_writes():
-                written = written or name
-            part.free()
+            written += part.free()
         if written:
             raise PhaseError(
-                f"parameter '{written}' of unit '{self.name}' was written to in place while it was unsharded; such a write is "
-                "lost when the parameter is resharded. Compute a new tensor, or write to the sharded parameter, outside of "
+                f"parameter '{written[0]}' of unit '{self.name}' was written to in place while it was unsharded; such a write "
+                "is lost when the parameter is resharded. Compute a new tensor, or write to the sharded parameter, outside of "
                 "forward."
             )
 
@@ -361,8 +353,7 @@ class Handle:
         finally:
             self.phase = Phase.SHARDED
             for part in self.parameters.parts:
-                part.find_writes()  # and forget them: the step is lost anyway
-                part.free()
+                part.free()  # whatever was written: the step is lost anyway
 
     def adopt_replaced(self) -> None:
         """Parameters that were moved, cast or replaced by hand become the unit's own."""

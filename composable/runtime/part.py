@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from itertools import compress, repeat
-from operator import add, ne, or_, sub
+from itertools import compress
+from operator import add, ne, or_
 from typing import Final
 
 import torch
@@ -41,10 +41,10 @@ class Part:
     """The parameters of one precision: their buffers, their reduction, and the coarse shard kept after forward."""
 
     __slots__ = (
-        "_addresses", "_aliased", "_alone", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_held",
-        "_is_watched", "_moving", "_offsets", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_reduction",
-        "_reductions", "_replicas", "_staying", "_unsharded", "_versions", "_wanted", "_watched", "_watched_ones", "counted",
-        "flat", "sharded", "trainable", "trains", "worth_releasing"
+        "_addresses", "_aliased", "_alone", "_casts", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered",
+        "_held", "_is_watched", "_moving", "_outdated", "_places", "_post_forward", "_post_forward_plan",
+        "_post_forward_shard", "_reduction", "_reductions", "_replicas", "_start", "_unsharded", "_versions", "_wanted",
+        "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "trainable", "trains", "worth_releasing"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], mesh_info: MeshInfo) -> None:
@@ -60,21 +60,26 @@ class Part:
         ]
         self._watched_ones = tuple([self._unsharded[index] for index in self._watched])
         self._is_watched = [index in self._watched for index in range(len(members))]
-        self._versions = list(map(_version, self._watched_ones))
+        self._versions = list(map(_version, self._watched_ones))  # but for those that all had in common since
+        self._outdated = 0  # how many these are
+        self._writes = sum(self._versions)  # all together
         self._for_user = False  # whether what is gathered is the user's to write to
         # Whose version counters tell of writes to shards: to each parameter, and to local tensors, which count with the buffer.
         self.counted = (*self.sharded, flat.shard)
         self._communicator = mesh_info.shard
         self._replicas = mesh_info.replicate
         self._full = flat.full
-        # Where the unsharded parameters lie from the start of their buffer, which moves; what every rank holds whole stays.
-        moving = [not slot.aliased and slot.numel > 0 for slot in flat.layout.slots]
-        self._moving = tuple(compress(self._unsharded, moving))
-        self._offsets = [slot.full_start * flat.compute_dtype.itemsize for slot in compress(flat.layout.slots, moving)]
-        self._staying = tuple([parameter for parameter, moves in zip(self._unsharded, moving, strict=True) if not moves])
-        self._addresses = list(map(_address, self._staying))
+        # Where the unsharded parameters lie: from the start of their buffer, which moves; what every rank holds whole stays.
+        self._moving = [not slot.aliased and slot.numel > 0 for slot in flat.layout.slots]
+        self._places = [
+            slot.full_start * flat.compute_dtype.itemsize if moves else _address(parameter)
+            for slot, parameter, moves in zip(flat.layout.slots, self._unsharded, self._moving, strict=True)
+        ]
+        self._start = 0
+        self._addresses = self._places  # with the buffer at `_start`
         self._gathered = flat.layout.gathered
         self._aliased = flat.layout.aliased
+        self._casts = flat.casts
         self.trainable: tuple[bool, ...] = ()  # for each parameter, as `follow` was told
         self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
         self.trains = False  # whether any of them gets a gradient
@@ -113,7 +118,8 @@ class Part:
             return None
         self._for_user = for_user
         self._full.allocate()
-        self.flat.cast_in()
+        if self._casts:
+            self.flat.cast_in()
         if not self._gathered:
             return None
         return self._communicator.all_gather(self.flat.gather_plan, label=label, tags=tags)
@@ -128,7 +134,8 @@ class Part:
     def wait_for_unshard(self, *, post_forward: bool) -> None:
         """What was gathered has arrived: put it where modules read it."""
         if not post_forward:
-            self.flat.release_sent()
+            if self._casts:
+                self.flat.release_sent()
             self.flat.copy_out()
         elif self._post_forward_shard is not None:
             self._post_forward_shard.free()
@@ -147,24 +154,23 @@ class Part:
         exact.copy_out()
         return exact.full_views
 
-    def find_writes(self) -> Sequence[str]:
-        """The unsharded parameters that somebody has written to in place since they were gathered: it will be lost."""
-        versions = list(map(_version, self._watched_ones))
-        if versions == self._versions:
-            return ()
-        before, self._versions = self._versions, versions
+    def _find_writes(self) -> Sequence[str]:
+        before = [version + self._outdated for version in self._versions]
+        self._versions, self._outdated = list(map(_version, self._watched_ones)), 0
+        self._writes = sum(self._versions)
         if self._for_user:
             return ()
         slots = self.flat.layout.slots
-        return [slots[i].name for i, old, new in zip(self._watched, before, versions, strict=True) if old != new]
+        return [slots[i].name for i, old, new in zip(self._watched, before, self._versions, strict=True) if old != new]
 
     def moved(self) -> bool:
         """Whether somebody gave an unsharded parameter other memory: what is gathered would never reach it again."""
         start = _address(self._full.tensor)
-        return (
-            list(map(sub, map(_address, self._moving), repeat(start))) != self._offsets
-            or list(map(_address, self._staying)) != self._addresses
-        )
+        if start != self._start:
+            places = zip(self._places, self._moving, strict=True)
+            self._addresses = [place + start if moves else place for place, moves in places]
+            self._start = start
+        return list(map(_address, self._unsharded)) != self._addresses
 
     def move_back(self) -> list[tuple[str, torch.dtype]]:
         """Give the unsharded parameters their memory again; names those that had other, with the dtype that they had."""
@@ -179,19 +185,29 @@ class Part:
     def outdate(self, before: Sequence[int], now: Sequence[int]) -> None:
         """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""
         written = _written(before, now)
+        if all(written):  # as an optimizer does it, once per step
+            increment_version(self._unsharded)
+            self._outdated += 1
+            self._writes += len(self._watched_ones)
+            return
         increment_version(list(compress(self._unsharded, written)))
-        self._versions = list(map(add, self._versions, compress(written, self._is_watched)))
+        watched = list(compress(written, self._is_watched))
+        self._versions = list(map(add, self._versions, watched))
+        self._writes += sum(watched)
 
     def written_since(self, before: Sequence[int], now: Sequence[int]) -> list[str]:
         """The names of the parameters that `outdate` would outdate."""
         return list(compress([slot.name for slot in self.flat.layout.slots], _written(before, now)))
 
-    def free(self) -> None:
-        """Only the shards remain."""
+    def free(self) -> Sequence[str]:
+        """Only the shards remain. Names the parameters whose unsharded ones were written to in place: that is lost."""
+        written = () if sum(map(_version, self._watched_ones)) == self._writes else self._find_writes()
         self._full.free()
-        self.flat.release_sent()
+        if self._casts:
+            self.flat.release_sent()
         if self._post_forward_shard is not None:
             self._post_forward_shard.free()
+        return written
 
     @outside_transforms
     def reshard_post_forward(self) -> None:

@@ -41,9 +41,9 @@ class Root:
     """What lives as long as the root: its handles in traversal order, and the recorded order of their forwards."""
 
     __slots__ = (
-        "__weakref__", "_communicators", "_doubtful", "_enclosing", "_index", "_preparation", "_running", "_verified",
+        "__weakref__", "_communicators", "_doubtful", "_enclosing", "_index", "_preparation", "_verified",
         "_watch", "call", "failure", "handled", "handles", "iteration", "membership", "module", "order", "reason",
-        "replicated", "steps", "units"
+        "replicated", "running", "steps", "units"
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, units: Sequence[Unit], membership: Membership) -> None:
@@ -61,7 +61,7 @@ class Root:
         self._communicators = [each for handle in handles for each in handle.mesh_info.communicators]
         for handle in handles:
             handle.count_by(self.steps)
-        self._running: list[int] = []  # units that are called now, outermost first
+        self.running: list[int] = []  # units that are called now, outermost first
         self.call: nn.Module | None = None  # the outermost one whose forward is under way
         self.handled: BaseException | None = None  # when that began
         self._doubtful: tuple[Handle, ...] = ()  # showed unsharded parameters while users could act
@@ -83,11 +83,6 @@ class Root:
         for unit in replicated:
             unit.count_by(self.steps)
 
-    @property
-    def depth(self) -> int:
-        """How many forwards of units are under way, one inside the other."""
-        return len(self._running)
-
     def invalidate(self) -> None:
         """A unit leaves: the next forward plans the tree anew, without it."""
         for unit in self.units:
@@ -105,7 +100,7 @@ class Root:
 
     def open_forward(self, handle: Handle, module: nn.Module) -> None:
         """Called before every forward of a unit; the outermost one opens an iteration, or goes on with the open one."""
-        running = self._running
+        running = self.running
         if self.iteration is not None and self.iteration.backward is not None:
             if running:
                 refuse_lost_backward(self.iteration, self.handles[0].name)
@@ -154,7 +149,8 @@ class Root:
 
     def _gather(self, *indices: int) -> None:
         """Launch what is not there yet: a unit's all-gather, and those of the units that come next."""
-        for handle in [self.handles[index] for index in indices]:
+        for index in indices:
+            handle = self.handles[index]
             if handle.phase is Phase.SHARDED or handle.phase is Phase.SHARDED_POST_FORWARD:
                 handle.unshard_in_step()
 
@@ -181,8 +177,8 @@ class Root:
 
     def close_forward(self) -> None:
         """The outermost forward has ended."""
-        self._running.pop()
-        if self._running:
+        self.running.pop()
+        if self.running:
             return
         refuse_lost_backward(self.iteration, self.handles[0].name)
         self.replicated.leave_call()
@@ -209,9 +205,9 @@ class Root:
             self.failure = f"previous step of unit '{handle.name}' ended with {type(error).__name__}"
             self.reason = f"unit '{handle.name}' raised {type(error).__name__}: {first_line(error)}"
             note_of_mixing(error, [other for other in self.handles if other is not handle and not other.depth])
-        if self._running:
-            self._running.pop()
-        if not self._running:
+        if self.running:
+            self.running.pop()
+        if not self.running:
             self.abort(self.failure, self.reason)
             self.failure = ""
 
@@ -239,7 +235,8 @@ class Root:
     def _open_backward(self) -> Iteration:
         iteration = self.iteration
         if iteration is not None and iteration.backward is not None:
-            refuse_lost_backward(iteration, self.handles[0].name)
+            if iteration.lost_backward:
+                refuse_lost_backward(iteration, self.handles[0].name)
             return iteration
         iteration = self.iteration = iteration or Iteration()
         end = end_of_backward()
@@ -333,7 +330,7 @@ class Root:
         iteration.reducing.make_room(0)
         for index in iteration.active:
             self.handles[index].hide()
-        if iteration.builds_graph or self._running:
+        if iteration.builds_graph or self.running:
             self._go_on(iteration)
         else:
             self._conclude(iteration)
@@ -368,7 +365,7 @@ class Root:
         if iteration is not None and iteration.backward is not None:
             iteration.lose_backward()
             for index, handle in enumerate(self.handles):
-                handle.show_for(self._running.count(index))
+                handle.show_for(self.running.count(index))
             iteration.active = []
             self.replicated.leave_failed_backward()
             say_farewell(self.handles, "its backward did not finish")
@@ -384,5 +381,5 @@ class Root:
         self.replicated.abort()
         self.order.abandon()
         self.iteration = None
-        self._running.clear()
+        self.running.clear()
         self.call = None

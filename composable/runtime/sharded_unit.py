@@ -72,7 +72,7 @@ class ShardedUnit:
         self._edges: EdgeCasts | None = None
         self._originals: list[weakref.ref[nn.Parameter]] = []
         self._loading: list[RemovableHandle] = []
-        self._left_to_run: tuple[nn.Module, ...] = ()
+        self._left_to_run: list[nn.Module] = []
         self._calls: list[_Call] = []  # that are running
 
     def initialize(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
@@ -166,7 +166,7 @@ class ShardedUnit:
         for each in undone:
             each.remove()
         self.guards, self.in_place, self._loading = [], [], []
-        if self.root is not None and not self.root.depth:
+        if self.root is not None and not self.root.running:
             self.root.invalidate()
         handle = self._handle
         if handle is None:
@@ -193,7 +193,7 @@ class ShardedUnit:
     @untraced
     def outermost(self) -> bool:
         root = self.root
-        return root is not None and root.depth == 1
+        return root is not None and len(root.running) == 1
 
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -213,11 +213,11 @@ class ShardedUnit:
         root.open_forward(handle, module)
         call.how = "forward"
         if not self._left_to_run:
-            self._left_to_run = self.modules
+            self._left_to_run = list(self.modules)
         root.enter(handle)
         handle.begin_call()
         mesh = handle.mesh_info.mesh
-        if mesh is not None and mesh.device_type != "cpu" and root.depth == 1:
+        if mesh is not None and mesh.device_type != "cpu" and len(root.running) == 1:
             device = handle.device
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
         return (args, kwargs) if self._edges is None else self._edges.inputs(args, kwargs)
@@ -235,13 +235,14 @@ class ShardedUnit:
             if torch.is_grad_enabled():
                 watch(handle, output, call.since, count=False)
             return output
-        self._left_to_run = tuple([other for other in self._left_to_run if other is not module])
+        if module in self._left_to_run:
+            self._left_to_run.remove(module)
         try:
             handle.refuse_recast()
             output = root.leave(handle, output, call.since, complete=not self._left_to_run and handle.depth == 0)
             root.close_forward()
         except BaseException:
-            self._left_to_run = ()
+            self._left_to_run = []
             root.on_error(handle)
             raise
         return output
@@ -252,7 +253,7 @@ class ShardedUnit:
             self.handle.end_call()  # checkpointing stops a recomputation by raising as soon as it has what it needs
         elif call.how == "forward":
             self.handle.end_call()
-            self._left_to_run = ()
+            self._left_to_run = []
             assert self.root is not None
             self.root.on_error(self.handle)
 
@@ -260,7 +261,7 @@ class ShardedUnit:
 
     def _root_for_call(self, module: nn.Module) -> Root:
         root = self.root
-        at_rest = root is None or not root.depth
+        at_rest = root is None or not root.running
         if root is not None and at_rest and root.membership.changed():
             former, root = root, self._become_root(module)  # which may refuse what came
             former.invalidate()
@@ -322,7 +323,7 @@ class ShardedUnit:
     def forget_calls(self) -> None:
         """No call of this unit's modules is under way any more."""
         self._calls = [call for call in self._calls[-1:] if call.how == "entering"]
-        self._left_to_run = ()
+        self._left_to_run = []
 
     def check_hooks(self) -> None:
         """Raise when somebody removed the hooks of one of this unit's modules."""

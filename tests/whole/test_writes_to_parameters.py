@@ -33,6 +33,10 @@ class _Writes(nn.Module):
         return x @ self.weight
 
 
+def _double_the_weight(module: nn.Module, _: object) -> None:
+    module.weight.mul_(2.0)
+
+
 def _through_data(weight: nn.Parameter) -> None:
     weight.data.fill_(3.0 / len(weight))
 
@@ -87,6 +91,23 @@ def test_a_declared_write_is_an_error_that_names_the_parameter_and_leaves_the_ne
     model[0].write = lambda weight: None
     model.zero_grad()
     step()
+
+
+@spmd(ranks=2)
+def test_a_write_after_steps_of_all_or_some_parameters_names_the_one_that_was_written_to() -> None:
+    module = nn.Sequential(*[nn.Linear(_WIDE, _WIDE) for _ in range(3)]).to(current_device())
+    model = fully_shard(module)
+    everything = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    for optimizers in ([everything], [first], [everything, first], [first, everything]):
+        for optimizer in optimizers:
+            model(torch.ones(2, _WIDE, device=current_device())).sum().backward()
+            optimizer.step()
+            model.zero_grad()
+        writes = model[2].register_forward_pre_hook(_double_the_weight)
+        with torch.no_grad(), pytest.raises(PhaseError, match=r"parameter '2\.weight' of unit ''"):
+            model(torch.ones(2, _WIDE, device=current_device()))
+        writes.remove()
 
 
 @spmd(ranks=2)
