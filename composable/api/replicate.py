@@ -8,10 +8,11 @@ from typing import Any, Final
 
 from torch import nn
 
-from composable.api.agreement import all_or_none, failures_told, synchronise
+from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import buffers_of, refuse_elsewhere
 from composable.api.meshes import Mesh, communication_device, device_of, meeting_place, spread_over
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
+from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_other_mesh, refuse_taken
 from composable.config import SYNC_MODES
 from composable.device.collectives import LocalCommunicator, Steps, backwards_of, communicator_of

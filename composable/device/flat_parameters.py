@@ -27,8 +27,9 @@ from torch.utils.dlpack import from_dlpack
 
 from composable.device.collectives import Communicator, GatherPart
 from composable.device.memory import ElasticBuffer, MemoryPool
-from composable.plan.layout import Layout, Route, Slot
+from composable.plan.layout import Layout, Slot
 from composable.plan.precision import Precision
+from composable.plan.routes import Route
 
 _STARTS: Final = "_composable_starts"
 _WIDE: Final = (torch.complex128, torch.int64, torch.int32)  # elements of 16, 8 and 4 bytes

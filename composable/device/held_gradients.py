@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from composable.device.parameter_swap import cut, label_of, summand_like
 from composable.device.private import dtensor_like, gradient_hooks, local_of
 from composable.errors import PhaseError
-from composable.plan.layout import Route, Slot
+from composable.plan.layout import Slot
+from composable.plan.routes import Route
 
 
 def is_held(gradient: Tensor | None) -> bool:

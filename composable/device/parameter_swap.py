@@ -14,7 +14,8 @@ from torch.distributed.tensor.placement_types import Placement
 from composable.device.flat_parameters import as_parameter
 from composable.device.private import agree_on_infinities, dtensor_like, local_of, set_local
 from composable.errors import few
-from composable.plan.layout import Route, Slot
+from composable.plan.layout import Slot
+from composable.plan.routes import Route
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ from composable.device.private import (
     storage_users,
     tensor_users,
 )
-from composable.plan.layout import ReduceLayout, Route, Slot
+from composable.plan.layout import ReduceLayout, Slot
+from composable.plan.routes import Route
 
 WORTH_RELEASING: Final = 64 << 10  # bytes below which giving memory back, and getting it again, costs more than it brings
 

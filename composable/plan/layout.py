@@ -1,28 +1,12 @@
-"""Where every element of a unit's parameters lives: slots, padding, shards, rows of messages; knows no tensor and no torch.
-
-Note [Three ways a parameter travels]
-A `DIRECT` parameter is cut along dimension 0 and its rows go straight from the shard of one rank to their final place in
-the unsharded buffer of the others: nothing is copied in or out. A message costs about 0.1 ms whatever its size, so
-small parameters are `PACKED`: they share one message that lands in a staging area and is copied out; so are parameters cut
-along another dimension, whose pieces are not contiguous in the whole. A `WHOLE` parameter is not cut at all (it has no
-dimension to cut, or there is only one rank): its unsharded form *is* the memory that the sharded one lives in, unless modules
-compute in another dtype than the one it rests in.
-"""
+"""Where every element of a unit's parameters lives: slots, padding, shards, rows of messages; knows no tensor and no torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 
-
-class Route(Enum):
-    """How a parameter travels between its shards and its unsharded form."""
-
-    DIRECT = "its rows travel straight to their final place"
-    PACKED = "it shares a message with others and is copied out of it"
-    WHOLE = "it is not cut: every rank holds all of it"
+from composable.plan.routes import Route, choose_route
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,14 +145,6 @@ def _round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
-def choose_route(spec: ParamSpec, *, num_shards: int, direct_numel: int) -> Route:
-    """The route of one parameter; `direct_numel`: elements in a shard from which a message of its own pays."""
-    if num_shards == 1 or spec.dim is None or not spec.shape:
-        return Route.WHOLE
-    chunk_numel = -(-spec.shape[0] // num_shards) * math.prod(spec.shape[1:]) if spec.dim == 0 else 0
-    return Route.DIRECT if spec.dim == 0 and chunk_numel >= max(direct_numel, 1) else Route.PACKED
-
-
 def plan_layout(
     specs: Sequence[ParamSpec],
     *,
@@ -198,7 +174,7 @@ def plan_layout(
         raise ValueError(f"num_shards and align must be at least 1, got num_shards={num_shards}, align={align}")
     if packed_align < 1 or align % packed_align:
         raise ValueError(f"packed_align must divide align={align}, got {packed_align}")
-    routes = [choose_route(spec, num_shards=num_shards, direct_numel=direct_numel) for spec in specs]
+    routes = [choose_route(spec.shape, spec.dim, num_shards=num_shards, direct_numel=direct_numel) for spec in specs]
     shard_cursor = full_cursor = packed_start = packed_end = 0
     placed: dict[int, Slot] = {}
     for route, shard_align in ((Route.DIRECT, align), (Route.PACKED, packed_align), (Route.WHOLE, packed_align)):

@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
 
 from torch import Tensor, nn
 
 from composable.compilation import untraced
 from composable.device.collectives import PollableWork
 from composable.device.gradient_buckets import GradientBucket
-from composable.plan.bucketing import fill_buckets
+from composable.plan.bucketing import buckets_in_order
 
 IDLE, AWAITED, ARRIVED, SENT = range(4)  # what a gradient may be; idle: no backward is under way
 
 
-FIRST_BUCKET_BYTES: Final = 1 << 20  # communication starts early
-ALONE_BYTES: Final = 1 << 20  # a gradient from this size on waits for no other one
-
-
 def grouped_in_order(order: Sequence[int], parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[list[int]]:
     """Which of `parameters`, by number, share a bucket; `order` is that in which gradients become ready."""
-    sizes = [parameters[i].numel() * parameters[i].element_size() for i in order]
-    kinds = [
-        (parameters[i].dtype, parameters[i].device, index if size >= ALONE_BYTES else -1)
-        for index, (i, size) in enumerate(zip(order, sizes, strict=True))
-    ]
-    grouped = fill_buckets(sizes, kinds, cap=cap_bytes, first_cap=min(cap_bytes, FIRST_BUCKET_BYTES))
-    # A bucket is complete when its last gradient is, so that is where it stands in the order.
-    grouped.sort(key=lambda positions: positions[-1])
-    return [[order[position] for position in positions] for positions in grouped]
+    ordered = [parameters[i] for i in order]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in ordered]
+    kinds = [(parameter.dtype, parameter.device) for parameter in ordered]
+    return [[order[position] for position in positions] for positions in buckets_in_order(sizes, kinds, cap=cap_bytes)]
 
 
 class Tally:

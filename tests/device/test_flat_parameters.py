@@ -14,8 +14,9 @@ from composable.device.flat_parameters import FlatParameters, dtype_named, pair_
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import cut, make_unsharded
 from composable.device.sharded_gradients import GradientRows, GradientShards
-from composable.plan.layout import Layout, ParamSpec, Route, plan_layout, plan_reduction
+from composable.plan.layout import Layout, ParamSpec, plan_layout, plan_reduction
 from composable.plan.precision import Precision, resolve
+from composable.plan.routes import Route
 from tests.device.in_process import Seat, gather, reduce
 from tests.plan.layouts import Planned, planned
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from torch import nn
 
 from composable.device.parameter_swap import Owner, ParameterSlots, ParameterSwap, cut
-from composable.plan.layout import Route
+from composable.plan.routes import Route
 from tests.plan.layouts import Planned, planned
 
 

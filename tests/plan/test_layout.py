@@ -11,7 +11,8 @@ from expecttest import assert_expected_inline as assert_text
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from composable.plan.layout import Layout, ParamSpec, Route, Slot, plan_layout, plan_reduction
+from composable.plan.layout import Layout, ParamSpec, Slot, plan_layout, plan_reduction
+from composable.plan.routes import Route
 from tests.plan.layouts import Planned, planned
 
 _SETTINGS = settings(max_examples=60, deadline=None)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from composable.api.agreement import fingerprint
+from composable.api.sync_module_states import fingerprint
 
 
 def _changed() -> dict[str, tuple[Tensor, Tensor]]:

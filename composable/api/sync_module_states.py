@@ -9,23 +9,20 @@ differ do the ranks compare parameter by parameter, to name the first difference
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from composable.api.all_or_none import everybody_says, label_of, refuse_failure
 from composable.config import SYNC_MODES
 from composable.device.collectives import Communicator
-from composable.errors import RanksDisagreeError, first_line
+from composable.errors import RanksDisagreeError
 from composable.model.traversal import ManagedParameter
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
-
-
-_ROOM_FOR_ERRORS: Final = 400  # bytes
 
 
 def fingerprint(tensor: Tensor) -> int:
@@ -58,49 +55,6 @@ def _shape_digest(parameters: Sequence[ManagedParameter]) -> list[int]:
     ]
 
 
-@contextmanager
-def failures_told(verb: str, communicator: Communicator) -> Iterator[None]:
-    """Before `synchronise`: what fails on this rank alone fails on all, since it takes part there as one that cannot."""
-    try:
-        yield
-    except Exception as error:
-        if communicator.size > 1:
-            communicator.min_max([1, 0, 0, 0, 0, 0], label=_label(verb))
-            _who_failed(_in_a_line(error), [communicator], _label(verb))
-        raise
-
-
-@contextmanager
-def all_or_none(verb: str, *communicators: Communicator) -> Iterator[None]:
-    """After `synchronise`: what fails on one rank fails on all, so that the annotation is taken back everywhere.
-
-    Args:
-        communicators: over which the body opens tags; all ranks are in the first.
-    """
-    label = f"vote on {verb}() across ranks"
-    try:
-        yield
-    except Exception as error:
-        if communicators[0].size > 1:
-            communicators[0].min_max([1], label=label)
-            _who_failed(_in_a_line(error), communicators, label)
-        raise
-    if communicators[0].min_max([0], label=label)[1] != [0]:
-        _refuse(verb, _who_failed("", communicators, label))
-
-
-def _who_failed(failure: str, communicators: Sequence[Communicator], label: str) -> list[str]:
-    """What every rank failed with, or nothing. Those who did have opened fewer tag sequences than the others."""
-    texts = _everybody_says(failure, communicators[0], label, _ROOM_FOR_ERRORS)
-    for communicator in communicators:
-        communicator.open_tags_up_to(communicator.min_max([communicator.tags_opened], label=label)[1][0])
-    return texts
-
-
-def _in_a_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
-
-
 def synchronise(
     verb: str, parameters: Sequence[ManagedParameter], communicator: Communicator, mode: str, treatment: Sequence[str] = ()
 ) -> None:
@@ -120,11 +74,11 @@ def synchronise(
     shapes = [] if trusted else _shape_digest(parameters)
     values = [fingerprint(p.parameter) for p in parameters] if mode == "check" else []
     digests = [_digest(shapes), 0 if trusted else _digest(treatment), _digest(values)]
-    label = _label(verb)
+    label = label_of(verb)
     summary = [0, SYNC_MODES.index(mode), 0 if trusted else len(parameters), *digests]
     lowest, highest = communicator.min_max(summary, label=label)
     if highest[0]:
-        _refuse_failure(verb, communicator, label)
+        refuse_failure(verb, communicator, label)
     if lowest[1] != highest[1]:
         _refuse_modes(verb, mode, communicator, label)
     if lowest[:4] != highest[:4]:
@@ -142,25 +96,12 @@ def synchronise(
         _refuse_values(verb, parameters, values, communicator, label)
 
 
-def _label(verb: str) -> str:
-    return f"check of {verb}() across ranks"
-
-
 def _digest(values: Sequence[object]) -> int:
     return zlib.crc32(repr([*values]).encode())
 
 
-def _refuse_failure(verb: str, communicator: Communicator, label: str) -> None:
-    _refuse(verb, _who_failed("", [communicator], label))
-
-
-def _refuse(verb: str, texts: Sequence[str]) -> None:
-    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-    raise RanksDisagreeError(f"{verb}: rank {rank} failed, so no rank annotates the module: {text}")
-
-
 def _refuse_modes(verb: str, mode: str, communicator: Communicator, label: str) -> None:
-    says = [text.split() for text in _everybody_says(f"{verb} {mode}", communicator, label)]
+    says = [text.split() for text in everybody_says(f"{verb} {mode}", communicator, label)]
     verbs, texts = [said[0] for said in says], [said[1] for said in says]
     other = next(rank for rank, text in enumerate(texts) if text != texts[0])
     if verbs[other] != verbs[0]:
@@ -178,7 +119,7 @@ def _refuse_treatment(
 ) -> None:
     rows = communicator.all_gather_ints([zlib.crc32(text.encode()) for text in treatment], label=label)
     first, other = next((i, r) for i in range(len(treatment)) for r, row in enumerate(rows) if row[i] != rows[0][i])
-    texts = _everybody_says(treatment[first], communicator, label)
+    texts = everybody_says(treatment[first], communicator, label)
     raise RanksDisagreeError(
         f"{verb}: the arguments come to different things for parameter '{parameters[first].fqn}': {texts[0]} on rank 0; "
         f"{texts[other]} on rank {other}. Pass the same arguments on every rank."
@@ -193,18 +134,12 @@ def _refuse_shapes(
     rows = communicator.all_gather_ints(shapes + [0] * (longest - len(shapes)), label=label)
     other = next(r for r, row in enumerate(rows) if row != rows[0] or counts[r] != counts[0])
     first = next((i for i in range(longest) if rows[0][i] != rows[other][i]), min(counts))
-    texts = _everybody_says(_describe(parameters, first), communicator, label)
+    texts = everybody_says(_describe(parameters, first), communicator, label)
     seen = f"rank 0 has {texts[0]}; rank {other} has {texts[other]}"
     raise RanksDisagreeError(
         f"{verb}: rank {other} annotates {counts[other]} parameters, rank 0 {counts[0]}; they differ from parameter "
         f"{first} on: {seen}. Every rank must build the same module in the same order."
     )
-
-
-def _everybody_says(text: str, communicator: Communicator, label: str, room: int = 160) -> list[str]:
-    """Every rank's `text`, cut to `room` bytes, on every rank."""
-    rows = communicator.all_gather_ints(list(text.encode()[:room].ljust(room)), label=label)
-    return [bytes(row).decode(errors="replace").rstrip() for row in rows]
 
 
 def _describe(parameters: Sequence[ManagedParameter], index: int) -> str:

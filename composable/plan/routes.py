@@ -1,0 +1,37 @@
+"""How a parameter travels between shards and whole: by itself, with others, or not at all; knows shapes, not places.
+
+Note [Three ways a parameter travels]
+A `DIRECT` parameter is cut along dimension 0 and its rows go straight from the shard of one rank to their final place in
+the unsharded buffer of the others: nothing is copied in or out. A message costs about 0.1 ms whatever its size, so
+small parameters are `PACKED`: they share one message that lands in a staging area and is copied out; so are parameters cut
+along another dimension, whose pieces are not contiguous in the whole. A `WHOLE` parameter is not cut at all (it has no
+dimension to cut, or there is only one rank): its unsharded form *is* the memory that the sharded one lives in, unless modules
+compute in another dtype than the one it rests in.
+"""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+
+
+class Route(Enum):
+    """How a parameter travels between its shards and its unsharded form."""
+
+    DIRECT = "its rows travel straight to their final place"
+    PACKED = "it shares a message with others and is copied out of it"
+    WHOLE = "it is not cut: every rank holds all of it"
+
+
+def choose_route(shape: tuple[int, ...], dim: int | None, *, num_shards: int, direct_numel: int) -> Route:
+    """The route of one parameter.
+
+    Args:
+        shape: as it is in memory, from the outermost dimension to the innermost.
+        dim: the one of these that is cut; None if none is.
+        direct_numel: elements in a shard from which a message of its own pays.
+    """
+    if num_shards == 1 or dim is None or not shape:
+        return Route.WHOLE
+    chunk_numel = -(-shape[0] // num_shards) * math.prod(shape[1:]) if dim == 0 else 0
+    return Route.DIRECT if dim == 0 and chunk_numel >= max(direct_numel, 1) else Route.PACKED
