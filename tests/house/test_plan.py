@@ -20,59 +20,77 @@ LONGEST: Final = 400
 # Rooms that ought to be two by now; none may join them, and they leave when they are.
 TOO_LONG: Final[tuple[str, ...]] = ()
 
-# Who uses what, by name. A new user of a power belongs into a room that has it, or this table tells why not.
-POWERS: Final[dict[str, tuple[str, ...]]] = {
+# Names that stand for powers: what modules hold, when we are called back, memory, time, changes of state.
+POWERS: Final = (
     # What modules hold. Registries are written by storage (which form of a parameter is seen) and by undoing.
-    "_parameters": (
-        "device/parameter_swap.py",
-        "model/traversal.py",
-        "runtime/handle.py",
-        "runtime/replicated_unit.py",
-        "runtime/sharded_unit.py",
-    ),
-    "_buffers": ("api/devices.py", "device/buffer_swap.py", "runtime/buffer_broadcast.py"),
-    "_modules": ("model/record.py", "model/traversal.py"),
-    "__dict__": ("model/values.py", "optim/step_on_shards.py"),
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "__dict__",
     # When we are called back.
-    "register_forward_pre_hook": ("model/hooks.py",),
-    "register_forward_hook": ("model/hooks.py",),
-    "register_full_backward_hook": (),
-    "register_full_backward_pre_hook": (),
-    "register_multi_grad_hook": (),
-    "register_hook": ("model/hooks.py",),
-    "register_prehook": ("model/hooks.py",),
-    "register_post_accumulate_grad_hook": ("runtime/parameters.py", "runtime/reducer.py"),
-    "_forward_pre_hooks": ("model/hooks.py",),
-    "_forward_hooks": ("model/hooks.py",),
-    "queue_callback": ("device/private.py",),
-    "at_end_of_backward": ("device/private.py", "runtime/backward_end.py"),
+    "register_forward_pre_hook",
+    "register_forward_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_multi_grad_hook",
+    "register_hook",
+    "register_prehook",
+    "register_post_accumulate_grad_hook",
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "queue_callback",
+    "at_end_of_backward",
     # Memory.
-    "resize_": ("device/memory.py",),
-    "set_": ("device/memory.py",),
-    "untyped_storage": ("device/memory.py", "device/private.py", "device/sharded_gradients.py", "runtime/part.py"),
-    "UntypedStorage": ("device/memory.py", "device/private.py"),
-    "swap_memory": ("device/memory.py", "device/private.py"),
-    "_local_tensor": ("device/private.py",),
-    "set_local": ("device/parameter_swap.py", "device/private.py"),
-    "_version": (
-        "device/buffer_swap.py",
-        "optim/scalars.py",
-        "runtime/parameters.py",
-        "runtime/part.py",
-        "runtime/resting_form.py",
-    ),
+    "resize_",
+    "set_",
+    "untyped_storage",
+    "UntypedStorage",
+    "swap_memory",
+    "_local_tensor",
+    "set_local",
+    "_version",
     # Time.
-    "Stream": ("device/streams.py",),
-    "Event": ("device/streams.py",),
-    "current_stream": ("device/streams.py",),
-    "wait_event": ("device/streams.py",),
-    "wait_stream": ("device/streams.py",),
-    "record_stream": (),
-    "synchronize": (),
+    "Stream",
+    "Event",
+    "current_stream",
+    "wait_event",
+    "wait_stream",
+    "record_stream",
+    "synchronize",
     # Changes of state.
-    "advance": ("plan/phases.py", "runtime/handle.py"),
-    "advance_gradients": ("plan/phases.py", "runtime/gradients.py"),
+    "advance",
+    "advance_gradients",
+)
+
+# Which room uses which of them, a line per room, so that work on two rooms meets in no line. A new user of a power belongs into
+# a room that has it, or this table tells why not.
+USED_IN: Final = {
+    "api/devices.py": "_buffers",
+    "device/buffer_swap.py": "_buffers _version",
+    "device/memory.py": "resize_ set_ untyped_storage UntypedStorage swap_memory",
+    "device/parameter_swap.py": "_parameters set_local",
+    "device/private.py": "queue_callback at_end_of_backward untyped_storage UntypedStorage swap_memory _local_tensor set_local",
+    "device/sharded_gradients.py": "untyped_storage",
+    "device/streams.py": "Stream Event current_stream wait_event wait_stream",
+    "model/hooks.py": "register_forward_pre_hook register_forward_hook register_hook register_prehook _forward_pre_hooks _forward_hooks",
+    "model/record.py": "_modules",
+    "model/traversal.py": "_parameters _modules",
+    "model/values.py": "__dict__",
+    "optim/scalars.py": "_version",
+    "optim/step_on_shards.py": "__dict__",
+    "plan/phases.py": "advance advance_gradients",
+    "runtime/backward_end.py": "at_end_of_backward",
+    "runtime/buffer_broadcast.py": "_buffers",
+    "runtime/gradients.py": "advance_gradients",
+    "runtime/handle.py": "_parameters advance",
+    "runtime/parameters.py": "register_post_accumulate_grad_hook _version",
+    "runtime/part.py": "untyped_storage _version",
+    "runtime/reducer.py": "register_post_accumulate_grad_hook",
+    "runtime/replicated_unit.py": "_parameters",
+    "runtime/resting_form.py": "_version",
+    "runtime/sharded_unit.py": "_parameters",
 }
+ROOMS_OF: Final = {power: [room for room, powers in USED_IN.items() if power in powers.split()] for power in POWERS}
 
 COLLECTIVES: Final = (
     "all_gather",
@@ -135,8 +153,8 @@ def test_there_is_a_house() -> None:
     assert len(rooms()) > 40
 
 
-def owners(power: str) -> tuple[str, ...]:
-    return tuple(room for room in rooms() if power in names(tree(room)) and not room.startswith(DEMO))
+def owners(power: str) -> list[str]:
+    return [room for room in rooms() if power in names(tree(room)) and not room.startswith(DEMO)]
 
 
 def test_the_search_for_owners_finds_attributes_variables_imports_and_definitions() -> None:
@@ -147,13 +165,18 @@ def test_the_search_for_owners_finds_attributes_variables_imports_and_definition
 
 @pytest.mark.parametrize("power", [power for power in POWERS if power != "Event"])
 def test_each_power_is_used_in_its_own_rooms_only(power: str) -> None:
-    assert owners(power) == POWERS[power]
+    assert owners(power) == ROOMS_OF[power]
+
+
+def test_the_table_of_powers_names_nothing_else() -> None:
+    assert [power for powers in USED_IN.values() for power in powers.split() if power not in POWERS] == []
+    assert list(USED_IN) == sorted(USED_IN)
 
 
 def test_events_of_devices_are_made_in_one_room() -> None:
     """The word also names what happens to a handle; here, only torch's is meant."""
     made = [room for room in rooms() if re.search(r"\btorch\.(\w+\.)?Event\b", source(room))]
-    assert tuple(made) == POWERS["Event"]
+    assert made == ROOMS_OF["Event"]
 
 
 def _distributed(room: str) -> Iterator[str]:
