@@ -72,7 +72,8 @@ USED_IN: Final = {
     "device/private.py": "queue_callback at_end_of_backward untyped_storage UntypedStorage swap_memory _local_tensor set_local",
     "device/sharded_gradients.py": "untyped_storage",
     "device/streams.py": "Stream Event current_stream wait_event wait_stream",
-    "model/hooks.py": "register_forward_pre_hook register_forward_hook register_hook register_prehook _forward_pre_hooks _forward_hooks",
+    "model/hooks.py": "register_forward_pre_hook register_forward_hook register_hook register_prehook "
+    "_forward_pre_hooks _forward_hooks",
     "model/record.py": "_modules",
     "model/traversal.py": "_parameters _modules",
     "model/values.py": "__dict__",
