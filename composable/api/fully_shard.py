@@ -298,7 +298,7 @@ def _attach_unit(
         mesh_info=mesh_info,
         after_forward=after,
         mp_policy=precision,
-        modules=tuple(below for module in modules for _, below in walk(module, stop=(SHARD, REPLICATE))),
+        holders=_holders_of_buffers(modules) if precision.buffer_dtype is not None else (),
     )
     on_undo(unit.restore)
     unit.initialize(modules, recipe)
@@ -309,6 +309,11 @@ def _attach_unit(
         attach(module, SHARD, unit)
     for undo in refuse_wrapping(modules, "fully_shard", [owner for owners in recipe.owners for owner in owners]):
         on_undo(undo)
+
+
+def _holders_of_buffers(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """The modules of a unit: any of them may have buffers, or get some."""
+    return tuple(below for module in modules for _, below in walk(module, stop=(SHARD, REPLICATE)))
 
 
 def _leave_alone(modules: Sequence[nn.Module], left_out: Collection[int]) -> None:

@@ -39,16 +39,17 @@ class SwapWithBuffers(ParameterSwap):
                     module._buffers[name] = cast
 
     def hide(self) -> None:
-        shown, self._shown = self._shown, []
-        with torch.no_grad(), torch.inference_mode(False):
-            for module, name, buffer, cast in shown:
+        with torch.no_grad():
+            while self._shown:  # forgotten when it is done: an interrupt may come in between
+                module, name, buffer, cast = self._shown[-1]
                 held = module._buffers.get(name)
                 if held is cast:
-                    if cast._version:
-                        buffer.copy_(cast)
+                    # What forward did not change keeps all its bits. No version counter tells: batch norm's do not count.
+                    buffer.data.copy_(torch.where(buffer.to(cast.dtype) == cast, buffer, cast.to(buffer.dtype)))
                     module._buffers[name] = buffer
                 elif held is not None and held.dtype == self._dtype:  # forward put another tensor there
                     module._buffers[name] = held.to(buffer.dtype)
+                self._shown.pop()
         super().hide()
 
 

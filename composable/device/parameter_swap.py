@@ -245,6 +245,14 @@ def describe_mesh(mesh: DeviceMesh) -> str:
     return f"the {tuple(mesh.shape)} {mesh.device_type} mesh of ranks {few([str(r) for r in mesh.mesh.flatten().tolist()])}"
 
 
+def keep_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:
+    """The parameter's gradient has `dtype`: the one that is there, and those to come. torch may have a parameter's own only."""
+    if getattr(parameter, "grad_dtype", dtype) != dtype:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = dtype
+        parameter.grad = None if gradient is None else gradient.to(dtype)
+
+
 def adopt_local(tensor: Tensor, view: Tensor) -> None:
     """Move a DTensor's data into `view` and let it live there from now on."""
     assert isinstance(tensor, DTensor)

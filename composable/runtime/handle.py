@@ -36,7 +36,7 @@ class Recipe:
     mesh_info: MeshInfo
     after_forward: AfterForward
     mp_policy: MixedPrecisionPolicy
-    modules: tuple[nn.Module, ...]  # whose buffers the policy is about
+    holders: tuple[nn.Module, ...]  # modules whose buffers are cast
 
     def build(self, pool: MemoryPool) -> Handle:
         slots = []
@@ -94,7 +94,7 @@ class Handle:
             recipe.placements,
             mesh_info,
             recipe.mp_policy,
-            recipe.modules,
+            recipe.holders,
             pool,
             on_gradient=self.gradients.watch.arrived,
         )

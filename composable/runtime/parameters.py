@@ -23,6 +23,7 @@ from composable.device.parameter_swap import (
     copy_attributes,
     cut,
     describe_mesh,
+    keep_gradients_in,
     make_sharded,
     make_unsharded,
 )
@@ -66,7 +67,7 @@ class UnitParameters:
         placements: Sequence[int | None],
         mesh_info: MeshInfo,
         policy: MixedPrecisionPolicy,
-        modules: Sequence[nn.Module],
+        holders: Sequence[nn.Module],
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
     ) -> None:
@@ -76,7 +77,7 @@ class UnitParameters:
         self._mesh_info = mesh_info
         self._in_place = mesh_info.mesh is None
         self._policy = policy
-        self._holders = modules  # whose buffers follow the policy
+        self._holders = holders  # modules whose buffers follow the policy
         self._pool = pool
         self._on_gradient = on_gradient
         self.parts: tuple[Part, ...] = ()
@@ -187,8 +188,7 @@ class UnitParameters:
             whole = flat.layout.slots[position]
             slot.sharded = make_sharded(local, whole, mesh, mesh_dim, requires_grad=registered.requires_grad)
             slot.replace(slot.sharded)
-        if flat.gradient_dtype != flat.dtype:
-            slot.sharded.grad_dtype = flat.gradient_dtype
+        keep_gradients_in(flat.gradient_dtype, slot.sharded)
         differentiable = flat.compute_dtype.is_floating_point or flat.compute_dtype.is_complex
         slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=differentiable)
         if differentiable:
@@ -385,6 +385,8 @@ class UnitParameters:
         """
         self.swap.hide()
         if self._in_place:
+            for slot in self.slots:
+                keep_gradients_in(slot.sharded.dtype, slot.sharded)
             return
         for slot, original, stride, value, gradient in zip(self.slots, originals, strides, exact, gradients, strict=True):
             restore(slot, slot.unsharded.data if value is None else value, original, stride, gradient)

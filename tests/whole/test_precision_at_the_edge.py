@@ -180,6 +180,16 @@ def test_buffers_are_computed_with_in_their_dtype_and_rest_in_their_own() -> Non
     assert module.seen["table"] is torch.float64
 
 
+def test_statistics_that_no_version_counter_tells_of_are_kept() -> None:
+    module, plain = nn.BatchNorm1d(4), nn.BatchNorm1d(4).bfloat16()
+    fully_shard(module, mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype="bf16"))
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(module(x), plain(x.bfloat16()))
+    for name in ("running_mean", "running_var"):
+        assert torch.equal(module.get_buffer(name), plain.get_buffer(name).float())
+    assert module.num_batches_tracked.item() == 1
+
+
 def test_parts_of_a_unit_that_are_recomputed_by_themselves_find_the_buffers_cast() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
@@ -374,6 +384,19 @@ def _saved(model: nn.Module) -> io.BytesIO:
     torch.save(model, file)
     file.seek(0)
     return file
+
+
+def test_gradients_that_were_there_are_kept_in_the_dtype_that_is_asked_for_and_back_where_there_is_no_group() -> None:
+    module, ones = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
+    module(ones).sum().backward()
+    fully_shard(module, mp_policy=MixedPrecisionPolicy("bf16", keep_grads_in_reduce_dtype=True))
+    for dtype, value in ((BF16, 2.0), (torch.float32, 3.0)):
+        module(ones).sum().backward()
+        assert module.weight.grad is not None
+        assert module.weight.grad.dtype is dtype
+        assert module.weight.grad.tolist() == [[value, value]] * 2
+        if dtype is BF16:
+            remove(module, fully_shard)
 
 
 def test_users_may_do_to_their_own_parameters_what_they_like_where_there_is_no_group() -> None:
