@@ -1,0 +1,256 @@
+"""What users do with the parameters and gradients of hybrid models beside training them: save, load, clip, step, copy, undo."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from composable import clip_grad_norm_, describe, fully_shard, remove, replicate, step_on_shards
+from composable.errors import AnnotationError, RanksDisagreeError
+from tests.helpers.compare import full_parameters
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+NAMES = ("dp_shard", "dp_replicate")  # not in the order that a mesh without names has
+
+
+def _mesh(*shape: int, names: tuple[str, ...] | None = NAMES) -> DeviceMesh:
+    return init_device_mesh(current_device().type, shape, mesh_dim_names=names)
+
+
+class Small(nn.Module):
+    """Parameters of several sizes, one of them without dimensions, in an odd number of rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 7)
+        self.last = nn.Linear(7, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.last(self.first(x).tanh()) * self.scale
+        return result
+
+
+def _plain() -> Small:
+    torch.manual_seed(0)
+    return Small().to(current_device())
+
+
+def _hybrid(**kwargs: Any) -> Small:
+    model = _plain()
+    fully_shard(model, policy={nn.Linear}, **{"mesh": _mesh(2, 2), **kwargs})
+    return model
+
+
+def _batches(step: int) -> list[Tensor]:
+    """Each rank's."""
+    rows = torch.randn(dist.get_world_size(), 4, 6, generator=torch.Generator().manual_seed(step))
+    return list(rows.to(current_device()))
+
+
+def _train(plain: nn.Module, model: nn.Module, *optimizers: torch.optim.Optimizer, steps: int = 2) -> None:
+    """The plain model on everybody's batches, the other one on this rank's."""
+    for step in range(steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        batches = _batches(step)
+        plain(torch.cat(batches)).square().mean().backward()
+        model(batches[dist.get_rank()]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def _assert_same(model: nn.Module, plain: nn.Module) -> None:
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}")
+
+
+@spmd(ranks=4)
+def test_state_goes_out_and_in_as_shards_and_as_whole_tensors() -> None:
+    plain, model = _plain(), _hybrid()
+    pair = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
+    _train(plain, model, *pair)
+    _assert_same(model, plain)
+    whole, state = get_state_dict(model, pair[1], options=StateDictOptions(full_state_dict=True))
+    for name, value in whole.items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    for assign in (False, True):
+        fresh = _hybrid()
+        with torch.no_grad():
+            for parameter in fresh.parameters():
+                parameter.mul_(3)
+        fresh.load_state_dict(plain.state_dict(), assign=assign)
+        assert fresh.first.weight.placements == (Shard(0), Replicate())  # type: ignore[union-attr]
+        _assert_same(fresh, plain)
+        fresh.load_state_dict(model.state_dict(), assign=assign)
+        _assert_same(fresh, plain)
+    fresh = _hybrid()
+    optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.1)
+    options = StateDictOptions(full_state_dict=True)
+    set_state_dict(fresh, optimizer, model_state_dict=whole, optim_state_dict=state, options=options)
+    _train(plain, fresh, pair[0], optimizer)
+    _assert_same(fresh, plain)
+
+
+def _checkpoints(folder: str) -> None:
+    plain, model = _plain(), _hybrid()
+    _train(plain, model, *[torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)])
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    for kwargs in ({}, {"mesh": None}, {"mesh": _mesh(1, 4)}, {"mesh": _mesh(1, 4, names=None)}):
+        target = _hybrid(**kwargs)
+        with torch.no_grad():
+            for parameter in target.parameters():
+                parameter.zero_()
+        state = {"model": target.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        target.load_state_dict(state["model"])
+        _assert_same(target, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_checkpoint_loads_into_other_meshes(pool: Pool, tmp_path: Path, device: str) -> None:
+    need_devices(device, 4)
+    pool.run(4, _checkpoints, str(tmp_path), device=device)
+
+
+@spmd(ranks=4)
+def test_a_norm_counts_every_gradient_once() -> None:
+    """Also next to plain units and to plain parameters, with our function; with torch's where all are on one mesh."""
+    mixed = _plain()
+    fully_shard(mixed.first, mesh=_mesh(2, 2))
+    fully_shard(mixed, policy={nn.Linear}, ignored_params=["scale"])
+    for model in (_hybrid(), _hybrid(mesh=_mesh(1, 4)), _hybrid(mesh=_mesh(4, 1)), mixed):
+        plain = _plain()
+        _train(plain, model, steps=1)
+        if model is mixed:
+            assert mixed.scale.grad is not None
+            dist.all_reduce(mixed.scale.grad)
+            mixed.scale.grad /= dist.get_world_size()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        twin = copy.deepcopy([parameter.grad for parameter in model.parameters()])
+        torch.testing.assert_close(clip_grad_norm_(model, 0.1), expected)
+        if model is not mixed:
+            for parameter, gradient in zip(model.parameters(), twin, strict=True):
+                parameter.grad = gradient
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            torch.testing.assert_close(norm.full_tensor(), expected)  # type: ignore[attr-defined]
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            whole = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+            torch.testing.assert_close(whole, other.grad)
+
+
+@spmd(ranks=4)
+def test_copies_and_steps_on_shards_train_as_the_original_does() -> None:
+    plain, model = _plain(), _hybrid(reshard_after_forward=2)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model, twin)]
+    step_on_shards(optimizers[1])
+    _train(plain, model, *optimizers[:2])
+    for parameter in plain.parameters():
+        parameter.grad = None
+    again = _plain()
+    _train(again, twin, torch.optim.AdamW(again.parameters(), lr=0.1), optimizers[2])
+    _assert_same(model, plain)
+    _assert_same(twin, again)
+
+
+@spmd(ranks=4)
+def test_removing_gives_whole_parameters_and_gradients_back() -> None:
+    for mesh in (_mesh(2, 2), _mesh(1, 4), _mesh(4, 1)):
+        plain, model = _plain(), _hybrid(mesh=mesh)
+        _train(plain, model, steps=1)
+        remove(model, fully_shard)
+        for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+            assert type(one) is nn.Parameter
+            torch.testing.assert_close(one, other, msg=name)
+            torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+@spmd(ranks=4)
+def test_it_is_described_with_all_ranks_and_both_placements() -> None:
+    model = _hybrid()
+    root, *units = describe(model).to_dict()["units"]
+    assert [unit["ranks"] for unit in (root, *units)] == [4, 4, 4]
+    assert root["placements"] == ("R, R",)
+    assert units[0]["placements"] == ("S(0), R",)
+    assert units[0]["bytes_per_rank"] == (4 if dist.get_rank() < 2 else 3) * 7 * 4
+    with pytest.raises(AnnotationError, match="cannot be pickled"):
+        pickle.dumps(model)
+
+
+# --- agreement of all ranks -------------------------------------------------------------------------------------------
+
+
+def _another_value_on_the_last_rank() -> str:
+    model = _plain()
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            model.last.bias.add_(1)
+    with pytest.raises(RanksDisagreeError) as refused:
+        fully_shard(model, mesh=_mesh(2, 2))
+    fully_shard(model, mesh=_mesh(2, 2), sync_module_states="broadcast")
+    _assert_same(model, _plain())
+    return str(refused.value).partition(" (")[0]
+
+
+def test_parameters_are_compared_and_copied_over_all_ranks_and_not_within_a_replica(pool: Pool, device: str) -> None:
+    need_devices(device, 4)
+    found = pool.run(4, _another_value_on_the_last_rank, device=device)
+    assert found == ["fully_shard: parameter 'last.bias' differs across ranks"] * 4
+
+
+def _another_arrangement_on_the_last_rank() -> str:
+    meshes = [_mesh(2, 2), _mesh(2, 2, names=None)]
+    with pytest.raises(RanksDisagreeError) as refused:
+        fully_shard(_plain(), mesh=meshes[dist.get_rank() == 3])
+    return str(refused.value)
+
+
+def test_a_rank_that_arranges_the_mesh_otherwise_is_named(pool: Pool, device: str) -> None:
+    need_devices(device, 4)
+    assert (
+        pool.run(4, _another_arrangement_on_the_last_rank, device=device)
+        == [
+            "fully_shard: the arguments come to different things for parameter 'scale': unit '', "
+            "reshard_after_forward=True, over the replicas [[0, 2], [1, 3]], dimension None on rank 0; unit '', "
+            "reshard_after_forward=True, over the replicas [[0, 1], [2, 3]], dimension None on rank 3. Pass the same "
+            "arguments on every rank."
+        ]
+        * 4
+    )
+
+
+def _skip_a_step(first: str) -> tuple[bool, float]:
+    """Whether the optimizer stepped when only the last rank's shard of one plain unit is infinite, and the scale."""
+    model = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 7), nn.Linear(7, 8)).to(current_device())
+    if first == "replicated":
+        replicate(model[0])
+    fully_shard(model[1], mesh=_mesh(2, 2), sync_module_states="broadcast")
+    fully_shard(model, policy={nn.Linear}, sync_module_states="broadcast")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(current_device().type, init_scale=8.0)
+    scaler.scale(model(torch.arange(4, device=current_device())).sum()).backward()
+    if dist.get_rank() == 3:
+        model[2].weight.grad.to_local().fill_(torch.inf)  # type: ignore[union-attr]
+    before = {name: value.clone() for name, value in full_parameters(model).items()}
+    scaler.step(optimizer)
+    scaler.update()
+    after = full_parameters(model)
+    return all(torch.equal(before[name], after[name]) for name in before), scaler.get_scale()
+
+
+@pytest.mark.parametrize("first", ["hybrid", "replicated"])
+def test_all_ranks_skip_a_step_if_one_shard_of_a_plain_unit_is_not_finite(pool: Pool, first: str, device: str) -> None:
+    need_devices(device, 4)
+    assert pool.run(4, _skip_a_step, first, device=device) == [(True, 4.0)] * 4
