@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composable import checkpoint, fully_shard, replicate
+from composable import MixedPrecisionPolicy, checkpoint, fully_shard, replicate
 from composable.device.collectives import Communicator, communicators_wrapped_by
 from composable.errors import MeshError
 from tests.helpers.battery import BATTERY, Case
@@ -201,6 +201,34 @@ def _late_gradients(model: nn.Module, x: Tensor) -> None:
 def test_gradients_accumulate_over_backwards() -> None:
     for program in (_two_backwards, _late_gradients):
         assert_same_gradients(BATTERY["a unit used several times"], _by_policy(_mesh(2, 2)), program)
+
+
+# --- mixed precision --------------------------------------------------------------------------------------------------
+
+
+class Weights(nn.Module):
+    """Gradients are what it is called with: of a weight that travels by itself, and of one that shares a message."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large = nn.Parameter(torch.zeros(512, 512))
+        self.small = nn.Parameter(torch.zeros(7, 3))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.large * gradient).sum() + (self.small * gradient).sum()
+
+
+@spmd(ranks=4)
+def test_both_hops_sum_in_the_dtype_that_the_policy_says() -> None:
+    mine = 1 + dist.get_rank() * 2.0**-7  # of which bfloat16 knows each, but not their mean
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for shape in ((2, 2), (4, 1), (1, 4)):
+        model = fully_shard(Weights().to(current_device()), mesh=_mesh(*shape), mp_policy=policy)
+        model(torch.tensor(mine, dtype=torch.bfloat16, device=current_device())).backward()
+        for name, gradient in full_gradients(model).items():
+            assert gradient is not None
+            assert gradient.dtype is torch.float32
+            assert gradient.unique().tolist() == [1 + 1.5 * 2.0**-7], (shape, name)
 
 
 # --- what a mesh means ------------------------------------------------------------------------------------------------
