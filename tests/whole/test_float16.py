@@ -18,6 +18,9 @@ SMALLEST: Final = 2.0**-24  # that float16 knows
 LARGEST: Final = 2.0**14  # of which float16 can add up three, but not four
 
 
+_REPLICAS: Final = {"two replicas": 2, "as many replicas as ranks": 0}
+
+
 class Weights(nn.Module):
     """Gradients are what it is called with: of a weight that travels by itself, and of one that shares a message."""
 
@@ -35,9 +38,10 @@ def _gradients(verb: str, mine: float) -> dict[str, list[float]]:
     model = Weights()
     if verb == "replicate":
         replicate(model)
-    elif verb == "hybrid":
+    elif verb in _REPLICAS:
         ranks = dist.get_world_size()
-        mesh = init_device_mesh(current_device().type, (2, ranks // 2))
+        replicas = _REPLICAS[verb] or ranks
+        mesh = init_device_mesh(current_device().type, (replicas, ranks // replicas))
         fully_shard(model.to(current_device()), mesh=mesh)
     else:
         fully_shard(model)
@@ -49,7 +53,7 @@ def _of_rank(verb: str, values: list[float]) -> dict[str, list[float]]:
     return _gradients(verb, values[dist.get_rank()])
 
 
-@pytest.mark.parametrize("verb", ["fully_shard", "hybrid", "replicate"])
+@pytest.mark.parametrize("verb", ["fully_shard", *_REPLICAS, "replicate"])
 def test_the_smallest_gradients_survive_where_dividing_by_all_ranks_at_once_would_lose_them(
     pool: Pool, verb: str, device: str
 ) -> None:
@@ -59,14 +63,14 @@ def test_the_smallest_gradients_survive_where_dividing_by_all_ranks_at_once_woul
         assert gradients == {"large": [2 * SMALLEST], "small": [2 * SMALLEST]}
 
 
-@pytest.mark.parametrize("verb", ["fully_shard", "hybrid", "replicate"])
+@pytest.mark.parametrize("verb", ["fully_shard", *_REPLICAS, "replicate"])
 def test_large_gradients_do_not_overflow_in_the_sum(pool: Pool, verb: str, device: str) -> None:
     need_devices(device, 4)
     for gradients in pool.run(4, _of_rank, verb, [LARGEST] * 4, device=device):
         assert gradients == {"large": [LARGEST], "small": [LARGEST]}
 
 
-@pytest.mark.parametrize("verb", ["fully_shard", "hybrid", "replicate"])
+@pytest.mark.parametrize("verb", ["fully_shard", *_REPLICAS, "replicate"])
 def test_two_ranks_round_alike_at_the_end_of_what_float16_knows(pool: Pool, verb: str, device: str) -> None:
     need_devices(device, 2)
     # An odd number of the smallest, halved, is rounded; whoever does not round it where the other one does ends up apart.
