@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -174,6 +175,51 @@ class LastMoment(_Around):
             self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags).wait()
 
         return _Later(act)
+
+
+class Delayed(_Around):
+    """A communicator that now and then sleeps before it launches or waits, on every rank at other times."""
+
+    def __init__(self, inner: Communicator, draw: random.Random) -> None:
+        super().__init__(inner)
+        self._draw = draw
+
+    def _nap(self) -> None:
+        if self._draw.random() < 0.1:
+            time.sleep(0.004 * self._draw.random())
+
+    def _delayed(self, launch: Callable[[], Any]) -> Any:
+        self._nap()
+        return _Delayed(launch(), self._nap)
+
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+        return self._delayed(lambda: self._inner.all_gather(prepared, label=label, tags=tags))  # type: ignore[no-any-return]
+
+    def reduce_scatter(self, parts: Any, *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
+        return self._delayed(  # type: ignore[no-any-return]
+            lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
+        )
+
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> PollableWork:
+        return self._delayed(lambda: self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags))  # type: ignore[no-any-return]
+
+
+@dataclass
+class _Delayed:
+    inner: Any
+    nap: Callable[[], None]
+
+    def abort(self) -> None:
+        self.inner.abort()
+
+    def wait(self) -> None:
+        self.nap()
+        self.inner.wait()
+
+    def progress(self) -> bool:
+        return bool(self.inner.progress())
 
 
 def _spoil(tensor: Tensor) -> None:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import communicators_wrapped_by
 from composable.errors import ComposableError
+from tests.helpers.communicators import Delayed
 from tests.helpers.illegal_plans import (
     CALLS_MORE,
     DROPS,
@@ -44,7 +45,7 @@ from tests.helpers.illegal_plans import (
     IllegalPlan,
     illegal_plan_of,
 )
-from tests.helpers.programs import WIDTH, Delayed, Node, Piece, annotate, differences, plan_of
+from tests.helpers.programs import WIDTH, Node, Piece, annotate, differences, plan_of
 from tests.helpers.quiet import errors_only
 
 _RIGHT: Final = "right"

@@ -12,26 +12,21 @@ they never do: units that run on some ranks only, and checkpoints around units t
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import checkpoint, fully_shard, replicate
 from composable.device.collectives import (
     Communicator,
-    PollableWork,
-    ScaledInput,
-    Scratch,
-    TagSequence,
-    Work,
     communicators_wrapped_by,
 )
-from tests.helpers.communicators import Log, Recording, all_ordered
+from tests.helpers.communicators import Delayed, Log, Recording, all_ordered
 from tests.helpers.compare import averaged_gradients, full_gradients
 
 WIDTH: Final = 4
@@ -64,6 +59,7 @@ class Node:
     returns: str = ""  # besides its result: "two" tensors that it made, or what it was "given"
     plain: bool = False  # returns what it was given when it leaves out all layers
     reshard: bool | int = True
+    hybrid: bool = False  # sharded over the mesh of the plan, if that has one
     again: int = -1  # which of the modules inside is called a second time
 
     def everything(self) -> Iterator[Node]:
@@ -73,7 +69,7 @@ class Node:
 
     def __str__(self) -> str:
         marks = [*self.verbs, *(name for name in ("listed", "branches", "steady", "plain", "returns") if getattr(self, name))]
-        marks += [f"reshard={self.reshard}"] if "shard" in self.verbs else []
+        marks += [f"reshard={self.reshard}", *(["hybrid"] if self.hybrid else [])] if "shard" in self.verbs else []
         marks += [f"again={self.again}"] if self.again >= 0 else []
         inner = " ".join(map(str, self.inside))
         return f"({self.name} {self.layers} {' '.join(marks)}{' ' if inner else ''}{inner})"
@@ -88,9 +84,12 @@ class Plan:
     program: tuple[tuple[Any, ...], ...]
     leave_out: float  # how often a rank leaves out a layer
     delays: bool
+    replicas: int = 0  # of the mesh that hybrid units are sharded over
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.tree}; " + ", ".join(" ".join(map(str, step)) for step in self.program)
+        return f"seed {self.seed}: {self.replicas or 'no'} replicas, {self.tree}; " + ", ".join(
+            " ".join(map(str, step)) for step in self.program
+        )
 
 
 # --- from a seed to a plan --------------------------------------------------------------------------------------------
@@ -99,7 +98,19 @@ class Plan:
 def plan_of(seed: int, ranks: int) -> Plan:
     draw = random.Random(seed)
     tree = tree_of(draw, ranks)
-    return Plan(seed, tree, tuple(_program(draw)), draw.choice([0.0, 0.2, 0.5, 0.8]), draw.random() < 0.5)
+    program, leave_out, delays = tuple(_program(draw)), draw.choice([0.0, 0.2, 0.5, 0.8]), draw.random() < 0.5
+    return Plan(seed, tree, program, leave_out, delays, _make_hybrid(tree, draw, ranks))
+
+
+def _make_hybrid(tree: Node, draw: random.Random, ranks: int) -> int:
+    """Some units, all or none; the number of their replicas."""
+    replicas: int = draw.choice([0, 0, ranks, *([2, 2, 2] if ranks == 4 else [])])
+    often = draw.choice([1.0, 0.5])
+    for node in tree.everything():
+        node.hybrid = replicas > 0 and draw.random() < often
+        if node.hybrid and replicas == ranks and node.reshard == 2:
+            node.reshard = True
+    return replicas
 
 
 def tree_of(draw: random.Random, ranks: int, flavours: Sequence[str] = ("shard", "shard", "mixed", "replicate")) -> Node:
@@ -223,74 +234,30 @@ class Piece(nn.Module):
         return {"two": (x, x.cos()), "given": (x, given)}.get(self.node.returns, x)
 
 
-def annotate(piece: Piece) -> None:
-    """All modules inside, innermost first."""
+def annotate(piece: Piece, mesh: DeviceMesh | None = None) -> None:
+    """All modules inside, innermost first.
+
+    Args:
+        mesh: of hybrid units.
+    """
     pieces: list[Piece] = list(piece.inside)  # type: ignore[arg-type]
     for inner in pieces:
-        annotate(inner)
+        annotate(inner, mesh)
     for index, inner in enumerate(pieces):
         if not inner.node.listed:
-            _annotate_together([inner, *(after for after in pieces[index + 1 : index + 2] if after.node.listed)])
+            _annotate_together([inner, *(after for after in pieces[index + 1 : index + 2] if after.node.listed)], mesh)
 
 
-def _annotate_together(pieces: list[Piece]) -> None:
+def _annotate_together(pieces: list[Piece], mesh: DeviceMesh | None) -> None:
     node = pieces[0].node
     for verb in node.verbs:
         target: Any = pieces if len(pieces) > 1 else pieces[0]
         if verb == "shard":
-            fully_shard(target, reshard_after_forward=node.reshard)
+            fully_shard(target, reshard_after_forward=node.reshard, mesh=mesh if node.hybrid else None)
         elif verb == "replicate":
             replicate(target, bucket_cap_mb=0.0002)
         else:
             checkpoint(target)
-
-
-class Delayed:
-    """A communicator that now and then sleeps before it launches or waits, on every rank at other times."""
-
-    def __init__(self, inner: Communicator, draw: random.Random) -> None:
-        self._inner = inner
-        self._draw = draw
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def _nap(self) -> None:
-        if self._draw.random() < 0.1:
-            time.sleep(0.004 * self._draw.random())
-
-    def _delayed(self, launch: Callable[[], Any]) -> Any:
-        self._nap()
-        return _Delayed(launch(), self._nap)
-
-    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
-        return self._delayed(lambda: self._inner.all_gather(prepared, label=label, tags=tags))  # type: ignore[no-any-return]
-
-    def reduce_scatter(self, parts: Any, *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
-        return self._delayed(  # type: ignore[no-any-return]
-            lambda: self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
-        )
-
-    def all_reduce(
-        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
-        return self._delayed(lambda: self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags))  # type: ignore[no-any-return]
-
-
-@dataclass
-class _Delayed:
-    inner: Any
-    nap: Callable[[], None]
-
-    def abort(self) -> None:
-        self.inner.abort()
-
-    def wait(self) -> None:
-        self.nap()
-        self.inner.wait()
-
-    def progress(self) -> bool:
-        return bool(self.inner.progress())
 
 
 # --- running ----------------------------------------------------------------------------------------------------------
@@ -299,7 +266,7 @@ class _Delayed:
 class _Runner:
     """One model and what a program does with it."""
 
-    def __init__(self, plan: Plan, annotated: bool, log: Log, ordered: bool) -> None:
+    def __init__(self, plan: Plan, annotated: bool, log: Log, ordered: bool, mesh: DeviceMesh | None) -> None:
         torch.manual_seed(plan.seed)
         self.plan = plan
         self.model = Piece(plan.tree, plan.leave_out).to(torch.float64)
@@ -318,7 +285,7 @@ class _Runner:
             holder = nn.ModuleList([self.model])
             root = Piece(Node("", 0), 0.0)
             root.inside = holder
-            annotate(root)
+            annotate(root, mesh)
 
     def _forward(self, number: int) -> Tensor:
         generator = torch.Generator().manual_seed(1000 * self.plan.seed + 10 * number + dist.get_rank())
@@ -343,10 +310,10 @@ class _Runner:
                 del self.losses[number]
 
 
-def differences(plan: Plan, *, ordered: bool) -> tuple[list[str], list[str]]:
+def differences(plan: Plan, *, ordered: bool, mesh: DeviceMesh | None = None) -> tuple[list[str], list[str]]:
     """Run a plan: in what the gradients differ from those of one process, and the sharded collectives that were launched."""
     log = Log()
-    plain, ours = _Runner(plan, False, log, ordered), _Runner(plan, True, log, ordered)
+    plain, ours = _Runner(plan, False, log, ordered, mesh), _Runner(plan, True, log, ordered, mesh)
     found: list[str] = []
     log.events.clear()
     for number, step in enumerate(plan.program):
@@ -374,10 +341,14 @@ def _compare(plain: nn.Module, ours: nn.Module) -> Iterator[str]:
 def run_seeds(seeds: list[int], ordered: bool) -> list[tuple[int, list[str], list[str]]]:
     """What each seed brings on this rank. Runs on every rank."""
     results = []
+    ranks, meshes = dist.get_world_size(), dict[int, DeviceMesh]()
     for seed in seeds:
-        plan = plan_of(seed, dist.get_world_size())
+        plan = plan_of(seed, ranks)
+        replicas = plan.replicas
+        if replicas and replicas not in meshes:
+            meshes[replicas] = init_device_mesh("cpu", (replicas, ranks // replicas))
         try:
-            found, launched = differences(plan, ordered=ordered)
+            found, launched = differences(plan, ordered=ordered, mesh=meshes.get(replicas))
         except Exception as error:
             raise AssertionError(f"{plan}") from error
         results.append((seed, found, launched))
