@@ -261,6 +261,18 @@ gradient_hooks: Callable[[torch.Tensor], OrderedDict[int, Any] | None] = attrget
 hooks_after_accumulation: Callable[[torch.Tensor], OrderedDict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 
 
+def parameter_around(tensor: DTensor, *, requires_grad: bool) -> torch.nn.Parameter:
+    """A parameter that is spread over the very mesh of `tensor`.
+
+    A Parameter is a detached copy of what it is made of, and DTensor's caches may give what comes out of an operation an equal
+    mesh from before, whose groups have been destroyed or are other ones. Without these attributes it may have such a mesh.
+    """
+    parameter = torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    if getattr(tensor, "_spec", None) is not None:
+        parameter._spec = tensor._spec  # type: ignore[attr-defined]
+    return parameter
+
+
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     """A `DTensor` around `local`, spread and shaped as `like`, whose local tensor has the same shape and strides.
 

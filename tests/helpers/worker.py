@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config, parse_warning_filter
+from torch.distributed.tensor import debug
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class Worker:
         if dist.is_initialized():
             gc.collect()
             dist.destroy_process_group()
+            # They hold meshes whose groups are gone, for which equal ones over the groups to come would be taken.
+            getattr(debug, "_clear_sharding_prop_cache", lambda: None)()
         self.generation = task.generation
         if task.device == "cuda":
             torch.cuda.set_device(self.settings.index % torch.cuda.device_count())

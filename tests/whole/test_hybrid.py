@@ -239,6 +239,7 @@ def test_parameters_are_replicated_over_one_dimension_and_cut_over_the_other() -
     shard, same = Shard(0), Replicate()
     for mesh, expected in (
         (_mesh(2, 2), (same, shard)),
+        (_mesh(2, 2), (same, shard)),  # equal to the one before, and another one
         (_mesh(2, 2, names=("replicate", "shard")), (same, shard)),
         (_mesh(2, 2, names=("DP_Shard", "hsdp_replicate")), (shard, same)),
         (_mesh(4, 1), (same, shard)),
