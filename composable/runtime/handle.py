@@ -174,7 +174,9 @@ class Handle:
 
     def refresh(self) -> None:
         """Before a forward of the root: nothing is kept that nobody holds, or that may be out of date."""
-        self.parameters.release_gradients()
+        for part in self.parameters.parts:
+            for reduction in part.worth_releasing:
+                reduction.release()
         self._gathered_anew = 0
         if self.phase is not Phase.SHARDED:
             self.drop_if_stale()

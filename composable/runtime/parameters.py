@@ -347,12 +347,6 @@ class UnitParameters:
         pairs = zip(self.parts, before, self.versions(), strict=False)
         return [name for part, former, versions in pairs for name in part.written_since(former, versions)]
 
-    def release_gradients(self) -> None:
-        """Give back the memory of sharded gradients that nobody holds any more."""
-        for part in self.parts:
-            for reduction in part.worth_releasing:
-                reduction.release()
-
     def aliased_by(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, an unsharded parameter."""
         # What is computed is neither; asked first, since the second question takes Python.

@@ -25,7 +25,7 @@ class _ParameterWatch:
     """Tells quickly whether sharded parameters are registered where they were, hold what they held, and train as they did."""
 
     def __init__(self, units: Sequence[UnitParameters]) -> None:
-        self._swap = ParameterSwap([slot for unit in units for slot in unit.slots])
+        self._swaps = tuple(unit.swap for unit in units)
         self._sharded = [sharded for unit in units for sharded in unit.sharded]
         self._locals = [local for unit in units for local in unit.locals]
         self._numels = [numel for unit in units for numel in unit.numels]
@@ -33,7 +33,7 @@ class _ParameterWatch:
 
     def unchanged(self) -> bool:
         return (
-            self._swap.intact()
+            all(map(ParameterSwap.intact, self._swaps))
             and all(map(is_, map(local_of, self._sharded), self._locals))
             and list(map(Tensor.numel, self._locals)) == self._numels
             and self._trains() == self._trainable
