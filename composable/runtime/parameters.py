@@ -41,8 +41,8 @@ Versions = list[list[int]]  # of each part's shards
 _requires_grad: Final = attrgetter("requires_grad")
 _version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quicker than any other way to ask many
 _HOW_TO_CAST: Final = (
-    "Cast the module before fully_shard, so that the forward has nothing to do; or cast a copy of the weight for the "
-    "computation alone; or compute under torch.autocast"
+    "Cast the module before fully_shard, so that the forward has nothing to do, or let fully_shard cast what it computes with "
+    "(mp_policy=); or cast a copy of the weight for the computation alone; or compute under torch.autocast"
 )
 _CACHE_LINE: Final = 64  # bytes
 _VECTOR: Final = 16  # bytes that an accelerator reads at once, if they are aligned

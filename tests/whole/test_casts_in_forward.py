@@ -34,8 +34,8 @@ def _by_other_memory(layer: nn.Linear) -> nn.Linear:
 
 
 _CURE: Final = (
-    " Cast the module before fully_shard, so that the forward has nothing to do; or cast a copy of the weight for the "
-    "computation alone; or compute under torch.autocast"
+    " Cast the module before fully_shard, so that the forward has nothing to do, or let fully_shard cast what it computes with "
+    "(mp_policy=); or cast a copy of the weight for the computation alone; or compute under torch.autocast"
 )
 _MOVED: Final = (
     "the forward of unit '' gave its parameter 'layer.weight' other memory ({}, where the unit keeps torch.float32), as "
