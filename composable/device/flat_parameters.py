@@ -123,8 +123,8 @@ class FlatParameters:
     """
 
     __slots__ = (
-        "_casts", "_own", "_packed_copies", "_sent", "compute_dtype", "device", "dtype", "full", "full_views", "gather_plan",
-        "gradient_dtype", "layout", "pool", "precision", "rank", "reduce_dtype", "shard"
+        "_casts", "_own", "_packed_copies", "_sent", "_staging", "compute_dtype", "device", "dtype", "full", "full_views",
+        "gather_plan", "gradient_dtype", "layout", "pool", "precision", "rank", "reduce_dtype", "shard"
     )  # fmt: skip
 
     def __init__(
@@ -157,12 +157,15 @@ class FlatParameters:
         self._sent: ElasticBuffer | None = None
         if layout.gathered and self.compute_dtype != self.dtype:
             self._sent = ElasticBuffer(layout.cut_numel, self.compute_dtype, device, pool)
+        self._staging: ElasticBuffer | None = None
+        if layout.staging_apart and layout.packed_numel:
+            self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, self.compute_dtype, device, pool)
         self._packed_copies = self._plan_copies()
         self.gather_plan = communicator.prepare(self._gather_parts()) if layout.gathered else None
         # Views can only be made while the memory is there.
         self.full_views = [self._full_view(index) for index in range(len(layout.slots))]
         self._casts = self._plan_casts()
-        self.release_sent()
+        self.end_gather()
         self.full.free()
 
     def shard_view(self, index: int) -> Tensor:
@@ -193,10 +196,9 @@ class FlatParameters:
         shard = self.shard.data if self._sent is None else self._sent.tensor.data
         parts = []
         if layout.packed_numel:
-            total = layout.num_shards * layout.packed_numel
-            staging = full[layout.staging_start : layout.staging_start + total]
+            staging = self._staging_area
             mine = shard[layout.packed_start : layout.packed_start + layout.packed_numel]
-            parts.append(GatherPart(mine, staging, total))
+            parts.append(GatherPart(mine, staging, staging.numel()))
         for slot in layout.of(Route.DIRECT):
             parts.append(
                 GatherPart(
@@ -207,19 +209,27 @@ class FlatParameters:
             )
         return parts
 
+    @property
+    def _staging_area(self) -> Tensor:
+        """Where packed messages land, one row per rank."""
+        if self._staging is not None:
+            return self._staging.tensor.data
+        layout = self.layout
+        return self.full.tensor.data[layout.staging_start : layout.staging_start + layout.num_shards * layout.packed_numel]
+
     def _plan_copies(self) -> tuple[list[Tensor], list[Tensor]]:
         layout, full = self.layout, self.full.tensor.data
         targets: list[Tensor] = []
         sources: list[Tensor] = []
-        staging = full[layout.staging_start : layout.staging_start + layout.num_shards * layout.packed_numel]
+        staging = self._staging_area
         rows = staging.view(layout.num_shards, layout.packed_numel) if layout.packed_numel else staging
         packed = sorted((slot for slot in layout.of(Route.PACKED) if slot.numel), key=lambda slot: slot.shard_start)
         for chunk_numel, group in groupby(packed, key=lambda slot: slot.chunk_numel if slot.dim == 0 else 0):
             alike = list(group)
             if chunk_numel and len(alike) > 1:
                 targets.append(_stack(full, [slot.full_start for slot in alike], layout.num_shards, chunk_numel, chunk_numel))
-                starts = [layout.staging_start + slot.shard_start - layout.packed_start for slot in alike]
-                sources.append(_stack(full, starts, layout.num_shards, layout.packed_numel, chunk_numel))
+                starts = [slot.shard_start - layout.packed_start for slot in alike]
+                sources.append(_stack(staging, starts, layout.num_shards, layout.packed_numel, chunk_numel))
                 continue
             for slot in alike:
                 start = slot.shard_start - layout.packed_start
@@ -241,22 +251,26 @@ class FlatParameters:
         return targets, sources
 
     @property
-    def casts(self) -> bool:
-        """Whether there is anything to `cast_in`, and to release."""
-        return bool(self._casts[0])
+    def has_messages(self) -> bool:
+        """Whether `begin_gather` and `end_gather` have anything to do."""
+        return bool(self._casts[0]) or self._staging is not None
 
-    def cast_in(self) -> None:
-        """Before a gather: cast the shards to what is sent of them."""
+    def begin_gather(self) -> None:
+        """Make what a gather needs besides the buffers: memory for packed messages, and casts of the shards."""
+        if self._staging is not None:
+            self._staging.allocate()
         targets, sources = self._casts
         if targets:
             if self._sent is not None:
                 self._sent.allocate()
             torch._foreach_copy_(targets, sources)
 
-    def release_sent(self) -> None:
-        """What was sent has arrived, or will not be."""
+    def end_gather(self) -> None:
+        """What was sent has arrived and was copied out, or will not be."""
         if self._sent is not None:
             self._sent.free()
+        if self._staging is not None:
+            self._staging.free()
 
     def copy_out(self) -> None:
         """Copy the packed parameters from where their message landed to where modules read them."""
@@ -267,7 +281,8 @@ class FlatParameters:
 
 def _stack(buffer: Tensor, starts: Sequence[int], rows: int, row_stride: int, row_numel: int) -> Tensor:
     """Equal stretches of rows, which start at equal distances in `buffer`, as one (stretches, rows, row_numel) view."""
-    return buffer.as_strided((len(starts), rows, row_numel), (starts[1] - starts[0], row_stride, 1), starts[0])
+    start = buffer.storage_offset() + starts[0]
+    return buffer.as_strided((len(starts), rows, row_numel), (starts[1] - starts[0], row_stride, 1), start)
 
 
 def widened(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,8 @@ class Layout:
 
     The shard buffer holds the direct slots, then the packed ones side by side, so that one message can carry them, then the
     whole ones. Packed slots of one size are neighbours, so that one copy can serve them all. The unsharded buffer holds the
-    direct and the packed slots in the same order, then the staging area where packed messages land.
+    direct and the packed slots in the same order, then the staging area where packed messages land, unless that is a buffer
+    apart, which is needed for as long as a gather takes.
     """
 
     slots: tuple[Slot, ...]
@@ -121,6 +122,7 @@ class Layout:
     packed_start: int
     packed_numel: int
     staging_start: int
+    staging_apart: bool = False
 
     def of(self, route: Route) -> tuple[Slot, ...]:
         return tuple(slot for slot in self.slots if slot.route is route)
@@ -153,6 +155,7 @@ def plan_layout(
     align: int = 16,
     packed_align: int | None = None,
     copied: bool = False,
+    staging_apart: bool = False,
 ) -> Layout:
     """Lay `specs` out over `num_shards` ranks.
 
@@ -164,6 +167,7 @@ def plan_layout(
         packed_align: the same for the other slots of the shard buffer, a divisor of `align`; by default `align`. The less,
             the more often they lie without gaps, as in a message.
         copied: modules compute in another dtype, so that whole ones have an unsharded form of their own.
+        staging_apart: packed messages land in a buffer of their own.
 
     Example:
         >>> plan_layout([ParamSpec("weight", (5, 4))], num_shards=2, align=4).slots[0].local_shape(1)
@@ -203,10 +207,11 @@ def plan_layout(
         num_shards=num_shards,
         shard_numel=shard_cursor,
         # A multiple of `num_shards` too, so that neighbours can keep equal cuts of the whole buffer after forward.
-        full_numel=_round_up(full_cursor + (num_shards * packed_numel), num_shards * align),
+        full_numel=_round_up(full_cursor + (0 if staging_apart else num_shards * packed_numel), num_shards * align),
         packed_start=packed_start,
         packed_numel=packed_numel,
-        staging_start=full_cursor,
+        staging_start=0 if staging_apart else full_cursor,
+        staging_apart=staging_apart,
     )
 
 

@@ -21,26 +21,30 @@ class ReductionsInFlight:
         self._first_hop: list[UnitGradients] = []
         self._second_hop: list[UnitGradients] = []
 
-    def launch(self, gradients: UnitGradients) -> None:
-        """Reduce what has arrived in a unit, or hold it; what it has in flight is finished before."""
+    def launch(self, gradients: UnitGradients, *, saves_memory: bool) -> None:
+        """Reduce what has arrived in a unit, or hold it; what it has in flight is finished before.
+
+        Args:
+            saves_memory: the gradients of the unit before are given back before this one's are copied for their message.
+        """
+        if saves_memory:
+            self.make_room(0, second=1)
         for hop in (self._first_hop, self._second_hop):
             if gradients in hop:
                 hop.remove(gradients)
         gradients.settle()
         self._first_hop.append(gradients)
 
-    def make_room(self, left: int) -> None:
-        """Go on with the oldest until `left` are in their first hop; with none left there, nothing is in flight afterwards."""
-        first, second = self._first_hop, self._second_hop
-        while len(first) > left:
-            oldest = first.pop(0)
+    def make_room(self, first: int, *, second: int = 1) -> None:
+        """Go on with the oldest until at most `first` are in their first hop, and `second` in their second one."""
+        while len(self._first_hop) > first:
+            oldest = self._first_hop.pop(0)
             if not oldest.all_reduce():
                 oldest.finish()
                 continue
-            second.append(oldest)
+            self._second_hop.append(oldest)
             self._finish_second(1)
-        if not left:
-            self._finish_second(0)
+        self._finish_second(second)
 
     def _finish_second(self, left: int) -> None:
         while len(self._second_hop) > left:

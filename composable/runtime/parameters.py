@@ -175,6 +175,7 @@ class UnitParameters:
             align=max(1, _CACHE_LINE // smallest),
             packed_align=1 if device.type == "cpu" else max(1, _VECTOR // smallest),
             copied=precision.compute != precision.original,
+            staging_apart=communicator.capabilities.saves_memory,
         )
 
     def _settle_in(self, flat: FlatParameters, position: int, slot: ParameterSlots) -> None:

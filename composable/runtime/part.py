@@ -41,7 +41,8 @@ class Part:
     """The parameters of one precision: their buffers, their reduction, and the coarse shard kept after forward."""
 
     __slots__ = (
-        "_addresses", "_aliased", "_alone", "_casts", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered",
+        "_addresses", "_aliased", "_alone", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered",
+        "_has_messages",
         "_held", "_is_watched", "_moving", "_outdated", "_places", "_post_forward", "_post_forward_plan",
         "_post_forward_shard", "_reduction", "_reductions", "_replicas", "_start", "_unsharded", "_versions", "_wanted",
         "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "trainable", "trains", "worth_releasing"
@@ -79,7 +80,7 @@ class Part:
         self._addresses = self._places  # with the buffer at `_start`
         self._gathered = flat.layout.gathered
         self._aliased = flat.layout.aliased
-        self._casts = flat.casts
+        self._has_messages = flat.has_messages
         self.trainable: tuple[bool, ...] = ()  # for each parameter, as `follow` was told
         self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
         self.trains = False  # whether any of them gets a gradient
@@ -118,8 +119,8 @@ class Part:
             return None
         self._for_user = for_user
         self._full.allocate()
-        if self._casts:
-            self.flat.cast_in()
+        if self._has_messages:
+            self.flat.begin_gather()
         if not self._gathered:
             return None
         return self._communicator.all_gather(self.flat.gather_plan, label=label, tags=tags)
@@ -134,9 +135,9 @@ class Part:
     def wait_for_unshard(self, *, post_forward: bool) -> None:
         """What was gathered has arrived: put it where modules read it."""
         if not post_forward:
-            if self._casts:
-                self.flat.release_sent()
             self.flat.copy_out()
+            if self._has_messages:
+                self.flat.end_gather()
         elif self._post_forward_shard is not None:
             self._post_forward_shard.free()
 
@@ -148,10 +149,11 @@ class Part:
             flat.layout, precision=precision, device=flat.device, communicator=communicator, pool=flat.pool, shard=flat.shard
         )
         exact.full.allocate()
-        exact.cast_in()
+        exact.begin_gather()
         if exact.gather_plan is not None:
             communicator.all_gather(exact.gather_plan, label=label, tags=tags).wait()
         exact.copy_out()
+        exact.end_gather()
         return exact.full_views
 
     def _find_writes(self) -> Sequence[str]:
@@ -203,8 +205,8 @@ class Part:
         """Only the shards remain. Names the parameters whose unsharded ones were written to in place: that is lost."""
         written = () if sum(map(_version, self._watched_ones)) == self._writes else self._find_writes()
         self._full.free()
-        if self._casts:
-            self.flat.release_sent()
+        if self._has_messages:
+            self.flat.end_gather()
         if self._post_forward_shard is not None:
             self._post_forward_shard.free()
         return written

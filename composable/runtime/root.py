@@ -41,7 +41,8 @@ class Root:
     """What lives as long as the root: its handles in traversal order, and the recorded order of their forwards."""
 
     __slots__ = (
-        "__weakref__", "_communicators", "_doubtful", "_enclosing", "_index", "_preparation", "_verified",
+        "__weakref__", "_communicators", "_doubtful", "_enclosing", "_index", "_preparation", "_saves_memory",
+        "_verified",
         "_watch", "call", "failure", "handled", "handles", "iteration", "membership", "module", "order", "reason",
         "replicated", "running", "steps", "units"
     )  # fmt: skip
@@ -69,6 +70,7 @@ class Root:
         self.reason = ""
         self._watch = HookWatch(module for unit in units for module in unit.modules)
         self._preparation = Preparation(handles)
+        self._saves_memory = any(handle.mesh_info.shard.capabilities.saves_memory for handle in handles)
         self._verified = all(handle.mesh_info.all.size == 1 for handle in handles)
         for index, handle in enumerate(handles):
             handle.on_foreigners = membership.check_ties
@@ -309,7 +311,7 @@ class Root:
         if iteration.builds_graph:
             handle.gradients.refuse_graph()
         elif handle.trainable or handle.gradients.due:
-            iteration.reducing.launch(handle.gradients)
+            iteration.reducing.launch(handle.gradients, saves_memory=self._saves_memory)
 
     turn = -1  # of the end of a backward; roots follow each other as their outputs do
 
@@ -327,7 +329,7 @@ class Root:
         iteration = self.iteration
         if iteration is None or iteration.backward is None:
             return
-        iteration.reducing.make_room(0)
+        iteration.reducing.make_room(0, second=0)
         for index in iteration.active:
             self.handles[index].hide()
         if iteration.builds_graph or self.running:

@@ -69,11 +69,11 @@ def _unshard(flats: Sequence[FlatParameters]) -> None:
     for flat in flats:
         flat.full.allocate()
         flat.full.tensor.data.fill_(NAN)
-        flat.cast_in()
+        flat.begin_gather()
     gather([flat.gather_plan for flat in flats])
     for flat in flats:
-        flat.release_sent()
         flat.copy_out()
+        flat.end_gather()
 
 
 @_SETTINGS

@@ -39,7 +39,7 @@ class Unit:
         if dist.is_initialized():
             mesh = init_device_mesh("cpu", (2,))
             self.parameters = [
-                make_sharded(self.flat.shard_view(i), slot, mesh, requires_grad=True) for i, slot in enumerate(layout.slots)
+                make_sharded(self.flat.shard_view(i), slot, mesh, 0, requires_grad=True) for i, slot in enumerate(layout.slots)
             ]
         else:
             self.parameters = [nn.Parameter(self.flat.shard_view(i)) for i in range(len(specs))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
 
@@ -25,6 +25,9 @@ from composable.device.collectives import (
 from composable.device.memory import MemoryPool
 from composable.device.streams import AcceleratorStreams, HostStreams, streams_of
 from tests.device.races import COMPUTE, ClockedStreams, watched
+from tests.helpers.battery import BATTERY
+from tests.helpers.compare import assert_same_training
+from tests.helpers.schemes import SCHEMES as BATTERY_SCHEMES
 from tests.helpers.world import Pool, spmd
 
 CPU = torch.device("cpu")
@@ -148,21 +151,26 @@ class _Forgetful(AcceleratorCommunicator):
         return work
 
 
-def _train(scheme: str, forgetful: bool, **options: bool) -> tuple[list[str], dict[str, int]]:
-    """The races of two training steps, and how many operations ran on each stream."""
-    streams = ClockedStreams(**options)
+def _accelerated(streams: ClockedStreams, kind: type[AcceleratorCommunicator]) -> Callable[[Communicator], Communicator]:
+    """An accelerator's communicator, over CPU tensors, in place of another one."""
 
     def accelerated(communicator: Communicator) -> Communicator:
         group = getattr(communicator, "group", None)
         if group is None:
             return communicator
-        twin = (_Forgetful if forgetful else AcceleratorCommunicator)(group, CPU, streams)
+        twin = kind(group, CPU, streams)
         twin.capabilities = replace(twin.capabilities, direct_bytes=256)  # so that some parameters travel by themselves
         return twin
 
+    return accelerated
+
+
+def _train(scheme: str, forgetful: bool, **options: bool) -> tuple[list[str], dict[str, int]]:
+    """The races of two training steps, and how many operations ran on each stream."""
+    streams = ClockedStreams(**options)
     model = _model()
     with watched(streams) as watch:
-        with communicators_wrapped_by(accelerated):
+        with communicators_wrapped_by(_accelerated(streams, _Forgetful if forgetful else AcceleratorCommunicator)):
             SCHEMES[scheme](model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(dist.get_rank())
@@ -184,6 +192,19 @@ def test_training_on_streams_has_no_race(pool: Pool, scheme: str) -> None:
         assert operations[COMPUTE] > 0
         for stream in _STREAMS_OF[scheme.split()[0]]:
             assert operations[stream] > 0, "the collectives run on a stream of their own"
+
+
+def _train_the_battery(names: Sequence[str], scheme: str) -> None:
+    how = BATTERY_SCHEMES[scheme]
+    for name in names:
+        with communicators_wrapped_by(_accelerated(ClockedStreams(), AcceleratorCommunicator)):
+            assert_same_training(BATTERY[name], how.annotate, replicated=how.replicated, statistics=not how.recomputes)
+
+
+@pytest.mark.parametrize(("ranks", "scheme"), [(2, "fully_shard by policy"), (4, "fully_shard over two neighbours")])
+def test_an_accelerators_ways_compute_what_one_process_does(pool: Pool, ranks: int, scheme: str) -> None:
+    """Messages land in memory of their own, and one reduction is over before the next one is launched."""
+    pool.run(ranks, _train_the_battery, ["transformer with tied embedding", "recurrent", "parameter containers"], scheme)
 
 
 @pytest.mark.parametrize("scheme", ["fully_shard", "replicate in small buckets"])

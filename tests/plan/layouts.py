@@ -53,6 +53,12 @@ def planned(draw: Callable[..., Any], *, copied: bool = False) -> Planned:
     packed_align = draw(st.sampled_from([divisor for divisor in (1, 2, 3, 4, 16) if align % divisor == 0]))
     direct = draw(st.sampled_from([0, 1, 8, 40, 10**9]))
     layout = plan_layout(
-        specs, num_shards=num_shards, direct_numel=direct, align=align, packed_align=packed_align, copied=copied
+        specs,
+        num_shards=num_shards,
+        direct_numel=direct,
+        align=align,
+        packed_align=packed_align,
+        copied=copied,
+        staging_apart=draw(st.booleans()),
     )
     return Planned(specs, num_shards, align, layout, packed_align)

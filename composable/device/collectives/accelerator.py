@@ -52,7 +52,7 @@ class _OnStream:
 class AcceleratorCommunicator(GroupCommunicator):
     """An accelerator's tensor collectives, many in one launch, each kind on a stream of its own."""
 
-    capabilities = Capabilities(DIRECT_BYTES, even_only=True, ordered=True)
+    capabilities = Capabilities(DIRECT_BYTES, even_only=True, ordered=True, saves_memory=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         super().__init__(group, device)

@@ -211,6 +211,8 @@ class Capabilities:
     reads_terms: `all_reduce` reads a term where it lies; the others copy it first, which can be done earlier.
     ordered: sums, broadcasts and checks are told apart by nothing but their order, which all ranks must keep.
     tells_of_leaving: who waits for a rank that has left the step is told (`leave`); otherwise the group's timeout ends it.
+    saves_memory: memory that comes and goes costs nothing, and to wait does not hold up the host: messages have none between
+        gathers, and one reduction is over before the next one is launched.
     """
 
     direct_bytes: int = 0
@@ -218,6 +220,7 @@ class Capabilities:
     reads_scaled_inputs: bool = False
     ordered: bool = False
     tells_of_leaving: bool = False
+    saves_memory: bool = False
 
 
 class Communicator(Protocol):
