@@ -96,7 +96,9 @@ class ShardedUnit:
             self._loading = [owner.register_load_state_dict_pre_hook(hook) for owner in owners.values()]
         if handle.parameters.parts:
             self.in_place = [WeightsInPlace(module) for module in owners.values() if isinstance(module, nn.RNNBase)]
-            self._loading += [owner.register_state_dict_pre_hook(self._before_state_dict) for owner in owners.values()]
+        swapped = [*(owners.values() if handle.parameters.parts else ()), *recipe.holders]
+        for each in dict.fromkeys(swapped):
+            self._loading.append(each.register_state_dict_pre_hook(self._before_state_dict))
         handle.guarded_by(self.guards)
 
     @property

@@ -143,14 +143,14 @@ class Buffered(nn.Module):
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("nothing", None)
 
-    def forward(self, x: Tensor, fail: bool = False) -> Tensor:
+    def forward(self, x: Tensor, fail: type[BaseException] | None = None) -> Tensor:
         self.seen = {name: buffer.dtype for name, buffer in self.named_buffers()}
         self.is_one = self.inner.table is self.table
         self.sums += 1
         self.last = self.sums * 2
         self.steps += 1
-        if fail:
-            raise ValueError("as planned")
+        if fail is not None:
+            raise fail("as planned")
         return self.inner(x) * self.table
 
 
@@ -168,9 +168,12 @@ def test_buffers_are_computed_with_in_their_dtype_and_rest_in_their_own() -> Non
         assert module.sums is sums
         assert (module.sums[0], module.last[0], module.steps) == (step, 2 * step, step)
         assert {buffer.dtype for buffer in module.state_dict().values()} == {torch.float32, torch.int64}
-    with pytest.raises(ValueError, match="as planned"):
-        module(torch.ones(2, 4), fail=True)
-    assert module.table is table
+    for fail in (ValueError, KeyboardInterrupt):
+        with pytest.raises(fail, match="as planned"):
+            module(torch.ones(2, 4), fail=fail)
+        assert {buffer.dtype for buffer in module.state_dict().values()} == {torch.float32, torch.int64}
+        assert module.table is table
+        module.zero_grad()
     module.to(torch.float64)
     module(torch.ones(2, 4)).float().sum().backward()
     assert module.seen["table"] is BF16
