@@ -30,8 +30,11 @@ from composable.api.meshes import communication_device
 from composable.compilation import untraced
 from composable.device.collectives import reduce_numbers
 from composable.device.held_gradients import is_held
+from composable.device.parameter_swap import label_of
 from composable.device.private import local_of
 from composable.errors import ClippingError, NonFiniteError
+from composable.runtime.accumulation import any_window_open
+from composable.runtime.ownership import local_gradients
 
 _EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
 _DOUBLE: Final = (torch.float64, torch.complex128)
@@ -164,12 +167,6 @@ def _spread_otherwise(parameter: Tensor, gradient: Tensor) -> ClippingError:
     def spread(tensor: Tensor) -> str:
         return f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
 
-    if is_held(gradient) and not is_held(parameter):
-        return ClippingError(
-            f"clip_grad_norm_: the gradient of a parameter of shape {tuple(parameter.shape)} is this rank's alone: it was made "
-            "under no_sync, and no backward since has averaged it over the ranks. Run the last backward before clipping "
-            "outside of no_sync, or call reduce_gradients(model), on all ranks"
-        )
     cure = "p.grad = p.grad.redistribute(p.device_mesh, p.placements)"
     if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
         cure = "make both DTensors, or neither"
@@ -177,6 +174,21 @@ def _spread_otherwise(parameter: Tensor, gradient: Tensor) -> ClippingError:
         f"clip_grad_norm_: a parameter of shape {tuple(parameter.shape)} is {spread(parameter)}, but its gradient is "
         f"{spread(gradient)}; what it adds to the norm cannot be told without communication. First, {cure}."
     )
+
+
+def _refuse_local(parameters: Sequence[Tensor]) -> None:
+    """Raise if a gradient is this rank's alone: ranks would scale by different numbers, or add up too much."""
+    wanted = dict(zip(map(id, parameters), parameters, strict=True))
+    local = [label_of(p) for p in parameters if isinstance(p, nn.Parameter) and is_held(p.grad)]
+    found = [(unit, name) for unit, name, _ in filter(None, local)]
+    found += [(unit, name) for parameter, unit, name in local_gradients() if id(parameter) in wanted]
+    if found:
+        unit, name = found[0]
+        raise ClippingError(
+            f"clip_grad_norm_: the gradient of parameter '{name}' of unit '{unit}' is this rank's alone: it was made under "
+            "no_sync, and no backward since has averaged it over the ranks. Run the last backward before clipping outside of "
+            "no_sync, or call reduce_gradients(model), on all ranks"
+        )
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------
@@ -287,6 +299,8 @@ def clip_grad_norm_(
     parameters = _parameters_of(model_or_parameters)
     if not parameters:
         return torch.zeros(())
+    if any_window_open():
+        _refuse_local(parameters)
     gradients = _Gradients(parameters)
     total = gradients.total_norm(order)
     if error_if_nonfinite and not total.isfinite():

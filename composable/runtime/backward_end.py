@@ -64,7 +64,8 @@ class BackwardEnd:
         if steps in self.counted:
             return False
         inside = any(steps in end.counted for end in _RUNNING.values())
-        self.counted[steps] = steps.number + (not inside)  # before that changes: an interrupt may come in between
+        number = steps.number if inside else steps.next_number
+        self.counted[steps] = number  # before that changes: an interrupt may come in between
         if not inside:
             steps.open()
         return not inside

@@ -63,7 +63,8 @@ def reduce_held(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedU
     counted = [handle.steps for handle in handles] + [unit.communicator.sums.steps for unit in replicas]
     for steps in dict.fromkeys(counted):
         if not steps.by_backward:
-            steps.open()  # ranks may have left the last one at different places
+            steps.end_window()  # as it may have ended on a rank that lost what it held
+            steps.open()
     holders = [_Holder(h.name, h.gradients.accumulation, h.mesh_info.all, h.gradients.drop) for h in handles]
     holders += [_Holder(u.name, u.reducer.local.accumulation, u.communicator, u.drop_held) for u in replicas]
     _compare(holders)

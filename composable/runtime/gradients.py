@@ -178,6 +178,7 @@ class UnitGradients:
         if passes:
             label = f"{label}, after {passes} {'backward' if passes == 1 else 'backwards'} under no_sync,"
             self.accumulation.end_window()
+            tags.steps.end_window()
         self._held = False
         for part in self.parts:
             part.reduce(tags, label)
@@ -216,6 +217,8 @@ class UnitGradients:
         """After an error: nothing in flight, no unreduced gradient."""
         self.phase = GradPhase.EMPTY
         self.waiting = {}
+        if self.tags is not None and (self._held or self.accumulation.passes or self.accumulation.keeps):
+            self.tags.steps.end_window()  # other ranks may leave it in another of its steps
         self._held = False
         self._end_round()
         self.accumulation.end_window()

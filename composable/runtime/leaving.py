@@ -29,7 +29,7 @@ class _Gathering:
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
         # All numbers first, so that who is interrupted opens as many steps as the others.
-        self._steps = {steps: steps.number + 1 for steps in {handle.steps: None for handle in handles}}
+        self._steps = {steps: steps.next_number for steps in {handle.steps: None for handle in handles}}
         self._unsharded: list[Handle] = []  # for the removal: they were not before
 
     def run(self) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import nn
 
+from composable.device.collectives import Communicator
 from composable.runtime.accumulation import Accumulation
 
 logger = logging.getLogger("composable")
@@ -36,12 +37,14 @@ class LocalGradients:
         parameters: Sequence[nn.Parameter],
         names: Sequence[str],
         unit: str,
+        communicator: Communicator,
         forms: Forms | None = None,
         last: LocalGradients | None = None,
     ) -> None:
         self._members = parameters
         self._names = names
         self._unit = unit
+        self._communicator = communicator
         self._forms = forms
         self._trained: dict[int, None] = {}  # ids of those that backwards since may have brought gradients to, on any rank
         self._held: dict[int, None] = {}  # ids of those that they have brought some to
@@ -80,7 +83,9 @@ class LocalGradients:
         return [(p, name) for i, (p, name) in enumerate(zip(self._members, self._names, strict=True)) if self.has(i)]
 
     def end_window(self) -> None:
-        """They have been summed over the ranks."""
+        """They have been summed over the ranks, or were dropped."""
+        if self.accumulation.passes:
+            self._communicator.sums.steps.end_window()
         self.accumulation.end_window()
         self._trained, self._held = {}, {}
 
@@ -90,6 +95,7 @@ class LocalGradients:
         if passes:
             backwards = "the backward" if passes == 1 else f"the {passes} backwards"
             logger.warning("replicate(unit '%s'): the gradients of %s under no_sync were dropped", self._unit, backwards)
+        self._communicator.sums.steps.end_window()
         self.take_up()
         for i in arrived:
             self._members[i].grad = None

@@ -23,6 +23,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composable.runtime.reducer import Reducer
+
 _numbers: Final = count()
 _enrolled: Final[list[weakref.ref[Unit]]] = []
 
@@ -32,11 +34,17 @@ class Unit(Protocol):
 
     Attributes:
         number: units are numbered in the order of annotation; a copy has the number of its original.
+        name: FQN, below whatever is around it.
         held: ids of the parameters that it held when it made its reducer, and keeps alive.
     """
 
     number: int
+    name: str
     held: frozenset[int]
+
+    @property
+    def reducer(self) -> Reducer:
+        """Averages its gradients."""
 
     def follow(self) -> None:
         """Another unit holds other parameters now."""
@@ -84,6 +92,13 @@ def holder_of(parameter: nn.Parameter) -> Unit | None:
     """The unit that owns `parameter`; None for one that no replicated unit holds."""
     holders = [unit for unit in units() if id(parameter) in unit.held]
     return min(holders, key=attrgetter("number"), default=None)
+
+
+def local_gradients() -> Iterator[tuple[nn.Parameter, str, str]]:
+    """Parameters with a gradient of this rank alone that later backwards average, and the names of unit and parameter."""
+    for unit in units():
+        for parameter, name in unit.reducer.local.named():
+            yield parameter, unit.name or "(root)", name
 
 
 def tell_the_next(unit: Unit, changed: frozenset[int]) -> None:

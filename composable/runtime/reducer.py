@@ -82,7 +82,7 @@ class Reducer:
         same = last is not None and len(last.parameters) == len(self.parameters)
         self.bucket_order: BucketOrder = last.bucket_order if last is not None and same else BucketOrder()
         before = last.local if last is not None else None
-        self.local: LocalGradients = LocalGradients(self.parameters, self.names, unit, forms, before)
+        self.local: LocalGradients = LocalGradients(self.parameters, self.names, unit, communicator, forms, before)
         self._together = together
         self._place = place
         self._round = Round(forwards, communicator, unit, self.local.accumulation)
@@ -343,6 +343,7 @@ class Reducer:
 
     def forget(self) -> None:
         if self._keeps or self.local.accumulation.passes:
+            self._keeps = False
             self.local.forget(self._arrived())
 
     def stop(self) -> None:

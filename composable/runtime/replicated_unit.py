@@ -292,8 +292,6 @@ class ReplicatedUnit:
         if self._depth or not self._trains:
             return
         self._trains, sums = False, self.communicator.sums
-        for unit in (self, *self._inside):
-            unit.drop_held()
         if sums.steps.by_backward:
             sums.steps.open()
         elif not self._opens:
@@ -301,6 +299,8 @@ class ReplicatedUnit:
         error = sys.exception()
         why = f"raised {type(error).__name__}: {first_line(error)}" if isinstance(error, Exception) else "was interrupted"
         self.communicator.leave(sums, f"unit '{self.name or 'root'}' {why}")
+        for unit in (self, *self._inside):
+            unit.drop_held()
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 

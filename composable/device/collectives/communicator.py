@@ -85,9 +85,16 @@ class Steps:
     """What tag sequences count their messages by: those of one step never meet those of another.
 
     Whoever owns it opens a step at points that every rank comes to, wherever it left the step before.
+
+    Where gradients are accumulated over several steps, ranks leave the window of these in different ones. So a window that has
+    ended, well or not, takes all of its numbers with it, used or not: all ranks begin the next one with the same.
     """
 
-    __slots__ = ("__weakref__", "behind", "by_backward", "met", "met_in", "mutual", "number", "oldest", "told")
+    WINDOW: Final = 65537  # steps in a window at most; odd: numbers that lie a window apart differ in their lowest bits, too
+
+    __slots__ = (
+        "__weakref__", "_window_ended", "behind", "by_backward", "met", "met_in", "mutual", "number", "oldest", "told"
+    )  # fmt: skip
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
         self.number = number
@@ -98,6 +105,16 @@ class Steps:
         self.told = -1  # the last step in which another rank was found to have left one
         self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
         self.behind = False  # maybe: an interrupt came, and others have opened more steps since
+        self._window_ended = False
+
+    @property
+    def next_number(self) -> int:
+        """Of the step that is opened next."""
+        return (self.number // self.WINDOW + 1) * self.WINDOW if self._window_ended else self.number + 1
+
+    def end_window(self) -> None:
+        """This step is the last of several that belong together, or they were given up. Done twice is done once."""
+        self._window_ended = True
 
     def open(self, *, going_on: bool = False) -> None:
         """A new step begins. Nothing is said in the ones before from here on.
@@ -105,7 +122,8 @@ class Steps:
         Args:
             going_on: something of the one before is still to come: a backward, if only in this step.
         """
-        self.number += 1
+        self.number = self.next_number
+        self._window_ended = False
         if not going_on:
             self.oldest = self.number
 
@@ -120,7 +138,10 @@ class Steps:
 
     def catch_up(self, number: int) -> None:
         """Another rank, or what was counted apart so far, has come to step `number`; all before are over."""
-        self.number = self.oldest = max(self.number, number)
+        if number > self.number:
+            self.number = number
+            self._window_ended = False
+        self.oldest = self.number
 
 
 class TagSequence:
