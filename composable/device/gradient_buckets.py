@@ -16,7 +16,6 @@ made of it (`scaled_input`) and lands in the bucket, and only then `grad` become
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import repeat
@@ -26,7 +25,7 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from composable.device.private import CAN_COUNT_USERS, storage_key, storage_users, tensor_users
+from composable.device.kept_gradients import GradientUsers
 from composable.plan.scaling import may_scale_inputs
 
 Strides = tuple[int, ...]
@@ -76,7 +75,7 @@ class GradientBucket:
         self._makes_scaled_input = alone and self._after == 1.0 and may_scale_inputs(dtype, 1.0 / self._before)
         self._message = self._body = self.flags = _NOWHERE
         self.views = [_NOWHERE] * len(parameters)
-        self._storage = self._users_of_storage = self._users_of_view = 0
+        self._users: GradientUsers  # of the message
         # Of one backward:
         self.scaled_input: tuple[Tensor, float] | None = None  # what to sum instead of the message, and the factor
         self._guests: dict[int, None] = {}
@@ -99,10 +98,7 @@ class GradientBucket:
             # `.data`: to autograd and to users they are tensors like others, which may be detached in place.
             self.views = [view.data for view in shaped]
             del pieces, shaped
-        if CAN_COUNT_USERS:
-            self._storage = storage_key(message)
-            self._users_of_storage = storage_users(self._storage)
-            self._users_of_view = self._references(range(1))
+        self._users = GradientUsers(message, self.views)
         self._message = message
 
     @property
@@ -110,16 +106,9 @@ class GradientBucket:
         """What `collect` returned."""
         return self._message
 
-    def _references(self, slots: Sequence[int]) -> int:
-        """References to the views in `slots`, from Python and from C++."""
-        views = [self.views[k] for k in slots]
-        return sum(map(sys.getrefcount, views)) + sum(map(tensor_users, views))
-
     def _kept_by_somebody(self, slots: Sequence[int]) -> bool:
         """Whether somebody may still read what an earlier backward left in `slots`, none of which is a `grad` now."""
-        if not CAN_COUNT_USERS or storage_users(self._storage) != self._users_of_storage:
-            return True
-        return self._references(slots) != self._users_of_view * len(slots)
+        return self._users.keep_any(slots)
 
     # --- a backward -------------------------------------------------------------------------------------------------
 

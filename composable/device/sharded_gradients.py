@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, Final
@@ -12,18 +11,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.device.flat_parameters import FlatParameters, note_shards, pair_rows, shape_like_rows
+from composable.device.kept_gradients import GradientUsers
 from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import like_parameter
 from composable.device.private import (
-    CAN_COUNT_USERS,
     as_tensors,
     chunk_cat,
     gradient_hooks,
     hooks_after_accumulation,
     local_of,
-    storage_key,
-    storage_users,
-    tensor_users,
 )
 from composable.plan.layout import ReduceLayout, Slot
 from composable.plan.routes import Route
@@ -175,7 +171,7 @@ class GradientShards:
 
     __slots__ = (
         "_belongs", "_buffer", "_dtensors", "_flat", "_landed", "_landing", "_numel", "_plan", "_released",
-        "_sharded", "_shelf", "_storage", "_unused", "direct", "reduced", "row", "worth_releasing"
+        "_sharded", "_shelf", "_users", "direct", "reduced", "row", "worth_releasing"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, parameters: Sequence[nn.Parameter], plan: ReduceLayout) -> None:
@@ -183,7 +179,7 @@ class GradientShards:
         self._sharded = parameters
         self._plan = plan
         self._buffer: Tensor | None = None
-        self._storage = 0  # the buffer's, by the key that counts its users
+        self._users: GradientUsers  # of the buffer
         self.direct: list[Tensor] = []  # where direct gradients belong, in the plan's order
         self.row = torch.empty(0)  # where the reduced row lands: in the buffer itself if it can
         self.reduced: list[Tensor] = []  # all of these, in as few stretches as they lie in
@@ -191,7 +187,6 @@ class GradientShards:
         self._belongs: list[Tensor] = []  # ... and where they belong
         self._landing: ElasticBuffer | None = None  # of these, if they are cast on the way; memory of a reduction only
         self._dtensors: list[Tensor] = []
-        self._unused: tuple[int, list[int], list[int]] = (0, [], [])  # what `_users` says when nobody kept anything
         self._released = False
         self._numel = flat.layout.shard_numel if plan.straight is None else plan.straight + plan.row_numel
         if flat.gradient_dtype != flat.reduce_dtype:
@@ -208,7 +203,6 @@ class GradientShards:
         self._buffer = None  # until everything is made: an interrupt may come in between
         with torch.inference_mode(False), torch.no_grad():
             buffer = torch.empty(self._numel, dtype=flat.gradient_dtype, device=flat.device)
-            self._storage = storage_key(buffer)
             note_shards(buffer, flat.layout, flat.rank)
             self._dtensors = [
                 like_parameter(shape_like_rows(buffer, slot, flat.rank), parameter)
@@ -217,7 +211,7 @@ class GradientShards:
             shards = [buffer[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots]
             self._plan_landing(buffer, shards)
             del shards
-        self._unused = self._users()
+        self._users = GradientUsers(buffer, self._dtensors)
         self._buffer = buffer
 
     def _plan_landing(self, buffer: Tensor, shards: Sequence[Tensor]) -> None:
@@ -244,12 +238,7 @@ class GradientShards:
 
     def _kept_by_somebody(self) -> bool:
         """Whether a gradient handed out earlier may still be read: it must not change under its reader."""
-        return self._buffer is None or not CAN_COUNT_USERS or self._users() != self._unused
-
-    def _users(self) -> tuple[int, list[int], list[int]]:
-        """Who holds what: the memory (views of it, too), the gradients from Python, and from C++ (`.grad`, a graph)."""
-        gradients = self._dtensors
-        return storage_users(self._storage), list(map(sys.getrefcount, gradients)), list(map(tensor_users, gradients))
+        return self._buffer is None or self._users.keep_any()
 
     def refresh(self) -> bool:
         """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients; True if it is another one."""

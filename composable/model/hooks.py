@@ -11,9 +11,8 @@ from __future__ import annotations
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from operator import attrgetter, contains
 from typing import Any, Final, Protocol, cast
 
 from torch import Tensor, nn
@@ -23,8 +22,6 @@ from composable.compilation import forget_compiled, running_compiler, untraced, 
 from composable.model.interrupts import Inputs, calls_of
 
 _WAITING: Final = "composable: called before gradients"  # in a node's metadata
-_pre_hooks: Final = attrgetter("_forward_pre_hooks")
-_hooks: Final = attrgetter("_forward_hooks")
 
 OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "checkpoint")
 
@@ -182,24 +179,6 @@ def dispatcher_of(module: nn.Module) -> Dispatcher | None:
         if isinstance(owner, Dispatcher):
             return owner
     return None
-
-
-_NO_HOOKS: Final = (-1, -1)  # keys that no module has
-
-
-class HookWatch:
-    """Tells quickly whether our hooks still stand on some modules; users do clear hooks."""
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._watched = tuple(modules)
-        keys = [dispatcher.keys if (dispatcher := dispatcher_of(module)) else _NO_HOOKS for module in self._watched]
-        self._before = tuple([before for before, _ in keys])
-        self._after = tuple([after for _, after in keys])
-
-    def all_attached(self) -> bool:
-        """Whether every module has the hooks that it had when this was made, and had them then."""
-        before = all(map(contains, map(_pre_hooks, self._watched), self._before))
-        return before and all(map(contains, map(_hooks, self._watched), self._after))
 
 
 def attach(module: nn.Module, name: str, bracket: Bracket) -> None:

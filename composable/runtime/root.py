@@ -14,8 +14,8 @@ from torch import nn
 from composable.device.collectives import Steps
 from composable.device.private import in_backward
 from composable.errors import CommunicationError, first_line
-from composable.model.hooks import HookWatch
 from composable.model.interrupts import calls_of
+from composable.model.removed_hooks import HookWatch
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import ForwardOrder
 from composable.runtime.backward_end import end_of_backward

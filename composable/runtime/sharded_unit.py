@@ -16,15 +16,15 @@ from composable.compilation import untraced
 from composable.device.memory import HOST_MEMORY
 from composable.device.parameter_swap import Owner, ParameterSlots
 from composable.device.private import in_backward, next_node
-from composable.errors import HooksRemovedError, ShardedParameterError
-from composable.model.hooks import Guard, dispatcher_of
+from composable.errors import ShardedParameterError
+from composable.model.hooks import Guard
+from composable.model.removed_hooks import refuse_removed_hooks
 from composable.model.transaction import is_rolling_back
 from composable.model.traversal import get_replicated_states, get_states, names_below
-from composable.model.values import map_tensors
 from composable.runtime.accumulation import refuse_removal
 from composable.runtime.divergence import say_farewell
-from composable.runtime.edge_casts import EdgeCasts, edge_casts
 from composable.runtime.handle import Handle, Recipe
+from composable.runtime.inputs import EdgeCasts, edge_casts, on_device
 from composable.runtime.leaving import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
 from composable.runtime.membership import Membership
@@ -221,7 +221,7 @@ class ShardedUnit:
         mesh = handle.mesh_info.mesh
         if mesh is not None and mesh.device_type != "cpu" and len(root.running) == 1:
             device = handle.device
-            args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
+            args, kwargs = on_device(args, kwargs, device)
         return (args, kwargs) if self._edges is None else self._edges.inputs(args, kwargs)
 
     def leave(self, module: nn.Module, output: Any) -> Any:
@@ -329,14 +329,7 @@ class ShardedUnit:
 
     def check_hooks(self) -> None:
         """Raise when somebody removed the hooks of one of this unit's modules."""
-        for module in self.modules:
-            dispatcher = dispatcher_of(module)
-            if dispatcher is None or not dispatcher.attached_to(module):
-                raise HooksRemovedError(
-                    f"the hooks of unit '{self.name}' were removed from its module ({type(module).__name__}); without them "
-                    "its parameters are never gathered. Leave hooks alone that you did not register; to annotate again, "
-                    "call remove(module, fully_shard) first."
-                )
+        refuse_removed_hooks(self.modules, self.name)
 
     # --- misuse -----------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable.device import gradient_buckets
 from composable.device.gradient_buckets import GradientBucket, gradient_strides
 
 
@@ -131,7 +130,7 @@ def test_a_neighbour_that_accumulates_keeps_its_tensor_when_the_bucket_is_replac
 
 
 def test_every_bucket_is_new_where_torch_cannot_count_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradient_buckets, "CAN_COUNT_USERS", False)
+    monkeypatch.setattr("composable.device.kept_gradients.CAN_COUNT_USERS", False)
     unit = Unit()
     unit.step(1.0, 2.0)
     kept = unit.first

@@ -219,7 +219,7 @@ def test_one_kept_gradient_costs_one_new_buffer_and_no_more(how: str) -> None:
 
 @pytest.mark.parametrize("how", WAYS_TO_KEEP)
 def test_where_torch_cannot_count_users_every_gradient_passes_for_kept(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composable.device.sharded_gradients.CAN_COUNT_USERS", False)
+    monkeypatch.setattr("composable.device.kept_gradients.CAN_COUNT_USERS", False)
     _keep_over_three_steps(how)
 
 

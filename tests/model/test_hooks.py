@@ -17,11 +17,11 @@ from composable.model.hooks import (
     Dispatcher,
     Guard,
     GuardRow,
-    HookWatch,
     attach,
     detach,
     dispatcher_of,
 )
+from composable.model.removed_hooks import HookWatch
 
 
 class Noting:

@@ -1,4 +1,4 @@
-"""Casts of what goes into a unit's forward and comes out of it; knows no parameter and no order.
+"""What goes into a unit's forward, and comes out of it: moved to its device, and cast; knows no parameter and no order.
 
 Note [Casts at the edge]
 They are autograd's own, so gradients go back through them. A recomputation comes through them again, or is given what was
@@ -38,6 +38,12 @@ def edge_casts(policy: MixedPrecisionPolicy) -> EdgeCasts | None:
     """What a policy asks for; None if nothing is to be cast."""
     inputs = policy.param_dtype if policy.cast_forward_inputs else None
     return EdgeCasts(inputs, policy.output_dtype) if inputs is not None or policy.output_dtype is not None else None
+
+
+def on_device(args: Any, kwargs: Any, device: torch.device) -> tuple[Any, Any]:
+    """What a root's forward gets, where its parameters are."""
+    moved: tuple[Any, Any] = map_tensors((args, kwargs), lambda tensor: tensor.to(device, non_blocking=True))
+    return moved
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
