@@ -18,9 +18,9 @@ from composable.device.private import (
     as_tensors,
     chunk_cat,
     gradient_hooks,
-    hooks_after_accumulation,
     local_of,
 )
+from composable.device.user_hooks import hooked, with_hooks
 from composable.plan.layout import ReduceLayout, Slot
 from composable.plan.routes import Route
 
@@ -46,29 +46,6 @@ def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
     for parameter in parameters:
         parameter.grad = None
     return gradients
-
-
-def hooked(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-    """What a parameter's gradient hooks make of its gradient, as autograd would ask them."""
-    with torch.no_grad():
-        for hook in list((gradient_hooks(parameter) or {}).values()):
-            changed = hook(gradient)
-            gradient = gradient if changed is None else changed
-    return gradient
-
-
-def with_hooks(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that have hooks which wait for their gradient to be accumulated; almost always none."""
-    if not any(map(hooks_after_accumulation, parameters)):
-        return []
-    return [parameter for parameter in parameters if hooks_after_accumulation(parameter)]
-
-
-def call_hooks_after_accumulation(parameter: nn.Parameter) -> None:
-    """As autograd would."""
-    with torch.no_grad():
-        for hook in list((hooks_after_accumulation(parameter) or {}).values()):
-            hook(parameter)
 
 
 def _picker(indices: Sequence[int]) -> Any:

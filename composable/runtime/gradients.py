@@ -1,60 +1,18 @@
-"""One unit's gradients: they arrive, are held or reduced together; knows neither order nor other units.
-
-Note [Hooks on parameters hold nothing]
-A parameter holds the hooks that wait for its gradient where Python's collector does not look. A hook that leads back to its
-parameter, by however many steps, keeps both alive for good, and with them the whole model. So such hooks refer weakly to
-what they call.
-"""
+"""One unit's gradients: they arrive, are held or reduced together; knows neither order nor other units."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import MethodType
-from typing import Any
-from weakref import ref
 
-from torch import Tensor, nn
+from torch import nn
 
-from composable.compilation import untraced
 from composable.device.collectives import TagSequence
-from composable.device.sharded_gradients import call_hooks_after_accumulation
+from composable.device.user_hooks import call_hooks_after_accumulation
 from composable.errors import DifferentiationError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.accumulation import Accumulation
+from composable.runtime.gradient_hooks import Watch
 from composable.runtime.part import Part
-
-
-def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A call of a bound method that keeps its object from nothing; nothing happens once that is gone.
-
-    See Note [Hooks on parameters hold nothing].
-    """
-    assert isinstance(method, MethodType)
-    reference, function = ref(method.__self__), method.__func__
-
-    @untraced
-    def call(*args: Any) -> None:
-        found = reference()
-        if found is not None:
-            function(found, *args)
-
-    return call
-
-
-class Watch:
-    """Calls at a gradient that nobody expects. Those that are expected mean nothing: see Note [Launch points]."""
-
-    __slots__ = ("_call", "expecting")
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.expecting = False
-        self._call = weakly(call)
-
-    @untraced
-    def arrived(self, _: Tensor) -> None:
-        """Autograd finished one parameter's gradient. Runs for every parameter: most calls do nothing."""
-        if not self.expecting:
-            self._call()
 
 
 class UnitGradients:

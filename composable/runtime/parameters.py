@@ -31,6 +31,7 @@ from composable.device.private import as_tensors, innermost, local_of
 from composable.errors import ForeignParameterError
 from composable.plan.layout import Layout, ParamSpec, plan_layout
 from composable.plan.precision import Precision, resolve
+from composable.runtime.gradient_hooks import call_when_accumulated
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.optimizers import Form, note
 from composable.runtime.part import Part
@@ -193,7 +194,7 @@ class UnitParameters:
         differentiable = flat.compute_dtype.is_floating_point or flat.compute_dtype.is_complex
         slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=differentiable)
         if differentiable:
-            slot.unsharded.register_post_accumulate_grad_hook(self._on_gradient)
+            call_when_accumulated(slot.unsharded, self._on_gradient)
         copy_attributes(registered, slot.sharded)
         copy_attributes(registered, slot.unsharded)
 

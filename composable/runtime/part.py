@@ -18,7 +18,8 @@ from composable.device.held_gradients import HeldGradients
 from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import ParameterSlots
 from composable.device.private import innermost, outside_transforms
-from composable.device.sharded_gradients import call_hooks_after_accumulation, take_gradients
+from composable.device.sharded_gradients import take_gradients
+from composable.device.user_hooks import call_hooks_after_accumulation
 from composable.plan.precision import resolve
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.reduction import Reduction

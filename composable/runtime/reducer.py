@@ -31,7 +31,7 @@ from composable.plan.scaling import division_factors
 from composable.runtime.accumulation import Accumulation
 from composable.runtime.bucket import ARRIVED, AWAITED, IDLE, SENT, Bucket, grouped_in_order
 from composable.runtime.bucket_order import BucketOrder, agree_on_bucket_order, known_to_others
-from composable.runtime.gradients import weakly
+from composable.runtime.gradient_hooks import call_when_accumulated, weakly
 from composable.runtime.kinds import Kinds
 from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.local_gradients import Forms, LocalGradients
@@ -117,7 +117,7 @@ class Reducer:
         elif forms is not None:
             alone = weakly(self._deliver_one)
             trainable = [parameters[i] for i in self._trainable if i not in self.local.frozen]
-            self._hooks = [parameter.register_post_accumulate_grad_hook(alone) for parameter in trainable]
+            self._hooks = [call_when_accumulated(parameter, alone) for parameter in trainable]
 
     # --- buckets ----------------------------------------------------------------------------------------------------
 
@@ -157,11 +157,11 @@ class Reducer:
                 if self._recording:
                     hook = partial(record, i, hook)
                 if i not in self.local.frozen:
-                    self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
+                    self._hooks.append(call_when_accumulated(self.parameters[i], hook))
         for slot, i in enumerate(self._sparse):
             hook = self._rows.hook(slot, weakly(self._together.open))
             if i not in self.local.frozen:
-                self._hooks.append(self.parameters[i].register_post_accumulate_grad_hook(hook))
+                self._hooks.append(call_when_accumulated(self.parameters[i], hook))
 
     def _deliver_one(self, parameter: nn.Parameter) -> None:
         """On one rank, what has arrived is complete."""

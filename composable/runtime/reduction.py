@@ -17,7 +17,8 @@ from composable.device.collectives import Communicator, ReducePart, TagSequence,
 from composable.device.flat_parameters import FlatParameters
 from composable.device.parameter_swap import like_parameter
 from composable.device.private import gradient_hooks
-from composable.device.sharded_gradients import GradientRows, GradientShards, hooked, with_hooks
+from composable.device.sharded_gradients import GradientRows, GradientShards
+from composable.device.user_hooks import hooked, with_hooks
 from composable.plan.layout import plan_reduction
 from composable.plan.scaling import division_factors, may_scale_inputs
 from composable.runtime.replica_sum import ReplicaSum
