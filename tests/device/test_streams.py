@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import checkpoint, fully_shard, replicate
 from composable.device.collectives import (
@@ -137,6 +138,7 @@ SCHEMES: Final[dict[str, Annotate]] = {
     "fully_shard without resharding": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=False),
     "fully_shard and checkpoint": _checkpointed,
     "fully_shard over two neighbours": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=2),
+    "fully_shard with replicas": lambda model: fully_shard(model, policy={Block}, mesh=init_device_mesh("cpu", (2, 2))),
     "replicate in small buckets": lambda model: replicate(model, bucket_cap_mb=0.0005),
     "replicate inside fully_shard": _mixed,
 }
@@ -186,11 +188,11 @@ _STREAMS_OF: Final = {"fully_shard": ["all_gather", "reduce_scatter"], "replicat
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_training_on_streams_has_no_race(pool: Pool, scheme: str) -> None:
-    ranks = 4 if scheme.endswith("neighbours") else 2
+    ranks = 4 if scheme.endswith(("neighbours", "replicas")) else 2
     for found, operations in pool.run(ranks, _train, scheme, False):
         assert found == []
         assert operations[COMPUTE] > 0
-        for stream in _STREAMS_OF[scheme.split()[0]]:
+        for stream in [*_STREAMS_OF[scheme.split()[0]], *(["all_reduce"] if scheme.endswith("replicas") else [])]:
             assert operations[stream] > 0, "the collectives run on a stream of their own"
 
 

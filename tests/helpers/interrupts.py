@@ -23,10 +23,12 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import composable
 from composable import checkpoint, describe, fully_shard, replicate
+from composable.device.private import timeout_of
 from composable.errors import ComposableError
 from tests.helpers.quiet import errors_only
 
@@ -82,6 +84,19 @@ def _regrouping(model: Model, group: Any) -> None:
     fully_shard(model, mesh=group, policy={Line}, reshard_after_forward=2)
 
 
+def _with_replicas(model: Model, group: Any) -> None:
+    """Four ranks, two of them a replica; groups give up as early as `group` does."""
+    rows = [[0, 1], [2, 3]]
+    limit = timeout_of(group, torch.device("cpu"))
+    shards = [dist.new_group(row, timeout=limit) for row in rows]
+    copies = [dist.new_group(list(column), timeout=limit) for column in zip(*rows, strict=True)]
+    replica, shard = divmod(dist.get_rank(), 2)
+    mesh = DeviceMesh.from_group(
+        [copies[shard], shards[replica]], "cpu", mesh=torch.tensor(rows), mesh_dim_names=("replicate", "shard")
+    )
+    fully_shard(model, mesh=mesh, policy={Line})
+
+
 def _nested(model: Model, group: Any) -> None:
     fully_shard(model, mesh=group, policy={Line, Pair})
 
@@ -106,6 +121,7 @@ SCHEMES: Final[dict[str, Callable[[Model, Any], None]]] = {
     "by policy": _by_policy,
     "keeping": _keeping,
     "regrouping": _regrouping,
+    "with replicas": _with_replicas,
     "nested": _nested,
     "replicated": _replicated,
     "next to shards": _next_to_shards,
@@ -113,7 +129,8 @@ SCHEMES: Final[dict[str, Callable[[Model, Any], None]]] = {
 }
 
 
-ON_TWO: Final = tuple(name for name in SCHEMES if name != "regrouping")  # schemes that take no more than two ranks
+_ON_FOUR: Final = ("regrouping", "with replicas")
+ON_TWO: Final = tuple(name for name in SCHEMES if name not in _ON_FOUR)  # schemes that take no more than two ranks
 
 
 class Interrupter:
@@ -190,7 +207,7 @@ class Plan:
 
 def plan_of(seed: int, ranks: int, scheme: str = "") -> Plan:
     chosen = random.Random(seed)
-    names = [scheme] if scheme else [name for name in SCHEMES if name != "regrouping" or ranks == 4]
+    names = [scheme] if scheme else [name for name in SCHEMES if name in ON_TWO or ranks == 4]
     everybody = chosen.random() < 0.75
     return Plan(
         seed,
