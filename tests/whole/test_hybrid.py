@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -17,10 +18,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable import MixedPrecisionPolicy, checkpoint, fully_shard, replicate
 from composable.device.collectives import Communicator, communicators_wrapped_by
-from composable.errors import MeshError
+from composable.errors import CommunicationError, MeshError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.communicators import LastMoment, Log, Recording, Slow, all_ordered, all_sockets
 from tests.helpers.compare import assert_same_gradients, assert_same_training, averaged_gradients, full_gradients
+from tests.helpers.leaving import Layer, Layers, Planned, in_the_third_layer
 from tests.helpers.schemes import outermost_units_of
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
@@ -229,6 +231,35 @@ def test_both_hops_sum_in_the_dtype_that_the_policy_says() -> None:
             assert gradient is not None
             assert gradient.dtype is torch.float32
             assert gradient.unique().tolist() == [1 + 1.5 * 2.0**-7], (shape, name)
+
+
+# --- one rank leaves --------------------------------------------------------------------------------------------------
+
+
+def _leave_on_the_last_rank() -> str:
+    model = fully_shard(Layers(), mesh=_mesh(2, 2), policy={Layer}, sync_module_states="broadcast")
+    x = torch.ones(2, 8)
+    for step in range(3):
+        try:
+            if step == 1 and dist.get_rank() == 3:
+                in_the_third_layer(model, x)
+            model(x).sum().backward()
+        except (Planned, CommunicationError) as error:
+            assert step == 1
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+    return said
+
+
+@pytest.mark.host
+def test_who_waits_for_a_rank_that_left_is_told_by_its_number_among_all(pool: Pool) -> None:
+    diagonal, copy_of_it, other_half, planned = pool.run(4, _leave_on_the_last_rank)
+    assert planned == "Planned: as planned"
+    left = "rank 3 has left this step: unit '2' raised Planned: as planned"
+    assert other_half == f"CommunicationError: rank 2: the all-gather of unit '3' failed: {left}"
+    assert copy_of_it == f"CommunicationError: rank 1: the gradient reduction of unit '3' over replicas failed: {left}"
+    # It waits for nothing of rank 3: one of the other two, who have left the step, tells it.
+    assert diagonal.startswith("CommunicationError: rank 0: the ")
+    assert re.search(r"failed: rank [12] has left this step: ", diagonal)
 
 
 # --- what a mesh means ------------------------------------------------------------------------------------------------

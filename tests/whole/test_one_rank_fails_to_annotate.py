@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any, Final
 from unittest import mock
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable import fully_shard, replicate
@@ -188,7 +190,7 @@ _LATE: Final[dict[str, tuple[Callable[..., Any], Any, str]]] = {
 }
 
 
-def _run_out_of_memory(verb: str) -> tuple[str, list[str], bool]:
+def _run_out_of_memory(verb: str, hybrid: bool = False) -> tuple[str, list[str], bool]:
     """What this rank ended with, the kinds of parameters afterwards, and whether the right call works then."""
     annotate, owner, name = _LATE[verb]
     real = getattr(owner, name)
@@ -200,6 +202,8 @@ def _run_out_of_memory(verb: str) -> tuple[str, list[str], bool]:
             raise MemoryError("as planned")
         return real(self, *args)
 
+    if hybrid:
+        annotate = partial(annotate, mesh=init_device_mesh("cpu", (2, 2)))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with ExitStack() as stack:
         if dist.get_rank() == 1:
@@ -219,3 +223,10 @@ def test_an_annotation_that_fails_half_way_on_one_rank_is_taken_back_on_all(pool
     failed = f"RanksDisagreeError: {verb}: rank 1 failed, so no rank annotates the module: MemoryError: as planned"
     assert ours == (failed, ["Parameter"] * 6, True)
     assert theirs == ("MemoryError: as planned", ["Parameter"] * 6, True)
+
+
+def test_it_is_taken_back_in_all_groups_of_a_hybrid_mesh(pool: Pool) -> None:
+    found = pool.run(4, _run_out_of_memory, "fully_shard", hybrid=True)
+    failed = "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: MemoryError: as planned"
+    for rank, seen in enumerate(found):
+        assert seen == ("MemoryError: as planned" if rank == 1 else failed, ["Parameter"] * 6, True)

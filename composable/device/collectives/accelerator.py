@@ -105,4 +105,4 @@ class AcceleratorCommunicator(GroupCommunicator):
                     finish()
                 return _OnStream(self._streams.mark(), kept)
         except RuntimeError as error:
-            raise failed(label, self.rank, error) from error
+            raise failed(label, self.names[self.rank], error) from error

@@ -53,6 +53,7 @@ class GroupCommunicator:
         self.group = group
         self.device = device
         self.rank = dist.get_rank(group)
+        self.names = tuple(dist.get_process_group_ranks(group))  # what messages call the ranks: by their number among all
         self.size = dist.get_world_size(group)
         self._averaging = backend_of(group, device) in _AVERAGING
         self._share = 1.0 / self.size
@@ -106,7 +107,7 @@ class GroupCommunicator:
         try:
             return call()
         except RuntimeError as error:
-            raise failed(label, self.rank, error) from error
+            raise failed(label, self.names[self.rank], error) from error
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         message = tensor.contiguous()  # NCCL takes nothing else

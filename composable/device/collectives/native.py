@@ -66,6 +66,6 @@ class NativeCommunicator(GroupCommunicator):
         finish: Callable[[], None] | None = None,
     ) -> PollableWork:
         try:
-            return CompositeWork(list(starmap(launch, calls)), label, self.rank, finish)
+            return CompositeWork(list(starmap(launch, calls)), label, self.names[self.rank], finish)
         except RuntimeError as error:
-            raise failed(label, self.rank, error) from error
+            raise failed(label, self.names[self.rank], error) from error

@@ -68,10 +68,10 @@ class PointToPointCommunicator(GroupCommunicator):
             works = [group.recv(tensor, peer, tag + index) for tensor, peer, index in receives]
             works += [group.send(tensor, peer, tag + index) for tensor, peer, index in sends]
         except RuntimeError as error:
-            raise failed(label, self.rank, error) from error
+            raise failed(label, self.names[self.rank], error) from error
         if copies[0]:
             torch._foreach_copy_(*copies)  # which transforms of torch.func leave alone, as they do not `copy_`
-        return CompositeWork(works, label, self.rank)
+        return CompositeWork(works, label, self.names[self.rank])
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         group, rank, peers, tag = self.group, self.rank, self._peers, tags.next_tag() & TagSequence.LOWEST
@@ -90,7 +90,7 @@ class PointToPointCommunicator(GroupCommunicator):
                     if piece.numel():
                         works.append(group.send([piece], peer, tag + index))
         except RuntimeError as error:
-            raise failed(label, rank, error) from error
+            raise failed(label, self.names[rank], error) from error
 
         def add_up() -> None:
             for part, rows, lent in incoming:
@@ -102,11 +102,11 @@ class PointToPointCommunicator(GroupCommunicator):
                 scratch.give(lent)
             scale_sums([part for part, _, _ in incoming])
 
-        return CompositeWork(works, label, rank, add_up)
+        return CompositeWork(works, label, self.names[rank], add_up)
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
     ) -> PollableWork:
         put_scaled_input(tensor, scaled_input)
         work = self._launch(label, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
-        return CompositeWork([work], label, self.rank)
+        return CompositeWork([work], label, self.names[self.rank])

@@ -24,5 +24,5 @@ def _all_reduce(numbers: Tensor, group: dist.ProcessGroup, operation: dist.Reduc
     try:
         dist.all_reduce(numbers, op=operation, group=group)
     except RuntimeError as error:
-        raise failed(label, dist.get_rank(group), error) from error
+        raise failed(label, dist.get_rank(), error) from error
     return numbers

@@ -93,7 +93,7 @@ class _Transfer:
                         return False
                     self._messages[peer] = message
         except FAILURES as error:
-            raise failed(self._label, self._host_group.rank, error) from error
+            raise failed(self._label, self._host_group.names[self._host_group.rank], error) from error
         return True
 
     def wait(self) -> None:
@@ -119,7 +119,7 @@ class _Transfer:
             host_group.acknowledge(self._tag)
         except FAILURES as error:
             self.abort()
-            raise failed(self._label, host_group.rank, error) from error
+            raise failed(self._label, host_group.names[host_group.rank], error) from error
         except BaseException:
             self.abort()
             raise
@@ -318,7 +318,9 @@ class HostCommunicator(GroupCommunicator):
             for peer, block in self._blocks(messages):
                 said, *rows[peer] = view_of(block, 0, 1 + count, torch.int64).tolist()
                 if said != count:
-                    raise RuntimeError(f"rank {peer} takes part in another check, of {said} values and not of {count}")
+                    raise RuntimeError(
+                        f"rank {self.names[peer]} takes part in another check, of {said} values and not of {count}"
+                    )
 
         self._transfer(8 * (1 + count), fill, receive, label, tags or self._checks, keeps=True).wait()
         return rows
@@ -345,7 +347,7 @@ class HostCommunicator(GroupCommunicator):
                 fill(block)
             return _Transfer(host_group, block, tag, label, receive, tags.steps, in_step=in_step, keeps=keeps)
         except FAILURES as error:
-            raise failed(label, self.rank, error) from error
+            raise failed(label, self.names[self.rank], error) from error
 
 
 def _scale(tensor: Tensor, factor: float, *, out: Tensor) -> None:

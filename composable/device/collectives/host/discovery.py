@@ -45,7 +45,9 @@ def _discover(communicator: GroupCommunicator) -> HostGroup | None:
     if lowest != highest or arena is None:
         return None
     readers = {
-        rank: _made(partial(PipeReader, f"rank {rank}")) for rank in range(communicator.size) if rank != communicator.rank
+        rank: _made(partial(PipeReader, f"rank {communicator.names[rank]}"))
+        for rank in range(communicator.size)
+        if rank != communicator.rank
     }
     pipes = [reader.descriptor if (reader := readers.get(rank)) is not None else -1 for rank in range(communicator.size)]
     rows = communicator.all_gather_ints([*astuple(arena.identity), *pipes], label=_LABEL)

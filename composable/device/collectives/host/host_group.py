@@ -101,7 +101,7 @@ class HostGroup:
     """
 
     def __init__(self, communicator: GroupCommunicator, arena: Arena, connections: dict[int, Connection]) -> None:
-        self.rank = communicator.rank
+        self.rank, self.names = communicator.rank, communicator.names
         self.size = communicator.size
         self.peers = tuple((communicator.rank + step) % communicator.size for step in range(1, communicator.size))
         self.outbox = Outbox(arena)
@@ -145,7 +145,7 @@ class HostGroup:
         writer, limit, start = self._connections[peer].writer, self._limit, time.monotonic()
         while not writer.send(tag, first, second):
             if limit is not None and time.monotonic() - start > limit.total_seconds():
-                raise TimeoutError(f"rank {peer} has read no message within {limit}")
+                raise TimeoutError(f"rank {self.names[peer]} has read no message within {limit}")
             for connection in self._connections.values():
                 connection.reader.drain()
             writer.wait_for_room()
@@ -262,11 +262,11 @@ class HostGroup:
                     steps.told = steps.number
                     why = self._connections[peer].window.read_note(*message).decode(errors="replace")
                     # Who was in this step together with this rank is not ahead of it, even if an interrupt came before.
-                    raise WentOn(f"rank {peer} has left this step: {why}", None if other & _MUTUAL else step)
+                    raise WentOn(f"rank {self.names[peer]} has left this step: {why}", None if other & _MUTUAL else step)
             gone_on = max(gone_on, step)
         if gone_on > last:
             steps.told = steps.number
-            raise WentOn(f"rank {peer} has left this step and gone on to a later one", gone_on)
+            raise WentOn(f"rank {self.names[peer]} has left this step and gone on to a later one", gone_on)
 
     def _refuse_if_hopeless(self, peer: int, tag: int) -> None:
         """After some time: look at what `peer` sends and waits for in other groups, too, if steps are shared with them."""
@@ -298,8 +298,9 @@ class HostGroup:
         if TagSequence.step_in(waits_for) == steps.number and not tags.has_come_to(waits_for):
             steps.mutual = steps.number
             raise WentOn(
-                f"rank {peer} waits for the {label}, and neither rank comes to what the other waits for: in this step they run "
-                "different units, or run them in another order or another number of times, or one of them has cast the model"
+                f"rank {self.names[peer]} waits for the {label}, and neither rank comes to what the other waits for: in this "
+                "step they run different units, or run them in another order or another number of times, or one of them has "
+                "cast the model"
             )
 
     # --- memory -----------------------------------------------------------------------------------------------------
