@@ -73,7 +73,7 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
         for accumulation in held:
             accumulation.open_scope(scope, keeps=enabled)
         for accumulation in kept_whole:
-            accumulation.open_scope(scope, keeps=enabled and level == "all")
+            accumulation.open_scope(scope, keeps=enabled and level == "all", keeps_shards=enabled and level != "all")
         yield
     finally:
         for accumulation in (*held, *kept_whole):

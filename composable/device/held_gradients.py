@@ -29,9 +29,9 @@ def is_held(gradient: Tensor | None) -> bool:
 
 
 def held_part(parameter: nn.Parameter) -> Tensor | None:
-    """This rank's summand of the parameter's gradient, if that is held."""
+    """This rank's summand of the parameter's gradient, if that is held whole."""
     gradient = parameter.grad
-    if isinstance(gradient, DTensor) and is_held(gradient):
+    if isinstance(gradient, DTensor) and all(placement.is_partial() for placement in gradient.placements):
         return local_of(gradient)
     return None
 
@@ -77,8 +77,9 @@ class HeldGradients:
     def _put(self, index: int, parameter: nn.Parameter, gradient: Tensor) -> None:
         before, slot = parameter.grad, self._slots[index]
         if before is not None:
-            refuse_hooks_again(parameter)
             assert isinstance(before, DTensor)
+            if not is_held(before):
+                refuse_hooks_again(parameter)
             alpha = 1 if slot.route is Route.WHOLE else slot.num_shards
             cut(gradient, slot, self._rank).add_(local_of(before), alpha=alpha)
         form = self._forms[index]
@@ -105,6 +106,16 @@ class HeldGradients:
                 terms.append(gradient)
         if sums:
             torch._foreach_add_(sums, terms)
+        return taken
+
+    def take_shards(self) -> list[Tensor | None]:
+        """What is held of each shard, summed over the shards and not over replicas; nothing of these is held afterwards."""
+        taken: list[Tensor | None] = []
+        for parameter in self._sharded:
+            gradient = parameter.grad
+            taken.append(local_of(gradient) if isinstance(gradient, DTensor) and is_held(gradient) else None)
+            if taken[-1] is not None:
+                parameter.grad = None
         return taken
 
     def forget(self) -> None:

@@ -130,6 +130,17 @@ def summand_like(local: Tensor, parameter: Tensor) -> DTensor:
     return _wrap(local, mesh, [Partial("avg")] * mesh.ndim, local.shape, local.stride())
 
 
+def summand_over_replicas_like(shard_dim: int, local: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient cut as `parameter` is, of which each replica has a summand: the whole is the mean over the replicas.
+
+    Args:
+        shard_dim: the dimension of the mesh that parameters are cut over.
+    """
+    assert isinstance(parameter, DTensor)
+    placements = [each if dim == shard_dim else Partial("avg") for dim, each in enumerate(parameter.placements)]
+    return _wrap(local, parameter.device_mesh, placements, parameter.shape, parameter.stride())
+
+
 def _wrap(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.device.flat_parameters import FlatParameters, note_shards, pair_rows, shape_like_rows
+from composable.device.held_gradients import refuse_hooks_again
 from composable.device.kept_gradients import GradientUsers
 from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import like_parameter
@@ -144,16 +145,29 @@ def _stretches(direct: Sequence[Slot], straight: int | None, numel: int) -> list
 
 
 class GradientShards:
-    """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them."""
+    """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them.
+
+    Args:
+        like: makes a DTensor of a shard, if gradients are not spread as their parameters are: they are held, and no hook is
+            called for them.
+    """
 
     __slots__ = (
-        "_belongs", "_buffer", "_dtensors", "_flat", "_landed", "_landing", "_numel", "_plan", "_released",
+        "_belongs", "_buffer", "_dtensors", "_flat", "_holds", "_landed", "_landing", "_like", "_numel", "_plan", "_released",
         "_sharded", "_shelf", "_users", "direct", "reduced", "row", "worth_releasing"
     )  # fmt: skip
 
-    def __init__(self, flat: FlatParameters, parameters: Sequence[nn.Parameter], plan: ReduceLayout) -> None:
+    def __init__(
+        self,
+        flat: FlatParameters,
+        parameters: Sequence[nn.Parameter],
+        plan: ReduceLayout,
+        like: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> None:
         self._flat = flat
         self._sharded = parameters
+        self._like = like or like_parameter
+        self._holds = like is not None
         self._plan = plan
         self._buffer: Tensor | None = None
         self._users: GradientUsers  # of the buffer
@@ -182,7 +196,7 @@ class GradientShards:
             buffer = torch.empty(self._numel, dtype=flat.gradient_dtype, device=flat.device)
             note_shards(buffer, flat.layout, flat.rank)
             self._dtensors = [
-                like_parameter(shape_like_rows(buffer, slot, flat.rank), parameter)
+                self._like(shape_like_rows(buffer, slot, flat.rank), parameter)
                 for slot, parameter in zip(flat.layout.slots, self._sharded, strict=True)
             ]
             shards = [buffer[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots]
@@ -256,6 +270,16 @@ class GradientShards:
         if self._landing is not None:
             self._landing.free()
 
+    def add_shards(self, shards: Sequence[Tensor | None], factor: float) -> None:
+        """Add shards, each times `factor`, to what has landed; one per slot, laid out as the parameter's."""
+        slots, row = self._flat.layout.slots, self.row
+        landed = dict(zip(self._plan.direct, self.direct, strict=True))
+        landed |= {c.slot: row[c.start : c.start + slots[c.slot].local_numel(self._flat.rank)] for c in self._plan.columns}
+        for index, target in landed.items():
+            shard, order = shards[index], slots[index].order
+            if shard is not None and shard.numel():
+                target.add_((shard.permute(order) if order else shard).reshape(-1), alpha=factor)
+
     def deliver(self, indices: Sequence[int]) -> list[nn.Parameter]:
         """Put the buffer's contents on the parameters: as their gradient, or added to the one they have.
 
@@ -268,6 +292,8 @@ class GradientShards:
         with as_tensors():
             have_hooks = any(map(gradient_hooks, parameters))
             gradients = list(map(gradient_of, parameters))
+            if self._holds:
+                return self._hold(parameters, gradients, fresh)
             if not have_hooks and missing_in(gradients) == len(gradients):
                 for parameter, more in zip(parameters, fresh, strict=True):
                     parameter.grad = more
@@ -277,6 +303,21 @@ class GradientShards:
             gradients = list(map(gradient_of, parameters))  # hooks of the user's may have changed them
         self._add(parameters, gradients, fresh)
         return with_hooks(parameters)
+
+    @staticmethod
+    def _hold(
+        parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], fresh: Sequence[Tensor]
+    ) -> list[nn.Parameter]:
+        for parameter, gradient, more in zip(parameters, gradients, fresh, strict=True):
+            assert isinstance(more, DTensor)
+            if isinstance(gradient, DTensor) and gradient.placements == more.placements:
+                local_of(gradient).add_(local_of(more))
+                continue
+            if isinstance(gradient, DTensor):  # the mean of earlier backwards, the same on every replica
+                refuse_hooks_again(parameter)
+                local_of(more).add_(local_of(gradient))
+            parameter.grad = more
+        return []
 
     @staticmethod
     def _add(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], fresh: Sequence[Tensor]) -> None:

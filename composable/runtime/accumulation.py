@@ -21,25 +21,26 @@ class Accumulation:
 
     Attributes:
         keeps: whether a backward that runs now leaves gradients on their rank: the innermost scope decides.
-        passes: that did, since gradients were last reduced.
+        keeps_shards: whether it leaves out the sum over replicas, and what is summed over shards stays where it is.
+        passes: that did either, since gradients were last reduced.
     """
 
-    __slots__ = ("__weakref__", "_scopes", "keeps", "passes")
+    __slots__ = ("__weakref__", "_scopes", "keeps", "keeps_shards", "passes")
 
     def __init__(self) -> None:
-        self.keeps = False
+        self.keeps = self.keeps_shards = False
         self.passes = 0
-        self._scopes: dict[object, bool] = {}
+        self._scopes: dict[object, tuple[bool, bool]] = {}
 
-    def open_scope(self, scope: object, *, keeps: bool) -> None:
+    def open_scope(self, scope: object, *, keeps: bool = False, keeps_shards: bool = False) -> None:
         """`scope` decides from here on, until it is closed or another one is opened."""
-        self._scopes[scope] = keeps
-        self.keeps = keeps
+        self._scopes[scope] = keeps, keeps_shards
+        self.keeps, self.keeps_shards = keeps, keeps_shards
 
     def close_scope(self, scope: object) -> None:
         """What was decided around it counts again. Done twice is done once."""
         self._scopes.pop(scope, None)
-        self.keeps = next(reversed(self._scopes.values()), False)
+        self.keeps, self.keeps_shards = next(reversed(self._scopes.values()), (False, False))
 
     def count_pass(self) -> None:
         """A backward has left gradients on their rank."""

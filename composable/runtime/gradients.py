@@ -97,7 +97,10 @@ class UnitGradients:
     @property
     def due(self) -> bool:
         """Whether a backward that reduces has to reduce what earlier ones left, whatever it brings itself."""
-        return self.phase is GradPhase.HELD and not self.accumulation.keeps
+        accumulation = self.accumulation
+        if not accumulation.passes or self.phase is GradPhase.REDUCING:
+            return False
+        return not (accumulation.keeps or accumulation.keeps_shards)
 
     def adopt(self, parts: tuple[Part, ...]) -> None:
         """The unit's parameters have been taken into other buffers."""
@@ -110,6 +113,8 @@ class UnitGradients:
         """The unit has been left: reduce what arrived, or hold it until a backward does."""
         if self.accumulation.keeps:
             self._hold()
+        elif self.accumulation.keeps_shards and self.replica_tags is not None:
+            self._reduce_shards()
         else:
             self.reduce()
 
@@ -121,16 +126,18 @@ class UnitGradients:
         for part in self.parts:
             part.hold()
 
+    def _reduce_shards(self) -> None:
+        """Launch the first hop of the reduction alone; what it brings is held."""
+        tags = self._begin_reduction()
+        self._held = True
+        for part in self.parts:
+            part.reduce_shards(tags, self._label)
+
     def reduce(self) -> None:
         """Launch the reduction of what arrived; what did not counts as zero, and stays None if it did nowhere."""
-        self.finish()
-        self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self._unit)
+        tags = self._begin_reduction()
         self._reduced = True
-        self.watch.expecting = False
-        tags = self.tags
-        assert tags is not None, "no forward has opened it"
         label, passes = self._label, self.accumulation.passes
-        tags.decisions = passes
         if self.replica_tags is not None:
             self.replica_tags.decisions = passes
         if passes:
@@ -140,6 +147,14 @@ class UnitGradients:
         self._held = False
         for part in self.parts:
             part.reduce(tags, label)
+
+    def _begin_reduction(self) -> TagSequence:
+        self.finish()
+        self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self._unit)
+        self.watch.expecting = False
+        assert self.tags is not None, "no forward has opened it"
+        self.tags.decisions = self.accumulation.passes
+        return self.tags
 
     def refuse_graph(self) -> None:
         """Raise if a gradient arrived: it was made in a backward that builds a graph, and sharded gradients are in none."""
@@ -171,11 +186,15 @@ class UnitGradients:
                 self.waiting[id(parameter)] = parameter
         self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self._unit)
 
+    def _in_window(self) -> bool:
+        accumulation = self.accumulation
+        return self._held or accumulation.passes > 0 or accumulation.keeps or accumulation.keeps_shards
+
     def drop(self) -> None:
         """After an error: nothing in flight, no unreduced gradient."""
         self.phase = GradPhase.EMPTY
         self.waiting = {}
-        if self.tags is not None and (self._held or self.accumulation.passes or self.accumulation.keeps):
+        if self.tags is not None and self._in_window():
             self.tags.steps.end_window()  # other ranks may leave it in another of its steps
         self._held = False
         self._end_round()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from functools import partial
 from itertools import compress
 from operator import add, ne, or_
 from typing import Final
@@ -16,7 +17,7 @@ from composable.device.collectives import Communicator, GatherPart, TagSequence,
 from composable.device.flat_parameters import FlatParameters
 from composable.device.held_gradients import HeldGradients
 from composable.device.memory import ElasticBuffer
-from composable.device.parameter_swap import ParameterSlots
+from composable.device.parameter_swap import ParameterSlots, summand_over_replicas_like
 from composable.device.private import innermost, outside_transforms
 from composable.device.sharded_gradients import take_gradients
 from composable.device.user_hooks import call_hooks_after_accumulation
@@ -44,7 +45,7 @@ class Part:
     __slots__ = (
         "_addresses", "_aliased", "_alone", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered",
         "_has_messages",
-        "_held", "_is_watched", "_moving", "_outdated", "_places", "_post_forward", "_post_forward_plan",
+        "_held", "_is_watched", "_like_summands", "_moving", "_outdated", "_places", "_post_forward", "_post_forward_plan",
         "_post_forward_shard", "_reduction", "_reductions", "_replicas", "_start", "_unsharded", "_versions", "_wanted",
         "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "trainable", "trains", "worth_releasing"
     )  # fmt: skip
@@ -70,6 +71,7 @@ class Part:
         self.counted = (*self.sharded, flat.shard)
         self._communicator = mesh_info.shard
         self._replicas = mesh_info.replicate
+        self._like_summands = partial(summand_over_replicas_like, mesh_info.shard_dim)
         self._full = flat.full
         # Where the unsharded parameters lie: from the start of their buffer, which moves; what every rank holds whole stays.
         self._moving = [not slot.aliased and slot.numel > 0 for slot in flat.layout.slots]
@@ -86,7 +88,7 @@ class Part:
         self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
         self.trains = False  # whether any of them gets a gradient
         self._alone = mesh_info.mesh is None
-        self._reductions: dict[tuple[tuple[bool, ...], torch.dtype], Reduction] = {}
+        self._reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool], Reduction] = {}
         self._reduction: Reduction | None = None  # of what is trainable now
         self._held: HeldGradients | None = None  # while gradients of earlier backwards are
         self._wanted: tuple[bool, ...] = ()  # for each parameter, whether one of these may have brought a gradient
@@ -232,7 +234,7 @@ class Part:
         for parameter, wanted in zip(self._unsharded, trainable, strict=True):
             parameter.requires_grad_(wanted)
         self.trains = any(trainable)
-        self._reduction = self._reductions.get((trainable, self.flat.compute_dtype))
+        self._reduction = self._reductions.get((trainable, self.flat.compute_dtype, False))
 
     @property
     def holds_gradients(self) -> bool:
@@ -281,18 +283,44 @@ class Part:
             reduction = self._reduction = self._reduction_of(self.trainable, self.flat.compute_dtype)
         reduction.launch(take_gradients(self._unsharded), tags, label)
 
+    def reduce_shards(self, tags: TagSequence, label: str) -> None:
+        """Launch the first hop of the reduction of what is here alone: it is held, cut as the parameters are."""
+        if not self.trains and self._held is None:
+            return
+        if self._held is None:
+            self.go_on_holding()
+        assert self._held is not None
+        self._wanted = tuple(map(or_, self._wanted, self.trainable))
+        gradients = self._held.take(self._as_kept(take_gradients(self._unsharded)))
+        self._reduction_of(self._wanted, self.flat.gradient_dtype, held=True).launch(gradients, tags, label)
+
     def _reduce_held(self, held: HeldGradients, tags: TagSequence, label: str) -> None:
         """What has been frozen since it brought a gradient is reduced with the others."""
         self._held = None
         gradients = held.take(self._as_kept(take_gradients(self._unsharded)))
         trainable = tuple(map(or_, self._wanted, self.trainable))
-        self._reduction_of(trainable, self.flat.gradient_dtype).launch(gradients, tags, label)
+        reduction = self._reduction_of(trainable, self.flat.gradient_dtype)
+        if self._replicas is None:
+            reduction.launch(gradients, tags, label)
+            return
+        shards = held.take_shards()
+        for index, shard in enumerate(shards):
+            if gradients[index] is None and shard is not None:  # or else nobody would look for it
+                gradients[index] = torch.zeros_like(self._unsharded[index], dtype=self.flat.gradient_dtype)
+        reduction.launch(gradients, tags, label, shards)
 
-    def _reduction_of(self, trainable: tuple[bool, ...], source: torch.dtype) -> Reduction:
-        reduction = self._reductions.get((trainable, source))
+    def _reduction_of(self, trainable: tuple[bool, ...], source: torch.dtype, *, held: bool = False) -> Reduction:
+        """The reduction of the parameters that are `trainable`.
+
+        Args:
+            source: the dtype of their gradients.
+            held: over the shards alone.
+        """
+        reduction = self._reductions.get((trainable, source, held))
         if reduction is None:
-            reduction = Reduction(self.flat, self.sharded, self._communicator, trainable, source, self._replicas)
-            self._reductions[trainable, source] = reduction
+            hops = (None, self._like_summands) if held else (self._replicas, None)
+            reduction = Reduction(self.flat, self.sharded, self._communicator, trainable, source, *hops)
+            self._reductions[trainable, source, held] = reduction
             if reduction.worth_releasing:
                 self.worth_releasing.append(reduction)
         return reduction

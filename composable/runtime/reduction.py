@@ -8,7 +8,7 @@ all goes the same way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ class Reduction:
 
     __slots__ = (
         "_before",
+        "_carried",
         "_casts",
         "_communicator",
         "_dtype",
@@ -61,13 +62,14 @@ class Reduction:
         trainable: Sequence[bool],
         source: torch.dtype,
         replicas: Communicator | None = None,
+        like: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.flat = flat
         self._sharded = sharded
         self._communicator = communicator
         self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=communicator.capabilities.even_only)
         ranks = communicator.size * (1 if replicas is None else replicas.size)
-        self._rows = GradientRows(flat, self._plan, communicator.size, source) if ranks > 1 else None
+        self._rows = GradientRows(flat, self._plan, communicator.size, source) if ranks > 1 or like is not None else None
         self._dtype = flat.reduce_dtype
         self._casts = self._dtype != source
         self._before, after = division_factors(flat.precision.reduce, ranks)
@@ -75,18 +77,27 @@ class Reduction:
         self._share = 1.0 / after if replicas is None else 1.0
         self._early = may_scale_inputs(flat.precision.reduce, self._share)
         self._packed: tuple[ReducePart, ...] = ()  # the message of rows, if there is one
-        self._shards = GradientShards(flat, sharded, self._plan)
+        self._shards = GradientShards(flat, sharded, self._plan, like)
+        self._carried: Sequence[Tensor | None] = ()  # shards that go into the second hop, too
         self._work: Work | None = None
         self._missing: list[int] = []
         self._reordered = [(index, slot.order) for index, slot in enumerate(flat.layout.slots) if slot.order]
         self._whole: list[tuple[int, Tensor]] = []
 
-    def launch(self, gradients: Sequence[Tensor | None], tags: TagSequence, label: str) -> None:
+    def launch(
+        self,
+        gradients: Sequence[Tensor | None],
+        tags: TagSequence,
+        label: str,
+        carried: Sequence[Tensor | None] = (),
+    ) -> None:
         """Start to reduce.
 
         Args:
             gradients: one per slot, of the unsharded parameter's shape; None where autograd gave none.
+            carried: means over the shards from earlier backwards, to be averaged over the replicas with this one's.
         """
+        self._carried = carried
         rows = self._rows
         if rows is None:
             self.keep(gradients)
@@ -131,6 +142,9 @@ class Reduction:
         work, self._work = self._work, None
         work.wait()
         self._rows.buffer.free()
+        if self._carried:
+            self._shards.add_shards(self._carried, self._communicator.size / self._before)
+            self._carried = ()
         self._work = self._replicas.launch(self._shards.reduced, tags, label)
 
     def finish(self) -> list[nn.Parameter]:

@@ -9,12 +9,14 @@ from typing import Final
 import pytest
 import torch
 import torch.distributed as dist
+from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import checkpoint, fully_shard, no_sync, reduce_gradients, registry, replicate
 from tests.helpers.battery import Case
 from tests.helpers.battery.case import mean_square, rows
-from tests.helpers.compare import assert_same_gradients
+from tests.helpers.compare import assert_same_gradients, averaged_gradients, full
 from tests.helpers.world import Pool, current_device, need_devices
 
 
@@ -73,6 +75,12 @@ def sharded_inside_replicated(model: Layers, case: Case) -> None:
     replicate(model)
 
 
+def hybrid(model: nn.Module, case: Case) -> None:
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh(current_device().type, shape, mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, policy=set(case.units), mesh=mesh)
+
+
 def several_roots(model: Layers, case: Case) -> None:
     fully_shard(model.layers[0])
     fully_shard(model.layers[1])
@@ -90,14 +98,18 @@ def checkpointed(model: Layers, case: Case) -> None:
 SCHEMES: Final[dict[str, Callable[..., None]]] = {
     scheme.__name__: scheme
     for scheme in (
-        by_policy, keeping, replicated, replicated_inside_sharded, sharded_inside_replicated, several_roots, checkpointed
+        by_policy, keeping, replicated, replicated_inside_sharded, sharded_inside_replicated, several_roots, checkpointed,
+        hybrid
     )
 }  # fmt: skip
 
 
-def held(model: nn.Module, **options: bool) -> AbstractContextManager[None]:
+_LEVEL: Final = ["all"]  # of the scopes of all programs
+
+
+def held(model: nn.Module, *, enabled: bool = True, level: str | None = None) -> AbstractContextManager[None]:
     """`no_sync`, if anything is annotated."""
-    return no_sync(model, **options) if _annotated(model) else nullcontext()
+    return no_sync(model, enabled=enabled, level=level or _LEVEL[0]) if _annotated(model) else nullcontext()
 
 
 def _annotated(model: nn.Module) -> bool:
@@ -241,6 +253,14 @@ def a_part_alone(model: Layers, x: Tensor) -> None:
     _end(model)
 
 
+def on_two_levels(model: nn.Module, x: Tensor) -> None:
+    for levels in (("all", "replicate", "all"), ("replicate", "all", "replicate")):
+        for number, level in enumerate(levels, start=1):
+            with held(model, level=level):
+                _step(model, number * x)
+        _step(model, 4 * x)
+
+
 def evaluation_in_between(model: nn.Module, x: Tensor) -> Tensor:
     with held(model):
         _step(model, x)
@@ -257,12 +277,13 @@ PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     for program in (
         three_micro_batches, with_and_without, decided_in_backward, scopes_in_each_other, an_explicit_end, clearing_in_between,
         scaling_in_between, two_backwards_through_one_forward, unused_at_last, unused_at_first, unused_in_all,
-        frozen_in_between, a_part_alone, evaluation_in_between
+        frozen_in_between, a_part_alone, on_two_levels, evaluation_in_between
     )
 }  # fmt: skip
 
 
-def _run(scheme: str) -> None:
+def _run(scheme: str, level: str) -> None:
+    _LEVEL[0] = level
     for name, program in PROGRAMS.items():
         try:
             assert_same_gradients(CASE, SCHEMES[scheme], program)
@@ -271,11 +292,57 @@ def _run(scheme: str) -> None:
             raise
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_accumulated_gradients_are_those_of_the_plain_model(pool: Pool, scheme: str, device: str) -> None:
-    ranks = 4 if scheme in ("by_policy", "replicated_inside_sharded") else 2
+_OTHERS: Final = ["hybrid", "replicated_inside_sharded"]  # where levels differ in what they do
+
+
+@pytest.mark.parametrize(("level", "scheme"), [*(("all", scheme) for scheme in SCHEMES), *(("replicate", s) for s in _OTHERS)])
+def test_accumulated_gradients_are_those_of_the_plain_model(pool: Pool, scheme: str, level: str, device: str) -> None:
+    ranks = 4 if scheme in ("by_policy", "hybrid") else 2
     need_devices(device, ranks)
-    pool.run(ranks, _run, scheme, device=device)
+    pool.run(ranks, _run, scheme, level, device=device)
+
+
+def test_one_shard_per_replica_accumulates_like_several(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _run, "hybrid", "replicate", device=device)
+
+
+def _see() -> list[str]:
+    """How gradients are spread after a backward of each kind; their value is the mean over all ranks each time."""
+    seen = []
+    for annotate in (by_policy, replicated_inside_sharded, hybrid):
+        device = current_device()
+        model, plain = CASE.model(0, 0, device), CASE.model(0, 0, device)
+        annotate(model, CASE)
+        (x,) = CASE.inputs(0, 0, dist.get_rank(), device)
+        for level in ("all", "replicate", "none"):
+            with no_sync(model, enabled=level != "none", level="all" if level == "none" else level):
+                _step(model, x)
+            _step(plain, x)
+            seen.append(
+                f"{annotate.__name__}, {level}: {model.first.weight.grad.placements}, {model.last.weight.grad.placements}"
+            )
+            means = averaged_gradients(plain)
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(full(parameter.grad), means[name])
+    return seen
+
+
+def test_what_is_held_can_be_seen(pool: Pool, device: str) -> None:
+    need_devices(device, 4)
+    assert_text(
+        "\n".join(pool.run(4, _see, device=device)[0]),
+        """\
+by_policy, all: (Partial(avg),), (Partial(avg),)
+by_policy, replicate: (Shard(dim=0),), (Shard(dim=0),)
+by_policy, none: (Shard(dim=0),), (Shard(dim=0),)
+replicated_inside_sharded, all: (Partial(avg),), (Partial(avg),)
+replicated_inside_sharded, replicate: (Shard(dim=0),), (Partial(avg),)
+replicated_inside_sharded, none: (Shard(dim=0),), (Replicate(),)
+hybrid, all: (Partial(avg), Partial(avg)), (Partial(avg), Partial(avg))
+hybrid, replicate: (Partial(avg), Shard(dim=0)), (Partial(avg), Shard(dim=0))
+hybrid, none: (Replicate(), Shard(dim=0)), (Replicate(), Shard(dim=0))""",
+    )
 
 
 def _run_alone() -> None:
