@@ -356,9 +356,35 @@ def _compiled_modules_cast_as_others_do_and_nothing_of_ours_is_compiled() -> Non
         assert compiled.ours_compiled() == []
 
 
+def _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit() -> None:
+    for policy in (
+        fsdp.MixedPrecisionPolicy(BF16, torch.float32),
+        fsdp.MixedPrecisionPolicy(BF16),
+        fsdp.MixedPrecisionPolicy(reduce_dtype=BF16),
+        fsdp.MixedPrecisionPolicy(torch.float16),
+    ):
+        torch.manual_seed(0)
+        ours = nn.Sequential(*(nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12)) for _ in range(3)))
+        theirs = copy.deepcopy(ours)
+        fully_shard(ours, policy={nn.Sequential}, mp_policy=policy)
+        for unit in (*theirs, theirs):
+            fsdp.fully_shard(unit, mp_policy=policy)
+        for step in range(2):  # the second backward adds to the first one's gradients
+            x = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+            outputs = ours(x), theirs(x)
+            assert torch.equal(*outputs)
+            for output in outputs:
+                output.float().square().mean().backward()
+        for one, other in zip(full_gradients(ours).values(), full_gradients(theirs).values(), strict=True):
+            assert one is not None
+            assert other is not None
+            assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     "body",
     [
+        _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit,
         _compiled_modules_cast_as_others_do_and_nothing_of_ours_is_compiled,
         _whole_state_dicts_load_and_what_was_loaded_is_computed_with,
         _frozen_parameters_are_cast_and_those_that_are_unfrozen_get_gradients_of_their_own_dtype,
