@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import move_buffers
-from composable.api.meshes import Mesh, Spread, device_of, meeting_place, mesh_info_of, spread_over
+from composable.api.meshes import Mesh, Spread, device_of, meeting_place, mesh_info_of, refuse_unordered, spread_over
 from composable.api.precision import MixedPrecision, precision_policy
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.sync_module_states import synchronise
@@ -115,7 +115,8 @@ def fully_shard(
     Raises:
         AnnotationError: the module is annotated already, inside an annotated one, replicated, or has no forward; a keyword
             is unknown; ignored_params matches nothing; a parameter would belong to two units.
-        MeshError: the mesh has more than two dimensions, or two that do not say what they are for; it does not hold this rank.
+        MeshError: the mesh has more than two dimensions, or two that do not say what they are for; it lists
+            ranks in another order than process groups do, or does not hold this rank.
         RanksDisagreeError: the ranks do not hold the same module.
 
     Example:
@@ -212,7 +213,10 @@ def _after_forward(value: bool | int) -> AfterForward:
 
 
 def _spread_over(module: nn.Module, mesh: Mesh) -> Spread | None:
-    return spread_over("fully_shard", mesh, device_of(module), hybrid=True)
+    spread = spread_over("fully_shard", mesh, device_of(module), hybrid=True)
+    if spread is not None:
+        refuse_unordered("fully_shard", spread)
+    return spread
 
 
 def _in_words(spread: Spread | None) -> str:

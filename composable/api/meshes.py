@@ -150,6 +150,23 @@ def _too_many_dimensions(verb: str, mesh: DeviceMesh, *, hybrid: bool) -> MeshEr
     )
 
 
+def refuse_unordered(verb: str, spread: Spread) -> None:
+    """Process groups number their ranks in ascending order, and a mesh as it lists them. Where these differ, a shard would be
+    one rank's to whom gathers it, and another's to whom loads it.
+
+    Raises:
+        MeshError: they do, along the dimension that is sharded over.
+    """
+    ranks = spread.mesh.mesh.movedim(spread.shard, -1)
+    if not ranks.equal(ranks.sort(-1).values):
+        along = "" if ranks.ndim == 1 else f" along dimension {spread.shard}, which is sharded over"
+        raise MeshError(
+            f"{verb}: the mesh {spread.mesh.mesh.tolist()} does not list its ranks in ascending order{along}, as process "
+            f"groups do. Pass DeviceMesh(mesh.device_type, mesh.mesh.sort({spread.shard}).values"
+            f"{', mesh_dim_names=mesh.mesh_dim_names' if spread.mesh.mesh_dim_names else ''}), or make it by init_device_mesh."
+        )
+
+
 def meeting_place(spread: Spread | None, device: torch.device) -> Communicator:
     """Where all ranks meet before any of them does something with a module."""
     if spread is None:

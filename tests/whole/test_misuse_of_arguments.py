@@ -106,6 +106,28 @@ def test_meshes_that_do_not_fit_are_refused_with_an_example(pool: Pool) -> None:
     assert_text(word, """AnnotationError: reshard_after_forward must be True, False or a number of ranks, got str""")
 
 
+def _unordered() -> list[str]:
+    kind = current_device().type
+    model = _transformer()
+    return [
+        refused(model, lambda: fully_shard(model, mesh=DeviceMesh(kind, [1, 0]))),
+        refused(model, lambda: fully_shard(model, mesh=DeviceMesh(kind, [[1], [0]], mesh_dim_names=("shard", "replicate")))),
+    ]
+
+
+def test_meshes_that_list_ranks_otherwise_than_process_groups_are_refused(pool: Pool) -> None:
+    """Loading a state dict would cut for the rank that the mesh says, and a gather take the pieces in the group's order."""
+    one, two = map(same_on_all, zip(*pool.run(2, _unordered), strict=True))
+    assert_text(
+        one,
+        """MeshError: fully_shard: the mesh [1, 0] does not list its ranks in ascending order, as process groups do. Pass DeviceMesh(mesh.device_type, mesh.mesh.sort(0).values), or make it by init_device_mesh.""",
+    )
+    assert_text(
+        two,
+        """MeshError: fully_shard: the mesh [[1], [0]] does not list its ranks in ascending order along dimension 0, which is sharded over, as process groups do. Pass DeviceMesh(mesh.device_type, mesh.mesh.sort(0).values, mesh_dim_names=mesh.mesh_dim_names), or make it by init_device_mesh.""",
+    )
+
+
 @spmd(ranks=2)
 def test_a_dimension_picked_by_name_and_a_process_group_are_meshes() -> None:
     kind = current_device().type
