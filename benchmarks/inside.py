@@ -43,7 +43,7 @@ PIECES = (
     Piece(
         "all-gathers of the faked group",
         (
-            "device.collectives.native:NativeCommunicator.all_gather",
+            "device.collectives.generic:GenericCommunicator.all_gather",
             "device.collectives.accelerator:AcceleratorCommunicator.all_gather",
         ),
         True,
@@ -51,7 +51,7 @@ PIECES = (
     Piece(
         "reduce-scatter of the faked group",
         (
-            "device.collectives.native:NativeCommunicator.reduce_scatter",
+            "device.collectives.generic:GenericCommunicator.reduce_scatter",
             "device.collectives.accelerator:AcceleratorCommunicator.reduce_scatter",
         ),
         True,
@@ -65,7 +65,7 @@ PIECES = (
     Piece("guards", ("model.hooks:GuardRow.step_aside", "model.hooks:GuardRow.stand")),
     Piece("gradients taken over", ("runtime.part:take_gradients",)),
     Piece("outputs watched", ("runtime.root:watch",)),
-    Piece("memory", ("device.memory:ElasticBuffer.allocate", "device.memory:ElasticBuffer.free")),
+    Piece("memory", ("device.elastic_buffer:ElasticBuffer.allocate", "device.elastic_buffer:ElasticBuffer.free")),
 )
 HOOKS = "torch's calls of empty hooks"
 REST = "everything else"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import move_buffers
 from composable.api.meshes import Mesh, Spread, device_of, meeting_place, mesh_info_of, refuse_unordered, spread_over
-from composable.api.precision import MixedPrecision, precision_policy
+from composable.api.mp_policy import MixedPrecision, precision_policy
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_taken

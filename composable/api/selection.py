@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from composable.errors import AnnotationError, PolicyError, TiedParametersError
-from composable.model.traversal import ManagedParameter, get_states, managed_parameters, walk
+from composable.api.ties import enclosing_units, innermost_of_all, refuse_tied_outside
+from composable.errors import AnnotationError, PolicyError
+from composable.model.traversal import ManagedParameter, managed_parameters
 
 
 def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any]) -> dict[int, None]:
@@ -72,18 +73,14 @@ def parameters_by_unit(
     """
     prefixes = _prefixes(modules)
     everything = managed_parameters(list(zip(prefixes, modules, strict=True)), ignored=ignored)
-    _refuse_tied_outside(modules, everything)
+    refuse_tied_outside(modules, everything)
     if not picked:
         return [everything]
-    chains = _enclosing_units(modules[0], picked)
+    chains = enclosing_units(modules[0], picked)
     shares: list[list[ManagedParameter]] = [[] for _ in range(len(picked) + 1)]
     names = {id(m): name for name, m in modules[0].named_modules()}
     for managed in everything:
-        common = chains[id(managed.places[0].module)]
-        for place in managed.places[1:]:
-            other = chains[id(place.module)]
-            common = tuple(unit for unit in common if unit in other)
-        owner = common[-1] if common else 0
+        owner = innermost_of_all(managed, chains)
         prefix = names[id(picked[owner - 1])] + "." if owner else ""
         shares[owner].append(_below(managed, prefix))
     return shares
@@ -97,41 +94,3 @@ def _prefixes(modules: Sequence[nn.Module]) -> list[str]:
 def _below(managed: ManagedParameter, prefix: str) -> ManagedParameter:
     places = tuple(type(place)(place.module, place.name, place.fqn.removeprefix(prefix)) for place in managed.places)
     return ManagedParameter(managed.parameter, places)
-
-
-def _enclosing_units(root: nn.Module, picked: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
-    """For every module below `root`: the picked units around it, outermost first, counted from 1."""
-    number = {id(module): index + 1 for index, module in enumerate(picked)}
-    chains: dict[int, tuple[int, ...]] = {}
-
-    def visit(module: nn.Module, chain: tuple[int, ...]) -> None:
-        if id(module) in number:
-            chain = (*chain, number[id(module)])
-        if id(module) in chains:  # it is in several places: units that hold all of them count, for what is below it, too
-            known = chains[id(module)]
-            chain = tuple(unit for unit in known if unit in chain)
-            if chain == known:
-                return
-        chains[id(module)] = chain
-        for child in module.children():
-            visit(child, chain)
-
-    visit(root, ())
-    return chains
-
-
-def _refuse_tied_outside(modules: Sequence[nn.Module], everything: Sequence[ManagedParameter]) -> None:
-    """A plain parameter whose twin has been sharded with a unit below would silently stop being tied."""
-    taken: dict[int, str] = {}
-    for module in modules:
-        for state in get_states(module):
-            for fqn, original in state.originals():
-                name = next((n for n, m in walk(module) if m is state.modules[0]), "")
-                taken[id(original)] = f"{name}.{fqn}" if name else fqn
-    for managed in everything:
-        if id(managed.parameter) in taken:
-            raise TiedParametersError(
-                f"parameters '{taken[id(managed.parameter)]}' and '{managed.fqn}' are tied, but the first was sharded "
-                "as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the "
-                "units in policy=, which keeps tied parameters together"
-            )

@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from composable.device.collectives import Communicator, GatherPart
-from composable.device.memory import ElasticBuffer, MemoryPool
+from composable.device.elastic_buffer import ElasticBuffer
+from composable.device.memory import MemoryPool
 from composable.plan.layout import Layout, Slot
 from composable.plan.precision import Precision
 from composable.plan.routes import Route

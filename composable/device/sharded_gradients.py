@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.device.elastic_buffer import ElasticBuffer
 from composable.device.flat_parameters import FlatParameters, note_shards, pair_rows, shape_like_rows
 from composable.device.held_gradients import refuse_hooks_again
 from composable.device.kept_gradients import GradientUsers
-from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import like_parameter
 from composable.device.private import (
     as_tensors,

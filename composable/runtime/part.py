@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from composable.device.collectives import Communicator, GatherPart, TagSequence, Work
+from composable.device.elastic_buffer import ElasticBuffer
 from composable.device.flat_parameters import FlatParameters
 from composable.device.held_gradients import HeldGradients
-from composable.device.memory import ElasticBuffer
 from composable.device.parameter_swap import ParameterSlots, summand_over_replicas_like
 from composable.device.private import innermost, outside_transforms
 from composable.device.sharded_gradients import take_gradients

@@ -25,7 +25,6 @@ from composable.runtime.accumulation import refuse_removal
 from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.inputs import EdgeCasts, edge_casts, on_device
-from composable.runtime.leaving import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
 from composable.runtime.membership import Membership
 from composable.runtime.mesh_info import refuse_other_replicas
@@ -33,6 +32,7 @@ from composable.runtime.misuse import method_on_stack
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
 from composable.runtime.recurrent import WeightsInPlace
+from composable.runtime.removal import after_interrupt, remove_together
 from composable.runtime.root import Root
 
 

@@ -18,13 +18,13 @@ from composable.device.collectives import (
     AcceleratorCommunicator,
     Communicator,
     GatherPart,
-    NativeCommunicator,
+    GenericCommunicator,
     PointToPointCommunicator,
     ReducePart,
     TagSequence,
     accelerator,
     communicator_of,
-    native,
+    generic,
     world_group,
 )
 from composable.device.memory import MemoryPool
@@ -47,7 +47,7 @@ def _apart(group: dist.ProcessGroup, device: torch.device) -> Communicator:
 
 KINDS: dict[str, Callable[..., Communicator]] = {
     "pairs": PointToPointCommunicator,
-    "tensors": NativeCommunicator,
+    "tensors": GenericCommunicator,
 }
 if host.is_used():
     KINDS |= {"shared": _shared, "apart": _apart}
@@ -166,9 +166,9 @@ def test_a_communicator_gives_what_torchs_own_collectives_give(
 def _mean(kind: str) -> int:
     """Reduces to the mean, then to half of it; how often this side had to multiply."""
     streams = AcceleratorCommunicator(world_group(), CPU, streams_of(CPU))
-    communicator = {"tensors": NativeCommunicator(world_group(), CPU), "streams": streams}[kind]
+    communicator = {"tensors": GenericCommunicator(world_group(), CPU), "streams": streams}[kind]
     communicator._averaging = True
-    room = {"tensors": native, "streams": accelerator}[kind]
+    room = {"tensors": generic, "streams": accelerator}[kind]
     with mock.patch.object(room, "scale_sums", wraps=room.scale_sums) as scaling:
         for factor in (1.0, 0.5):
             source = _numbers(2 * 5, communicator.rank)

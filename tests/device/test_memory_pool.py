@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from composable.device import memory, private
-from composable.device.memory import ElasticBuffer, MemoryPool
+from composable.device.elastic_buffer import ElasticBuffer
+from composable.device.memory import MemoryPool
 
 CPU = torch.device("cpu")
 

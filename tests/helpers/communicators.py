@@ -14,7 +14,7 @@ from torch import Tensor
 from composable.device.collectives import (
     Communicator,
     GatherPart,
-    NativeCommunicator,
+    GenericCommunicator,
     PointToPointCommunicator,
     PollableWork,
     ReducePart,
@@ -248,6 +248,6 @@ def all_sockets(communicator: Communicator) -> Communicator:
 def all_ordered(communicator: Communicator) -> Communicator:
     """A communicator whose collectives are told apart by nothing but their order, as NCCL's are."""
     if communicator.capabilities.tells_of_leaving and communicator.dedicated:
-        return NativeCommunicator(communicator_like(communicator.group, communicator.device), communicator.device)
+        return GenericCommunicator(communicator_like(communicator.group, communicator.device), communicator.device)
     sent_by_pairs = communicator.capabilities.tells_of_leaving or isinstance(communicator, PointToPointCommunicator)
-    return NativeCommunicator(communicator.group, communicator.device) if sent_by_pairs else communicator
+    return GenericCommunicator(communicator.group, communicator.device) if sent_by_pairs else communicator

@@ -67,6 +67,7 @@ POWERS: Final = (
 USED_IN: Final = {
     "api/devices.py": "_buffers",
     "device/buffer_swap.py": "_buffers",
+    "device/elastic_buffer.py": "set_ UntypedStorage",
     "device/memory.py": "resize_ set_ untyped_storage UntypedStorage swap_memory",
     "device/parameter_swap.py": "_parameters set_local",
     "device/private.py": "queue_callback at_end_of_backward untyped_storage UntypedStorage swap_memory _local_tensor set_local",

@@ -515,7 +515,7 @@ def test_a_policy_that_is_none_is_refused_and_names_what_would_be_one() -> None:
 
 
 def test_gradients_in_another_dtype_are_refused_where_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composable.api.precision.CAN_KEEP", False)
+    monkeypatch.setattr("composable.api.mp_policy.CAN_KEEP", False)
     model = nn.Linear(2, 2)
     policy = MixedPrecisionPolicy("bf16", keep_grads_in_reduce_dtype=True)
     text = refused(model, lambda: fully_shard(model, mp_policy=policy))

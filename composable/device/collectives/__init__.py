@@ -22,8 +22,8 @@ from composable.device.collectives.communicator import (
     TagSequence,
     Work,
 )
+from composable.device.collectives.generic import GenericCommunicator
 from composable.device.collectives.local import LocalCommunicator
-from composable.device.collectives.native import NativeCommunicator
 from composable.device.collectives.point_to_point import PointToPointCommunicator
 from composable.device.collectives.process_groups import (
     backend_of,
@@ -41,8 +41,8 @@ __all__ = [
     "Capabilities",
     "Communicator",
     "GatherPart",
+    "GenericCommunicator",
     "LocalCommunicator",
-    "NativeCommunicator",
     "PointToPointCommunicator",
     "PollableWork",
     "ReducePart",

@@ -24,7 +24,7 @@ from composable.device.collectives.communicator import (
     put_scaled_input,
     scale_sums,
 )
-from composable.device.collectives.native import DIRECT_BYTES
+from composable.device.collectives.generic import DIRECT_BYTES
 from composable.device.private import coalesced
 from composable.device.streams import Mark, Streams
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from composable.device.collectives.accelerator import AcceleratorCommunicator
 from composable.device.collectives.communicator import Communicator
+from composable.device.collectives.generic import GenericCommunicator
 from composable.device.collectives.local import LocalCommunicator
-from composable.device.collectives.native import NativeCommunicator
 from composable.device.collectives.point_to_point import PointToPointCommunicator
 from composable.device.collectives.process_groups import backend_of, communicator_like
 from composable.device.streams import streams_of
@@ -60,10 +60,10 @@ def communicator_of(group: dist.ProcessGroup | None, device: torch.device, *, de
     elif device.type not in ("cpu", "meta"):
         communicator = AcceleratorCommunicator(mine(group, device), device, streams_of(device))
     elif backend_of(group, cpu) == "gloo":
-        pairs = PointToPointCommunicator if dist.get_world_size(group) <= PAIRS_UP_TO else NativeCommunicator
+        pairs = PointToPointCommunicator if dist.get_world_size(group) <= PAIRS_UP_TO else GenericCommunicator
         communicator = host_communicator(group, cpu, dedicated=dedicated) or pairs(mine(group, cpu), cpu)
     else:
-        communicator = NativeCommunicator(mine(group, cpu), cpu)
+        communicator = GenericCommunicator(mine(group, cpu), cpu)
     for wrapper in _WRAPPERS:
         communicator = wrapper(communicator)
     return communicator

@@ -31,7 +31,7 @@ from composable.device.private import as_real, launchers
 DIRECT_BYTES: Final = 1 << 20  # bytes in a shard from which its own message pays
 
 
-class NativeCommunicator(GroupCommunicator):
+class GenericCommunicator(GroupCommunicator):
     """Plain tensor collectives; `async_op` keeps those of a host backend off this thread."""
 
     capabilities = Capabilities(DIRECT_BYTES, even_only=True, ordered=True)
