@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import MixedPrecisionPolicy, checkpoint, fully_shard, no_sync, reduce_gradients
 from composable.plan.scaling import division_factors
@@ -206,6 +206,23 @@ def _trains_as_written(annotate: Annotate, policy: MixedPrecisionPolicy, *, repl
     _assert_equal(dict(expected.named_parameters()), full_parameters(model))
 
 
+def _held_over_replicas(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
+    """Each backward is summed over the shards, the last one over the replicas: rounded once more than what is held whole."""
+    ranks, rank = _seat()
+    expected, model = model_of(0), model_of(0)
+    _in_units(model, policy, mesh=mesh)
+    by_hand(expected, policy, ranks, (0, 1), replicas=2)
+    with no_sync(model, level="replicate"):
+        loss_of(model(tokens_of(0, rank))).backward()
+    loss_of(model(tokens_of(1, rank))).backward()
+    for parameter, found in zip(expected.parameters(), full_gradients(model).values(), strict=True):
+        if parameter.grad is None or found is None:
+            assert parameter.grad is found
+        else:
+            assert found.dtype is parameter.dtype
+            torch.testing.assert_close(found, parameter.grad, rtol=0.02, atol=0.02 * float(parameter.grad.abs().max()))
+
+
 def _all_train_as_written() -> None:
     if _seat()[0] == 4:  # what two ranks cannot tell: neighbours, and sums of more than two terms
         _trains_as_written(partial(_in_units, reshard_after_forward=2), POLICIES["bf16"])
@@ -214,6 +231,7 @@ def _all_train_as_written() -> None:
         hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         for name in ("bf16", "bf16, summed in float32", "fp16, summed in fp16"):
             _trains_as_written(partial(_in_units, mesh=hybrid), POLICIES[name], replicas=2)
+            _held_over_replicas(hybrid, POLICIES[name])
         return
     for annotate in SCHEMES.values():
         _trains_as_written(annotate, POLICIES["bf16, summed in float32"])
