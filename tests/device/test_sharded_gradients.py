@@ -291,6 +291,33 @@ def test_gradients_lie_where_the_reduction_puts_them(packed_align: int, straight
     assert (row == buffer) is straight
 
 
+@pytest.mark.parametrize("reduce", ["float32", "float64"])
+@pytest.mark.parametrize("frozen", [[], ["large"], ["large", "small"], ["last"]])
+def test_the_second_hop_gets_all_sums_and_flags_and_nothing_that_is_frozen(frozen: list[str], reduce: str) -> None:
+    specs = [ParamSpec(name, shape) for name, shape in (("one", (40, 8)), ("large", (60, 8)), ("two", (41, 8)))]
+    specs += [ParamSpec("small", (5,)), ParamSpec("last", (3, 2), 1)]
+    layout = plan_layout(specs, num_shards=2, direct_numel=100, packed_align=1)
+    flat = FlatParameters(
+        layout,
+        precision=resolve("float32", reduce=reduce),
+        device=CPU,
+        communicator=Seat(0, 2),  # type: ignore[arg-type]
+        pool=MemoryPool(),
+    )
+    plan = plan_reduction(layout, trainable=[spec.name not in frozen for spec in specs], even_only=False)
+    shards = GradientShards(flat, [nn.Parameter(flat.shard_view(i)) for i in range(len(specs))], plan)
+    shards.refresh()
+    if reduce == "float32":
+        shards.buffer.fill_(0.0)
+    for tensor in shards.reduced:
+        tensor.fill_(1.0)
+    assert all(part.eq(1.0).all() for part in (*shards.direct, shards.row))
+    if reduce == "float32":  # between the two that are not frozen, much is
+        large = layout.slots[1]
+        assert bool(shards.buffer[large.shard_start : large.shard_start + large.chunk_numel].any()) is ("large" not in frozen)
+        assert len(shards.reduced) == 1 + ("large" in frozen) + (plan.straight is None)
+
+
 @spmd(ranks=2)
 def test_gradients_are_spread_as_their_parameters_are() -> None:
     unit = Unit()

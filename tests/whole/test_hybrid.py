@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable import MixedPrecisionPolicy, checkpoint, fully_shard, replicate
 from composable.device.collectives import Communicator, communicators_wrapped_by
-from composable.errors import CommunicationError, MeshError
+from composable.errors import CommunicationError, MeshError, RanksDisagreeError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.communicators import LastMoment, Log, Recording, Slow, all_ordered, all_sockets
 from tests.helpers.compare import assert_same_gradients, assert_same_training, averaged_gradients, full_gradients
@@ -260,6 +260,40 @@ def test_who_waits_for_a_rank_that_left_is_told_by_its_number_among_all(pool: Po
     # It waits for nothing of rank 3: one of the other two, who have left the step, tells it.
     assert diagonal.startswith("CommunicationError: rank 0: the ")
     assert re.search(r"failed: rank [12] has left this step: ", diagonal)
+
+
+class EitherOrder(nn.Module):
+    """Runs its blocks in the other order on the ranks of the second replica."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks if dist.get_rank() < 2 else reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+def _run_in_either_order() -> str:
+    model = EitherOrder().to(current_device())
+    fully_shard(model, policy={Block}, mesh=_mesh(2, 2), sync_module_states="broadcast")
+    with pytest.raises(RanksDisagreeError) as refused:
+        model(torch.ones(2, 4, device=current_device()))
+    return str(refused.value)
+
+
+def test_replicas_that_run_their_units_in_another_order_are_named(pool: Pool, device: str) -> None:
+    need_devices(device, 4)
+    assert (
+        pool.run(4, _run_in_either_order, device=device)
+        == [
+            "the ranks run their modules in different orders in the first forward: rank 0 runs 'blocks.0'; rank 1 runs "
+            "'blocks.0'; rank 2 runs 'blocks.1'; rank 3 runs 'blocks.1'. All ranks must run the same fully sharded modules in "
+            "the same order."
+        ]
+        * 4
+    )
 
 
 # --- what a mesh means ------------------------------------------------------------------------------------------------
