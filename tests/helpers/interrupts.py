@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import composable
-from composable import checkpoint, describe, fully_shard, replicate
+from composable import MixedPrecisionPolicy, checkpoint, describe, fully_shard, replicate
 from composable.device.private import timeout_of
 from composable.errors import ComposableError
 from tests.helpers.quiet import errors_only
@@ -84,6 +84,13 @@ def _regrouping(model: Model, group: Any) -> None:
     fully_shard(model, mesh=group, policy={Line}, reshard_after_forward=2)
 
 
+def _casting(model: Model, group: Any) -> None:
+    """Computes in more than it needs, so that numbers are those of the others."""
+    model.body[0].register_buffer("table", torch.full((6,), 1 / 3))
+    precision = MixedPrecisionPolicy("fp64", buffer_dtype="bf16", output_dtype="fp32")
+    fully_shard(model, mesh=group, policy={Line}, mp_policy=precision)
+
+
 def _with_replicas(model: Model, group: Any) -> None:
     """Four ranks, two of them a replica; groups give up as early as `group` does."""
     rows = [[0, 1], [2, 3]]
@@ -121,6 +128,7 @@ SCHEMES: Final[dict[str, Callable[[Model, Any], None]]] = {
     "by policy": _by_policy,
     "keeping": _keeping,
     "regrouping": _regrouping,
+    "casting": _casting,
     "with replicas": _with_replicas,
     "nested": _nested,
     "replicated": _replicated,

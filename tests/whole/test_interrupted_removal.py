@@ -90,7 +90,7 @@ def _removals(seeds: list[int], scheme: str) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("scheme", ["by policy", "nested"])
+@pytest.mark.parametrize("scheme", ["by policy", "nested", "casting"])
 def test_an_interrupted_removal_leaves_all_annotated_or_none_and_can_be_made_again(pool: Pool, scheme: str) -> None:
     for wrong in pool.run(2, _removals, list(range(8)), scheme):
         assert wrong == []
