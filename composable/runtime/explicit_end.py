@@ -62,9 +62,8 @@ def reduce_held(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedU
         unit.order.abort()  # if a backward raised
     counted = [handle.steps for handle in handles] + [unit.communicator.sums.steps for unit in replicas]
     for steps in dict.fromkeys(counted):
-        if not steps.by_backward:
-            steps.end_window()  # as it may have ended on a rank that lost what it held
-            steps.open()
+        steps.end_window()  # as it may have ended on a rank that lost what it held; or ranks ran different numbers of backwards
+        steps.open()
     holders = [_Holder(h.name, h.gradients.accumulation, h.mesh_info.all, h.gradients.drop) for h in handles]
     holders += [_Holder(u.name, u.reducer.local.accumulation, u.communicator, u.drop_held) for u in replicas]
     _compare(holders)

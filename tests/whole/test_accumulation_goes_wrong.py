@@ -271,6 +271,24 @@ dropped on all ranks; clear the gradients and go on""",
     )
 
 
+def _run_more_than_others() -> str:
+    model = Layers()
+    replicate(model)
+    x = torch.ones(2, 8)
+    with no_sync(model):
+        for _ in range(1 + dist.get_rank()):
+            _step(model, x)
+    found = refusal(lambda: reduce_gradients(model))
+    _step(model, x)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return found
+
+
+def test_ranks_that_ran_different_numbers_of_backwards_are_named(pool: Pool) -> None:
+    for text in pool.run(2, _run_more_than_others):
+        assert "of unit '(root)': rank 0: 1; rank 1: 2. Every rank must run the same backwards" in text
+
+
 def _leave_scopes() -> None:
     for annotate in _SCHEMES.values():
         model = Layers()
