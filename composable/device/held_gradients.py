@@ -5,7 +5,8 @@ What is held rests as the gradient of the sharded parameter: a `DTensor` whose p
 rank's whole gradient. So users see that it is there and what it means, `zero_grad` clears it, scaling scales it, and whoever
 redistributes it gets the mean. Between two backwards there is nothing else: what became of `.grad` in between is what counts.
 A gradient from before, reduced already, goes into the sum: it is the mean over ranks of one that has n times the shard where
-this rank's shard is, and zeros elsewhere.
+this rank's shard is, and zeros elsewhere. It does so on every rank, also where a backward brought nothing for the parameter: of
+those that have the same shard none may keep it apart, since the others add but their part of it to the mean.
 """
 
 from __future__ import annotations
@@ -59,13 +60,16 @@ class HeldGradients:
         self._forms: list[DTensor | None] = [None] * len(self._slots)  # without memory
 
     @torch.no_grad()
-    def add(self, fresh: Sequence[Tensor | None]) -> None:
+    def add(self, fresh: Sequence[Tensor | None], trainable: Sequence[bool]) -> None:
         """Add gradients of unsharded parameters to what is held."""
         sums, terms = [], []
         for index, (parameter, gradient) in enumerate(zip(self._sharded, fresh, strict=True)):
-            if gradient is None:
-                continue
             held = held_part(parameter)
+            if gradient is None:
+                before = parameter.grad
+                if not isinstance(before, DTensor) or is_held(before) or not trainable[index]:
+                    continue
+                gradient = local_of(before).new_zeros(parameter.shape)
             if held is None:
                 self._put(index, parameter, gradient)
             else:

@@ -280,6 +280,11 @@ class GradientShards:
             if shard is not None and shard.numel():
                 target.add_((shard.permute(order) if order else shard).reshape(-1), alpha=factor)
 
+    def takes_in(self, index: int) -> bool:
+        """Whether a gradient that is there goes into what is held, if nothing was reduced for it, too: it may have been
+        for another replica."""
+        return self._holds and self._sharded[index].grad is not None
+
     def deliver(self, indices: Sequence[int]) -> list[nn.Parameter]:
         """Put the buffer's contents on the parameters: as their gradient, or added to the one they have.
 

@@ -262,7 +262,7 @@ class Part:
             self.go_on_holding()
         self._wanted = tuple(map(or_, self._wanted, self.trainable))
         assert self._held is not None
-        self._held.add(self._as_kept(take_gradients(self._unsharded)))
+        self._held.add(self._as_kept(take_gradients(self._unsharded)), self.trainable)
 
     def _as_kept(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """In the dtype that users see, in which gradients of several backwards are added up."""

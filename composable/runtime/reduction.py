@@ -167,7 +167,7 @@ class Reduction:
         delivered: Sequence[int] = self._plan.flagged
         if self._missing:
             used = self._shards.used_anywhere()
-            unused = [i for i in self._missing if not used[i]]
+            unused = [i for i in self._missing if not used[i] and not self._shards.takes_in(i)]
             delivered = [i for i in delivered if i not in unused]
         self._rows.buffer.free()
         self._shards.close()

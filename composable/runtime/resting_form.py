@@ -80,14 +80,13 @@ class Pair:
     def show_held(self) -> None:
         """Show what backwards have left on this rank; see Note [Held gradients are summands]."""
         gradient, resting = self.plain.grad, self.resting
-        if gradient is None:
-            return
         self.plain.grad = None
         there = resting.grad
         if isinstance(there, DTensor):
             refuse_hooks_again(resting)
-            gradient.add_(local_of(there))
-        resting.grad = summand_like(gradient, resting)
+            gradient = local_of(there) if gradient is None else gradient.add_(local_of(there))
+        if gradient is not None:
+            resting.grad = summand_like(gradient, resting)
 
     def take_up_held(self) -> None:
         """The plain form has what is held, and gets more, or the mean."""

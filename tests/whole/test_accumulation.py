@@ -125,10 +125,10 @@ def _step(model: nn.Module, x: Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def _shorten(model: Layers, *, short: bool) -> None:
-    """From here on rank 0 leaves parameters of one layer out, and all ranks those of another."""
+def _shorten(model: Layers, *, short: bool, ranks: int = 1) -> None:
+    """From here on the first `ranks` leave parameters of one layer out, and all ranks those of another."""
     model.layers[0].short = short
-    model.layers[1].short = short and dist.get_rank() == 0
+    model.layers[1].short = short and dist.get_rank() < ranks
 
 
 def three_micro_batches(model: nn.Module, x: Tensor) -> None:
@@ -219,6 +219,16 @@ def unused_at_first(model: Layers, x: Tensor) -> None:
     _step(model, 2 * x)
 
 
+def unused_after_it_was_reduced(model: Layers, x: Tensor) -> None:
+    for level in ("all", "replicate"):
+        _step(model, x)
+        _shorten(model, short=True, ranks=dist.get_world_size() // 2)  # in a whole replica, where there are some
+        with held(model, level=level):
+            _step(model, 2 * x)
+        _end(model)
+        _shorten(model, short=False)
+
+
 def unused_in_all(model: Layers, x: Tensor) -> None:
     _shorten(model, short=True)
     with held(model):
@@ -276,8 +286,8 @@ PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     program.__name__: program
     for program in (
         three_micro_batches, with_and_without, decided_in_backward, scopes_in_each_other, an_explicit_end, clearing_in_between,
-        scaling_in_between, two_backwards_through_one_forward, unused_at_last, unused_at_first, unused_in_all,
-        frozen_in_between, a_part_alone, on_two_levels, evaluation_in_between
+        scaling_in_between, two_backwards_through_one_forward, unused_at_last, unused_at_first,
+        unused_after_it_was_reduced, unused_in_all, frozen_in_between, a_part_alone, on_two_levels, evaluation_in_between
     )
 }  # fmt: skip
 
