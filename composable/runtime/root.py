@@ -41,7 +41,7 @@ class Root:
     """What lives as long as the root: its handles in traversal order, and the recorded order of their forwards."""
 
     __slots__ = (
-        "__weakref__", "_communicators", "_doubtful", "_enclosing", "_index", "_preparation", "_saves_memory",
+        "__weakref__", "_communicators", "_doubtful", "_enclosing", "_index", "_preparation", "_saves_memory", "_summing",
         "_verified",
         "_watch", "call", "failure", "handled", "handles", "iteration", "membership", "module", "order", "reason",
         "replicated", "running", "steps", "units"
@@ -51,6 +51,7 @@ class Root:
         self.module = module
         self.membership = membership
         self.replicated = Readers((), self.settle)  # units inside whose parameters whoever is around them may read
+        self._summing: tuple[ReplicatedUnit, ...] = ()  # the same units
         self.units = tuple(units)
         self.handles = handles = tuple(unit.handle for unit in units)
         self._index = {handle: index for index, handle in enumerate(handles)}
@@ -80,9 +81,15 @@ class Root:
     def take_along(self, replicated: Sequence[ReplicatedUnit]) -> None:
         """Replicated units inside show their parameters, and take part, wherever the root's units may want them."""
         self.replicated = Readers(replicated, self.settle)
-        for unit in replicated:
+        self._summing = tuple(replicated)
+        self._count_sums()
+
+    def _count_sums(self) -> None:
+        """Sums of replicated units belong to this root's steps: a copy of the model has their communicators, too."""
+        apart = [unit for unit in self._summing if unit.communicator.sums.steps is not self.steps]
+        for unit in apart:
             self.steps.catch_up(unit.communicator.sums.steps.number)
-        for unit in replicated:
+        for unit in apart:
             unit.count_by(self.steps)
 
     def invalidate(self) -> None:
@@ -124,6 +131,7 @@ class Root:
         running.append(index)
 
     def _begin_forward(self) -> None:
+        self._count_sums()
         self.steps.open(going_on=self.iteration is not None)
         self.steps.look_ahead(self._communicators)
         doubtful, self._doubtful = self._doubtful, ()

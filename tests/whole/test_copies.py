@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel
 
 from composable import checkpoint, fully_shard, registry, remove, replicate
-from composable.errors import PhaseError
+from composable.errors import CommunicationError, PhaseError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import (
     anatomy,
@@ -283,3 +283,43 @@ def _remove_one_unit(between: bool) -> None:
 def test_one_unit_can_be_removed_and_annotated_anew_while_its_root_lives(pool: Pool, between: bool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _remove_one_unit, between, device=device)
+
+
+class _Refusal(Exception):
+    """Raised in a backward."""
+
+
+def _leave_a_step_after_a_copy_ran() -> None:
+    device = current_device()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).to(device)
+    plain = copy.deepcopy(model)
+    replicate(model[0])
+    fully_shard(model, policy={nn.Linear})
+    rows = torch.arange(8.0, device=device).view(2, 4)
+    mine = rows[dist.get_rank()]
+    model(mine).sum().backward()
+    copy.deepcopy(model)(mine).sum().backward()
+
+    def refuse(gradient: Tensor) -> None:
+        if dist.get_rank() == 1:
+            raise _Refusal
+
+    for factor in (1.0, 2.0):
+        hook = model[0].register_forward_hook(lambda module, args, output: output.register_hook(refuse) and None)
+        with pytest.raises((_Refusal, CommunicationError)):
+            model(mine).sum().backward()
+        hook.remove()
+        model.zero_grad()
+        plain.zero_grad()
+        model(factor * mine).square().sum().backward()
+        plain(factor * rows).square().sum(1).mean().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(ours.grad, DTensor)
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_a_step_that_one_rank_left_is_over_for_all_also_after_a_copy_ran(pool: Pool, device: str) -> None:
+    """Sums of replicated units would go on in the copy's step otherwise, and meet those that were left over."""
+    need_devices(device, 2)
+    pool.run(2, _leave_a_step_after_a_copy_ran, device=device)
