@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.device.flat_parameters import as_parameter
 from composable.device.parameter_swap import cut, label_of, summand_like
 from composable.device.private import dtensor_like, gradient_hooks, local_of
 from composable.errors import PhaseError
@@ -61,15 +62,20 @@ class HeldGradients:
 
     @torch.no_grad()
     def add(self, fresh: Sequence[Tensor | None], trainable: Sequence[bool]) -> None:
-        """Add gradients of unsharded parameters to what is held."""
+        """Add gradients of unsharded parameters to what is held.
+
+        Args:
+            trainable: for each, whether some rank may have one.
+        """
         sums, terms = [], []
         for index, (parameter, gradient) in enumerate(zip(self._sharded, fresh, strict=True)):
             held = held_part(parameter)
             if gradient is None:
-                before = parameter.grad
+                before, slot = parameter.grad, self._slots[index]
                 if not isinstance(before, DTensor) or is_held(before) or not trainable[index]:
                     continue
-                gradient = local_of(before).new_zeros(parameter.shape)
+                # What was reduced before goes into the sum on all ranks, or on none.
+                gradient = as_parameter(local_of(before).new_zeros(slot.shape), slot)
             if held is None:
                 self._put(index, parameter, gradient)
             else:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, Final
 
 import torch
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable import checkpoint, fully_shard, replicate
+from composable import checkpoint, fully_shard, no_sync, reduce_gradients, replicate
 from composable.device.collectives import (
     Communicator,
     communicators_wrapped_by,
@@ -85,10 +86,12 @@ class Plan:
     leave_out: float  # how often a rank leaves out a layer
     delays: bool
     replicas: int = 0  # of the mesh that hybrid units are sharded over
+    held: tuple[str, ...] = ()  # for each step, the level of `no_sync` around it, if it is in one
 
     def __str__(self) -> str:
         return f"seed {self.seed}: {self.replicas or 'no'} replicas, {self.tree}; " + ", ".join(
-            " ".join(map(str, step)) for step in self.program
+            " ".join(map(str, step)) + (f" (held: {level})" if level else "")
+            for step, level in zip_longest(self.program, self.held, fillvalue="")
         )
 
 
@@ -99,7 +102,15 @@ def plan_of(seed: int, ranks: int) -> Plan:
     draw = random.Random(seed)
     tree = tree_of(draw, ranks)
     program, leave_out, delays = tuple(_program(draw)), draw.choice([0.0, 0.2, 0.5, 0.8]), draw.random() < 0.5
-    return Plan(seed, tree, program, leave_out, delays, _make_hybrid(tree, draw, ranks))
+    replicas = _make_hybrid(tree, draw, ranks)
+    return Plan(seed, tree, program, leave_out, delays, replicas, _held(tree, draw, len(program)))
+
+
+def _held(tree: Node, draw: random.Random, steps: int) -> tuple[str, ...]:
+    often = draw.choice([0.0, 0.5, 0.8])
+    levels = [draw.choice(["all", "all", "replicate"]) if draw.random() < often else "" for _ in range(steps)]
+    annotated = any(verb in ("shard", "replicate") for node in tree.everything() for verb in node.verbs)
+    return tuple(levels) if annotated else ()
 
 
 def _make_hybrid(tree: Node, draw: random.Random, ranks: int) -> int:
@@ -271,6 +282,7 @@ class _Runner:
         self.plan = plan
         self.model = Piece(plan.tree, plan.leave_out).to(torch.float64)
         self.losses: dict[int, Tensor] = {}
+        self.accumulates = annotated and any(plan.held)
         if not annotated:
             return
         draw = random.Random(f"{plan.seed} {dist.get_rank()}")
@@ -293,7 +305,16 @@ class _Runner:
         found = self.model(x, (number,))
         return (found[0] * found[1] if isinstance(found, tuple) else found).square().mean()  # type: ignore[no-any-return]
 
-    def perform(self, step: tuple[Any, ...]) -> None:
+    def perform(self, step: tuple[Any, ...], level: str) -> None:
+        if self.accumulates and level:
+            with no_sync(self.model, level=level):
+                self._perform(step)
+            return
+        self._perform(step)
+        if self.accumulates and step[0] == "compare":
+            reduce_gradients(self.model)
+
+    def _perform(self, step: tuple[Any, ...]) -> None:
         match step:
             case ("forward", number):
                 self.losses[number] = self._forward(number)
@@ -316,9 +337,9 @@ def differences(plan: Plan, *, ordered: bool, mesh: DeviceMesh | None = None) ->
     plain, ours = _Runner(plan, False, log, ordered, mesh), _Runner(plan, True, log, ordered, mesh)
     found: list[str] = []
     log.events.clear()
-    for number, step in enumerate(plan.program):
+    for number, (step, level) in enumerate(zip_longest(plan.program, plan.held, fillvalue="")):
         for runner in (plain, ours):
-            runner.perform(step)
+            runner.perform(step, "" if step[0] == "compare" else level)  # type: ignore[arg-type]
         if step[0] == "compare":
             found += [f"at step {number}: {line}" for line in _compare(plain.model, ours.model)]
             if step[1:]:
