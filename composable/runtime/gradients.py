@@ -141,7 +141,7 @@ class UnitGradients:
         if self.replica_tags is not None:
             self.replica_tags.decisions = passes
         if passes:
-            label = f"{label}, after {passes} {'backward' if passes == 1 else 'backwards'} under no_sync,"
+            label = f"{label} after {passes} {'backward' if passes == 1 else 'backwards'} under no_sync"
             self.accumulation.end_window()
             tags.steps.end_window()
         self._held = False
