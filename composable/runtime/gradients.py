@@ -31,6 +31,7 @@ class UnitGradients:
         "__weakref__",
         "_held",
         "_label",
+        "_lost",
         "_reduced",
         "_unit",
         "accumulation",
@@ -55,6 +56,7 @@ class UnitGradients:
         self.rounds = 0
         self._reduced = False  # in this backward
         self._held = False  # what it brought
+        self._lost = False  # in a backward that raised, and `drop` has yet to be called
         self.accumulation = Accumulation()
         self.waiting: dict[int, nn.Parameter] = {}
         self.watch = Watch(self._take_note)
@@ -190,12 +192,19 @@ class UnitGradients:
         accumulation = self.accumulation
         return self._held or accumulation.passes > 0 or accumulation.keeps or accumulation.keeps_shards
 
+    def lose(self) -> None:
+        """A backward raised. Scopes may be others when the next forward finds it, and on other ranks when they have."""
+        if not self._lost:
+            self._lost = True
+            if self.tags is not None and self._in_window():
+                self.tags.steps.end_window()  # other ranks may leave it in another of its steps
+
     def drop(self) -> None:
         """After an error: nothing in flight, no unreduced gradient."""
+        self.lose()
+        self._lost = False
         self.phase = GradPhase.EMPTY
         self.waiting = {}
-        if self.tags is not None and self._in_window():
-            self.tags.steps.end_window()  # other ranks may leave it in another of its steps
         self._held = False
         self._end_round()
         self.accumulation.end_window()

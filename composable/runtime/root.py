@@ -376,6 +376,7 @@ class Root:
             iteration.lose_backward()
             for index, handle in enumerate(self.handles):
                 handle.show_for(self.running.count(index))
+                handle.gradients.lose()
             iteration.active = []
             self.replicated.leave_failed_backward()
             say_farewell(self.handles, "its backward did not finish")

@@ -215,6 +215,25 @@ def test_a_rank_that_loses_what_it_holds_costs_all_ranks_one_step(pool: Pool, sc
     pool.run(2, _lose, scheme)
 
 
+def _lose_before(scheme: str) -> None:
+    model = Layers()
+    _SCHEMES[scheme](model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)))
+    x = torch.ones(2, 8)
+    for _ in range(2):
+        with pytest.raises((Planned, CommunicationError)):
+            in_the_third_layer(model, x) if dist.get_rank() == 0 else _step(model, x)
+        model.zero_grad()
+        with no_sync(model):
+            _step(model, x)
+        _step(model, x)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("scheme", ["sharded", "mixed"])
+def test_a_scope_has_no_say_in_a_step_that_was_lost_before_it(pool: Pool, scheme: str) -> None:
+    pool.run(2, _lose_before, scheme)
+
+
 def _hold_alone(scheme: str) -> list[str]:
     """How four windows of three micro-batches end, the first of which differs between the ranks."""
     model = Layers()
