@@ -42,9 +42,8 @@ class Root:
 
     __slots__ = (
         "__weakref__", "_communicators", "_doubtful", "_enclosing", "_index", "_preparation", "_saves_memory", "_summing",
-        "_verified",
-        "_watch", "call", "failure", "handled", "handles", "iteration", "membership", "module", "order", "reason",
-        "replicated", "running", "steps", "units"
+        "_verified", "_watch", "call", "failure", "handled", "handles", "iteration", "membership", "module", "order",
+        "reason", "replicated", "running", "steps", "units"
     )  # fmt: skip
 
     def __init__(self, module: nn.Module, units: Sequence[Unit], membership: Membership) -> None:
