@@ -34,7 +34,7 @@ def may_scale_inputs(dtype: str, factor: float) -> bool:
     That rounds alike for powers of two, but where a dtype ends: in float16 it would undo what `division_factors` is for.
 
     Example:
-        >>> may_scale_terms("float32", 0.25), may_scale_terms("float32", 1 / 3), may_scale_terms("float16", 0.25)
+        >>> may_scale_inputs("float32", 0.25), may_scale_inputs("float32", 1 / 3), may_scale_inputs("float16", 0.25)
         (True, False, False)
     """
     return dtype in _WIDE and math.frexp(factor)[0] == 0.5

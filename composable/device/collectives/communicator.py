@@ -229,7 +229,7 @@ class Capabilities:
 
     direct_bytes: bytes in a shard from which a message of its own pays.
     even_only: tensors can only be cut into equal chunks.
-    reads_terms: `all_reduce` reads a term where it lies; the others copy it first, which can be done earlier.
+    reads_scaled_inputs: `all_reduce` reads a scaled input where it lies; the others copy it first, which can be done earlier.
     ordered: sums, broadcasts and checks are told apart by nothing but their order, which all ranks must keep.
     tells_of_leaving: who waits for a rank that has left the step is told (`leave`); otherwise the group's timeout ends it.
     saves_memory: memory that comes and goes costs nothing, and to wait does not hold up the host: messages have none between
