@@ -1,15 +1,12 @@
-"""Mixed precision at the edges of a unit: inputs, outputs, buffers; what rests, is saved and comes back; what is refused."""
+"""Mixed precision at the edges of a unit: inputs, outputs, buffers; and what is refused."""
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.distributed import fsdp
@@ -19,19 +16,13 @@ from composable import (
     MixedPrecisionPolicy,
     NamePolicy,
     checkpoint,
-    clip_grad_norm_,
     describe,
     fully_shard,
-    keep_unsharded,
     register_forward_method,
     remove,
     replicate,
-    step_on_shards,
 )
-from tests.helpers import compiled
-from tests.helpers.compare import full, full_gradients
 from tests.helpers.refusals import refusal, refused
-from tests.helpers.world import Pool
 from tests.whole.test_precision import Block, loss_of, model_of, tokens_of
 
 BF16: Final = torch.bfloat16
@@ -222,254 +213,6 @@ def test_parts_of_a_unit_that_are_recomputed_by_themselves_find_the_buffers_cast
     output.float().sum().backward()
     assert module.buffered.seen["table"] is BF16
     assert module.buffered.table.dtype is torch.float32
-
-
-# --- what rests, and what comes back ----------------------------------------------------------------------------------
-
-
-def _what_rests_is_as_it_was() -> None:
-    reference, model = model_of(1), model_of(1)
-    originals = dict(model.named_parameters())
-    fully_shard(model, policy={Block}, mp_policy="bf16")
-    before = {name: (p.dtype, p.shape) for name, p in reference.named_parameters()}
-    assert {name: (p.dtype, p.shape) for name, p in model.named_parameters()} == before
-    assert {name: (v.dtype, v.shape) for name, v in model.state_dict().items()} == before
-    loss_of(model(tokens_of(0, 0))).backward()
-    gradients = full_gradients(model)
-    remove(model, fully_shard)
-    for name, parameter in model.named_parameters():
-        assert parameter is originals[name]
-        torch.testing.assert_close(parameter, reference.get_parameter(name), rtol=0, atol=0)
-        expected = gradients[name]
-        assert expected is None or torch.equal(parameter.grad, expected), name  # type: ignore[arg-type]
-    assert nn.Linear.forward(model.head, torch.ones(1, 12)).dtype is torch.float32
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_removal_gives_every_parameter_back_with_all_its_bits(pool: Pool, ranks: int) -> None:
-    pool.run(ranks, _what_rests_is_as_it_was)
-
-
-def test_removal_gives_parameters_back_where_there_is_no_group() -> None:
-    _what_rests_is_as_it_was()
-
-
-def _whole_state_dicts_load_and_what_was_loaded_is_computed_with() -> None:
-    source, model = model_of(2), model_of(3)
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", output_dtype="fp32"))
-    model(tokens_of(0, 0))
-    for assign in (False, True):
-        state = {name: value * (2 if assign else 1) for name, value in source.state_dict().items()}
-        model.load_state_dict(state, assign=assign)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(full(parameter), state[name])
-        twin = model_of(4)
-        twin.load_state_dict(state)
-        fully_shard(twin, policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", output_dtype="fp32"))
-        assert torch.equal(model(tokens_of(1, 0)), twin(tokens_of(1, 0)))
-
-
-def _frozen_parameters_are_cast_and_those_that_are_unfrozen_get_gradients_of_their_own_dtype() -> None:
-    rank = dist.get_rank()
-    model = model_of(5)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32"))
-    assert model(tokens_of(0, rank)).dtype is BF16
-    for name in ("blocks.0.low", "blocks.0.scale", "head.weight"):
-        model.get_parameter(name).requires_grad_()
-    loss_of(model(tokens_of(0, rank))).backward()
-    brought = {name: p.grad.dtype for name, p in model.named_parameters() if p.grad is not None}
-    assert brought == {"blocks.0.low": BF16, "blocks.0.scale": torch.float64, "head.weight": torch.float32}
-
-
-def _gradients_stay_in_the_dtype_of_the_sum_where_that_is_asked_for() -> None:
-    rank = dist.get_rank()
-    kept, landed = (
-        fully_shard(model_of(6).to(BF16), policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32", **kept))
-        for kept in ({"keep_grads_in_reduce_dtype": True}, {})
-    )
-    for model in (kept, landed):
-        for _ in range(2):
-            loss_of(model(tokens_of(0, rank))).backward()
-    twice_rounded = full_gradients(landed)
-    for name, gradient in full_gradients(kept).items():
-        if gradient is not None:
-            assert gradient.dtype is torch.float32
-            torch.testing.assert_close(gradient.to(BF16), twice_rounded[name], rtol=2**-7, atol=1e-6)
-    torch.optim.SGD(kept.parameters(), lr=0.1).step()
-    remove(kept, fully_shard)
-    for parameter in kept.parameters():
-        assert parameter.grad is None or parameter.grad.dtype is BF16
-        parameter.grad = torch.zeros_like(parameter)
-
-
-def _clipping_and_steps_on_shards_see_the_parameters_at_rest() -> None:
-    rank = dist.get_rank()
-    models = [fully_shard(model_of(7), policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32")) for _ in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-    step_on_shards(optimizers[0])
-    for _ in range(2):
-        norms = []
-        for model, optimizer in zip(models, optimizers, strict=True):
-            loss_of(model(tokens_of(0, rank))).backward()
-            norms.append(clip_grad_norm_(model, 0.01))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(*norms)
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(full(one), full(other))
-
-
-def _a_gradient_that_overflows_in_float16_is_infinite_at_rest_and_its_step_is_left_out() -> None:
-    model = fully_shard(nn.Linear(4, 4, bias=False), mp_policy="float16")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
-    before = full(model.weight)
-    for scale in (2.0**17, 2.0**16):
-        assert scaler.get_scale() == scale
-        scaler.scale(model(torch.ones(1, 4)).float().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert torch.equal(full(model.weight), before)
-
-
-def _parameters_that_are_kept_unsharded_are_cast_anew_after_a_step() -> None:
-    model = fully_shard(nn.Linear(4, 4, bias=False), mp_policy="bf16")
-    ones = torch.ones(1, 4)
-    with keep_unsharded(model), torch.no_grad():
-        for value in (1.0, 2.0, 3.0):
-            model.weight.fill_(value)
-            assert model(ones).tolist() == [[4 * value] * 4]
-
-
-def _compiled_modules_cast_as_others_do_and_nothing_of_ours_is_compiled() -> None:
-    precision = MixedPrecisionPolicy("bf16", "fp32", buffer_dtype="bf16", output_dtype="fp32")
-    with compiled.fresh_compiler():
-        for compiler in ("each block", "the model"):
-            models = []
-            for _ in range(2):
-                torch.manual_seed(0)
-                models.append(fully_shard(compiled.Model(), policy={compiled.Block}, mp_policy=precision))
-            eager, other = models
-            called = compiled.COMPILERS[compiler](other, backend="aot_eager")
-            for step in range(3):
-                torch._dynamo.config.error_on_recompile = step == 2
-                x = torch.randn(3, 12, generator=torch.Generator().manual_seed(step))
-                outputs = [eager(x), called(x)]
-                torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
-                for output in outputs:
-                    output.square().mean().backward()
-            torch._dynamo.config.error_on_recompile = False
-            for one, two in zip(eager.parameters(), other.parameters(), strict=True):
-                assert one.grad is not None
-                assert two.grad is not None
-                torch.testing.assert_close(full(two.grad), full(one.grad), rtol=5e-2, atol=5e-2)
-        assert compiled.ours_compiled() == []
-
-
-def _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit() -> None:
-    for policy in (
-        fsdp.MixedPrecisionPolicy(BF16, torch.float32),
-        fsdp.MixedPrecisionPolicy(BF16),
-        fsdp.MixedPrecisionPolicy(reduce_dtype=BF16),
-        fsdp.MixedPrecisionPolicy(torch.float16),
-    ):
-        torch.manual_seed(0)
-        ours = nn.Sequential(*(nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 12)) for _ in range(3)))
-        theirs = copy.deepcopy(ours)
-        fully_shard(ours, policy={nn.Sequential}, mp_policy=policy)
-        for unit in (*theirs, theirs):
-            fsdp.fully_shard(unit, mp_policy=policy)
-        for step in range(2):  # the second backward adds to the first one's gradients
-            x = torch.randn(4, 12, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
-            outputs = ours(x), theirs(x)
-            assert torch.equal(*outputs)
-            for output in outputs:
-                output.float().square().mean().backward()
-        for one, other in zip(full_gradients(ours).values(), full_gradients(theirs).values(), strict=True):
-            assert one is not None
-            assert other is not None
-            assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit,
-        _compiled_modules_cast_as_others_do_and_nothing_of_ours_is_compiled,
-        _whole_state_dicts_load_and_what_was_loaded_is_computed_with,
-        _frozen_parameters_are_cast_and_those_that_are_unfrozen_get_gradients_of_their_own_dtype,
-        _gradients_stay_in_the_dtype_of_the_sum_where_that_is_asked_for,
-        _clipping_and_steps_on_shards_see_the_parameters_at_rest,
-        _a_gradient_that_overflows_in_float16_is_infinite_at_rest_and_its_step_is_left_out,
-        _parameters_that_are_kept_unsharded_are_cast_anew_after_a_step,
-    ],
-)
-def test_two_ranks(pool: Pool, body: Callable[[], None]) -> None:
-    pool.run(2, body)
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: torch.load(_saved(model), weights_only=False)])
-def test_copies_compute_as_the_original_does_where_there_is_no_group(make: Callable[[nn.Module], nn.Module]) -> None:
-    model = fully_shard(Buffered(), mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype="bf16", output_dtype="fp32"))
-    twin = make(model)
-    assert torch.equal(model(torch.ones(1, 4)), twin(torch.ones(1, 4)))
-    assert twin.seen["table"] is BF16
-    assert twin.inner.weight is not model.inner.weight
-    assert twin.inner.weight.dtype is torch.float32
-
-
-def _saved(model: nn.Module) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return file
-
-
-def test_gradients_that_were_there_are_kept_in_the_dtype_that_is_asked_for_and_back_where_there_is_no_group() -> None:
-    module, ones = nn.Linear(2, 2, bias=False), torch.ones(1, 2)
-    module(ones).sum().backward()
-    fully_shard(module, mp_policy=MixedPrecisionPolicy("bf16", keep_grads_in_reduce_dtype=True))
-    for dtype, value in ((BF16, 2.0), (torch.float32, 3.0)):
-        module(ones).sum().backward()
-        assert module.weight.grad is not None
-        assert module.weight.grad.dtype is dtype
-        assert module.weight.grad.tolist() == [[value, value]] * 2
-        if dtype is BF16:
-            remove(module, fully_shard)
-
-
-def test_users_may_do_to_their_own_parameters_what_they_like_where_there_is_no_group() -> None:
-    module = fully_shard(nn.Linear(4, 4, bias=False), mp_policy="bf16")
-    ones = torch.ones(1, 4)
-    seen: list[torch.dtype] = []
-    module.register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
-
-    def computes_with(value: float) -> None:
-        assert torch.equal(module(ones), torch.full((1, 4), 4 * value, dtype=BF16))
-
-    with torch.no_grad():
-        module.weight.fill_(1.0)
-    computes_with(1.0)
-    module.weight.data = torch.full((4, 4), 2.0)
-    computes_with(2.0)
-    module.weight = nn.Parameter(torch.full((4, 4), 3.0))
-    computes_with(3.0)
-    module.double()
-    computes_with(3.0)
-    assert module.weight.dtype is torch.float64
-    module.bfloat16()  # nothing is cast any more
-    computes_with(3.0)
-    module.float()
-    module(ones).sum().backward()
-    assert module.weight.grad is not None
-    assert module.weight.grad.dtype is torch.float32
-    assert dict.fromkeys(seen) == {BF16: None}
-    tensors = {"weight": torch.full((4, 4), 5.0, dtype=BF16)}
-    assert torch.equal(torch.func.functional_call(module, tensors, ones), torch.full((1, 4), 20.0, dtype=BF16))
-    computes_with(3.0)
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
