@@ -10,8 +10,8 @@ gets the memory, and the bucket new one.
 Where backwards only add up what a later one sums over the ranks, the first of them brings new gradients into the bucket
 (`hold`): what autograd adds later goes there by itself, and nothing is copied when the sum is made.
 
-A new gradient that has a bucket to itself and may be divided as it is read (`may_scale_terms`) need not be copied: the sum is
-made of it (`scaled_input`) and lands in the bucket, and only then `grad` becomes the view.
+A new gradient that has a bucket to itself and may be divided as it is read (`Scaling.input_factor`) need not be copied: the
+sum is made of it (`scaled_input`) and lands in the bucket, and only then `grad` becomes the view.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.device.kept_gradients import GradientUsers
-from composable.plan.scaling import may_scale_inputs
+from composable.plan.scaling import Scaling
 
 Strides = tuple[int, ...]
 
@@ -50,9 +50,8 @@ class GradientBucket:
     Args:
         strides: of each gradient, the same on all ranks; None means contiguous. Where autograd's own differ from them the
             gradient cannot be a view of the bucket, and is a guest in every backward.
-        divide_by: what gradients are divided by on their way into the bucket, and after the sum.
+        scaling: how gradients are divided; whether a sum may be made of one where it lies.
         flags: numbers at the end of the message that are none of the gradients'.
-        scaled_inputs: whether a sum may be made of a gradient where it lies.
     """
 
     def __init__(
@@ -60,19 +59,16 @@ class GradientBucket:
         parameters: Sequence[nn.Parameter],
         strides: Sequence[Strides | None],
         *,
-        divide_by: tuple[float, float] = (1.0, 1.0),
+        scaling: Scaling = Scaling(),  # noqa: B008 - frozen
         flags: int = 0,
-        scaled_inputs: bool = False,
     ) -> None:
         self.parameters = tuple(parameters)
         self._strides = tuple(strides)
-        self._before, self._after = divide_by
+        self._before, self._after = scaling.before, scaling.after
         self._sizes = [parameter.numel() for parameter in parameters]
         self._flag_count = flags
         self._misfits = [k for k, p in enumerate(parameters) if gradient_strides(p) != strides[k]]
-        alone = scaled_inputs and len(self._sizes) == 1 and not flags
-        dtype = str(parameters[0].dtype).removeprefix("torch.")
-        self._makes_scaled_input = alone and self._after == 1.0 and may_scale_inputs(dtype, 1.0 / self._before)
+        self._input_factor = scaling.input_factor if len(self._sizes) == 1 and not flags else None
         self._message = self._body = self.flags = _NOWHERE
         self.views = [_NOWHERE] * len(parameters)
         self._users: GradientUsers  # of the message
@@ -172,8 +168,8 @@ class GradientBucket:
                 if gradients[k] is None:
                     self.views[k].zero_()
             outside = [k for k in outside if gradients[k] is not None]
-        if self._makes_scaled_input and outside and self._can_be_term(gradients[0]):
-            self.scaled_input = gradients[0], 1.0 / self._before
+        if self._input_factor is not None and outside and self._can_be_term(gradients[0]):
+            self.scaled_input = gradients[0], self._input_factor
             return self._message
         self._copy_in([gradients[k] for k in outside], [self.views[k] for k in outside])
         self._place(gradients, outside)

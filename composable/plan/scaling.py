@@ -1,8 +1,9 @@
-"""By how much gradients are divided, and when; knows dtypes by name only."""
+"""By how much gradients are divided, and when: decided here and nowhere else; knows dtypes by name only."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Final
 
 _WIDE: Final = ("float64", "float32", "bfloat16", "complex128", "complex64")  # in which nothing sensible under- or overflows
@@ -38,3 +39,39 @@ def may_scale_inputs(dtype: str, factor: float) -> bool:
         (True, False, False)
     """
     return dtype in _WIDE and math.frexp(factor)[0] == 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Scaling:
+    """How a sum of gradients over all ranks becomes their mean.
+
+    Attributes:
+        before: what every term is divided by on its way into a message.
+        after: what the sum is divided by.
+        input_factor: what terms may be multiplied by as the last sum reads them, in place of both; None where that would round
+            otherwise, or nobody reads them.
+    """
+
+    before: float = 1.0
+    after: float = 1.0
+    input_factor: float | None = None
+
+
+def scaling_of(dtype: str, ranks: int, *, on_the_way_in: bool = False, reads_inputs: bool = True) -> Scaling:
+    """How gradients are divided, whatever way they go.
+
+    Args:
+        dtype: of the messages.
+        ranks: over which they are summed, all hops together.
+        on_the_way_in: a pass that copies them divides them at no price, so what cannot overflow is divided there, as DDP does.
+        reads_inputs: whether the last sum can multiply what it reads.
+
+    Example:
+        >>> scaling_of("float32", 4), scaling_of("float32", 3, on_the_way_in=True)
+        (Scaling(before=1.0, after=4.0, input_factor=0.25), Scaling(before=3.0, after=1.0, input_factor=None))
+    """
+    before, after = division_factors(dtype, ranks)
+    if on_the_way_in and dtype != "float16":
+        before, after = before * after, 1.0
+    share = 1.0 / ranks
+    return Scaling(before, after, share if reads_inputs and may_scale_inputs(dtype, share) else None)

@@ -27,7 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.device.collectives import Communicator, TagSequence
 from composable.device.gradient_buckets import GradientBucket, gradient_strides
 from composable.errors import PhaseError
-from composable.plan.scaling import division_factors
+from composable.plan.scaling import scaling_of
 from composable.runtime.accumulation import Accumulation
 from composable.runtime.bucket import ARRIVED, AWAITED, IDLE, SENT, Bucket, grouped_in_order
 from composable.runtime.bucket_order import BucketOrder, agree_on_bucket_order, known_to_others
@@ -133,20 +133,19 @@ class Reducer:
             gradients = GradientBucket(
                 [self.parameters[i] for i in members],
                 [self.bucket_order.strides.get(i) for i in members],
-                divide_by=self._factors(self.parameters[members[0]].dtype),
+                scaling=scaling_of(
+                    str(self.parameters[members[0]].dtype).removeprefix("torch."),
+                    self._communicator.size,
+                    on_the_way_in=True,
+                    reads_inputs=self._communicator.capabilities.reads_scaled_inputs,
+                ),
                 # One flag per parameter, one that says that this rank had a gradient for all of them, and which backward it is.
                 flags=len(self._trainable) + 1 + NUMBERS if number == len(grouped) else 0,
-                scaled_inputs=self._communicator.capabilities.reads_scaled_inputs,
             )
             names = self.names[members[0]], self.names[members[-1]]
             label = f"gradient all-reduce of unit '{self.unit}' ('{names[0]}' to '{names[1]}')"
             buckets.append(Bucket(members, gradients, label))
         return buckets
-
-    def _factors(self, dtype: torch.dtype) -> tuple[float, float]:
-        before, after = division_factors(str(dtype).removeprefix("torch."), self._communicator.size)
-        # A dtype that cannot overflow is divided on its way into the bucket, where that costs no pass of its own.
-        return (before, after) if dtype is torch.float16 else (before * after, 1.0)
 
     def _attach(self) -> None:
         complete, unexpected, record = weakly(self._together.launch_complete), weakly(self._unexpected), weakly(self._record)

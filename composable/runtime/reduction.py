@@ -20,7 +20,7 @@ from composable.device.private import gradient_hooks
 from composable.device.sharded_gradients import GradientRows, GradientShards
 from composable.device.user_hooks import hooked, with_hooks
 from composable.plan.layout import plan_reduction
-from composable.plan.scaling import division_factors, may_scale_inputs
+from composable.plan.scaling import scaling_of
 from composable.runtime.replica_sum import ReplicaSum
 
 
@@ -34,21 +34,20 @@ class Reduction:
     """
 
     __slots__ = (
-        "_before",
         "_carried",
         "_casts",
         "_communicator",
         "_dtype",
-        "_early",
         "_missing",
         "_packed",
         "_plan",
         "_reordered",
         "_replicas",
         "_rows",
+        "_scale",
+        "_scaling",
         "_sharded",
         "_shards",
-        "_share",
         "_whole",
         "_work",
         "flat"
@@ -72,10 +71,12 @@ class Reduction:
         self._rows = GradientRows(flat, self._plan, communicator.size, source) if ranks > 1 or like is not None else None
         self._dtype = flat.reduce_dtype
         self._casts = self._dtype != source
-        self._before, after = division_factors(flat.precision.reduce, ranks)
-        self._replicas = None if replicas is None else ReplicaSum(replicas, flat.precision.reduce, 1.0 / after)
-        self._share = 1.0 / after if replicas is None else 1.0
-        self._early = may_scale_inputs(flat.precision.reduce, self._share)
+        reads = replicas is None or replicas.capabilities.reads_scaled_inputs
+        self._scaling = scaling_of(flat.precision.reduce, ranks, reads_inputs=reads)
+        self._replicas = None if replicas is None else ReplicaSum(replicas, self._scaling)
+        # What parts of the first hop are multiplied by, and whether the terms may be; see Note [One division].
+        last = replicas is None
+        self._scale = (1.0 / self._scaling.after, self._scaling.input_factor is not None) if last else (1.0, False)
         self._packed: tuple[ReducePart, ...] = ()  # the message of rows, if there is one
         self._shards = GradientShards(flat, sharded, self._plan, like)
         self._carried: Sequence[Tensor | None] = ()  # shards that go into the second hop, too
@@ -107,10 +108,10 @@ class Reduction:
             for index, order in self._reordered:
                 gradient = gradients[index]
                 gradients[index] = None if gradient is None else gradient.permute(order)
-        if self._before != 1.0:
-            gradients = [None if g is None else g / self._before for g in gradients]
+        if self._scaling.before != 1.0:
+            gradients = [None if g is None else g / self._scaling.before for g in gradients]
         if self._shards.refresh() and self._plan.flagged:
-            self._packed = (ReducePart(rows.buffer.tensor, self._plan.row_numel, self._shards.row, self._share, self._early),)
+            self._packed = (ReducePart(rows.buffer.tensor, self._plan.row_numel, self._shards.row, *self._scale),)
         parts: Sequence[ReducePart] = self._packed
         if self._plan.direct:
             parts = [*self._direct_parts(gradients), *self._packed]
@@ -132,7 +133,7 @@ class Reduction:
                 gradient = torch.zeros(slot.shape, dtype=self._dtype, device=self.flat.device)
             elif self._casts:  # each term, since a sum is computed in the dtype of its terms
                 gradient = gradient.to(self._dtype)
-            parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, self._share, self._early))
+            parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, *self._scale))
         return parts
 
     def all_reduce(self, tags: TagSequence, label: str) -> None:
@@ -143,7 +144,7 @@ class Reduction:
         work.wait()
         self._rows.buffer.free()
         if self._carried:
-            self._shards.add_shards(self._carried, self._communicator.size / self._before)
+            self._shards.add_shards(self._carried, self._communicator.size / self._scaling.before)
             self._carried = ()
         self._work = self._replicas.launch(self._shards.reduced, tags, label)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from composable.device.collectives import Communicator, TagSequence, Work
-from composable.plan.scaling import may_scale_inputs
+from composable.plan.scaling import Scaling
 
 
 class ReplicaSum:
@@ -22,22 +22,21 @@ class ReplicaSum:
 
     Args:
         communicator: among the ranks that have the same shards.
-        dtype: of what is summed, by name.
-        share: what the sums are multiplied by, see Note [One division].
+        scaling: of the whole way, see Note [One division].
     """
 
-    __slots__ = ("_communicator", "_early", "_share")
+    __slots__ = ("_communicator", "_scaling")
 
-    def __init__(self, communicator: Communicator, dtype: str, share: float) -> None:
+    def __init__(self, communicator: Communicator, scaling: Scaling) -> None:
         self._communicator = communicator
-        self._share = share
-        self._early = communicator.capabilities.reads_scaled_inputs and may_scale_inputs(dtype, share)
+        self._scaling = scaling
 
     def launch(self, sums: Sequence[Tensor], tags: TagSequence, label: str) -> Work:
         """Start to sum, in place. All ranks come to it at the same point of their program."""
-        flight = _Flight(sums, 1.0 if self._early else self._share)
+        factor = self._scaling.input_factor
+        flight = _Flight(sums, 1.0 / self._scaling.after if factor is None else 1.0)
         for tensor in sums:
-            scaled_input = (tensor, self._share) if self._early else None
+            scaled_input = (tensor, factor) if factor is not None else None
             flight.works.append(self._communicator.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags))
         return flight
 

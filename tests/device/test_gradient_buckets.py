@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.device.gradient_buckets import GradientBucket, gradient_strides
+from composable.plan.scaling import Scaling, scaling_of
 
 
 class Unit:
@@ -141,7 +142,7 @@ def test_every_bucket_is_new_where_torch_cannot_count_users(monkeypatch: pytest.
 
 
 def test_gradients_that_were_somewhere_else_stay_there_and_get_the_result() -> None:
-    unit = Unit(divide_by=(2.0, 1.0))
+    unit = Unit(scaling=Scaling(2.0))
     flat = torch.full((12,), 10.0)
     mine = flat.view(4, 3)
     unit.parameters[0].grad = mine
@@ -153,10 +154,10 @@ def test_gradients_that_were_somewhere_else_stay_there_and_get_the_result() -> N
 
 @pytest.mark.parametrize("factors", [(2.0, 1.0), (1.0, 2.0), (4.0, 0.5)])
 def test_gradients_are_divided_once(factors: tuple[float, float]) -> None:
-    unit = Unit(divide_by=factors)
+    unit = Unit(scaling=Scaling(*factors))
     unit.step(2.0, 4.0)
     assert unit.values == [1.0, 2.0]
-    alone = GradientBucket(unit.parameters[:1], [None], divide_by=factors)
+    alone = GradientBucket(unit.parameters[:1], [None], scaling=Scaling(*factors))
     unit.zero_grad()
     unit.parameters[0].grad = torch.full((4, 3), 6.0)
     alone.collect([])
@@ -165,7 +166,7 @@ def test_gradients_are_divided_once(factors: tuple[float, float]) -> None:
 
 
 def test_flags_lie_behind_the_gradients() -> None:
-    unit = Unit(flags=3, divide_by=(2.0, 1.0))
+    unit = Unit(flags=3, scaling=Scaling(2.0))
     unit.bucket.open()
     message = unit.bucket.collect([0, 1])
     unit.bucket.flags.fill_(7.0)
@@ -175,8 +176,8 @@ def test_flags_lie_behind_the_gradients() -> None:
 # --- sums of what is not copied -----------------------------------------------------------------------------------------
 
 
-def _alone(before: float = 2.0) -> GradientBucket:
-    return GradientBucket([nn.Parameter(torch.zeros(4, 3))], [None], divide_by=(before, 1.0), scaled_inputs=True)
+def _alone(ranks: int = 2) -> GradientBucket:
+    return GradientBucket([nn.Parameter(torch.zeros(4, 3))], [None], scaling=scaling_of("float32", ranks, on_the_way_in=True))
 
 
 def test_a_gradient_alone_is_summed_where_it_lies_and_becomes_a_view_with_the_sum() -> None:
@@ -252,7 +253,7 @@ def test_a_gradient_that_was_there_before_is_copied() -> None:
 
 def test_a_gradient_that_is_not_divided_exactly_is_divided_as_it_would_be_elsewhere() -> None:
     """The communicator multiplies; dividing by three and multiplying by a third round differently."""
-    bucket = _alone(before=3.0)
+    bucket = _alone(ranks=3)
     (parameter,) = bucket.parameters
     bucket.open()
     parameter.grad = torch.full((4, 3), 7.0)
@@ -275,7 +276,7 @@ def test_a_missing_gradient_counts_as_zero_and_comes_only_if_somebody_had_one(us
 @pytest.mark.parametrize("inside", [True, False], ids=["in the bucket", "elsewhere"])
 @pytest.mark.parametrize("used", [True, False], ids=["used elsewhere", "used nowhere"])
 def test_an_old_gradient_counts_when_others_had_a_new_one_and_stays_as_it_was_when_nobody_had(inside: bool, used: bool) -> None:
-    unit = Unit(divide_by=(2.0, 1.0))  # with no other ranks, the mean is half
+    unit = Unit(scaling=Scaling(2.0))  # with no other ranks, the mean is half
     unit.step(2.0, 2.0)
     if not inside:
         unit.parameters[1].grad = torch.ones(5)
@@ -302,7 +303,7 @@ def test_a_sparse_gradient_becomes_a_dense_view() -> None:
 
 def test_a_gradient_with_a_graph_keeps_it_and_gets_the_mean_as_its_value() -> None:
     parameter = nn.Parameter(torch.tensor([3.0]))
-    bucket = GradientBucket([parameter], [None], divide_by=(2.0, 1.0))
+    bucket = GradientBucket([parameter], [None], scaling=Scaling(2.0))
     bucket.open()
     (parameter.grad,) = torch.autograd.grad(parameter.pow(2).sum(), parameter, create_graph=True)
     with torch.no_grad():

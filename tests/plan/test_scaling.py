@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable.plan.scaling import division_factors, may_scale_inputs
+from composable.plan.scaling import division_factors, may_scale_inputs, scaling_of
 
 _RANKS = st.one_of(st.integers(1, 64), st.integers(0, 14).map(lambda power: 2**power), st.integers(1, 5000))
 
@@ -53,3 +53,25 @@ def test_what_comes_after_the_sum_of_float16_stays_there(ranks: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "complex64"])
 def test_wide_dtypes_may_be_scaled_before_the_sum_by_powers_of_two(dtype: str) -> None:
     assert [ranks for ranks in range(1, 10) if may_scale_inputs(dtype, 1.0 / ranks)] == [1, 2, 4, 8]
+
+
+@settings(max_examples=60, deadline=None)
+@given(_RANKS, st.sampled_from(["float32", "float64", "bfloat16"]), st.booleans())
+def test_gradients_are_divided_once_where_a_pass_does_it_at_no_price(ranks: int, dtype: str, on_the_way_in: bool) -> None:
+    scaling = scaling_of(dtype, ranks, on_the_way_in=on_the_way_in)
+    assert (scaling.before, scaling.after) == ((ranks, 1.0) if on_the_way_in else (1.0, ranks))
+
+
+@settings(max_examples=60, deadline=None)
+@given(_RANKS, st.booleans())
+def test_float16_is_divided_before_and_after_whatever_way_it_goes(ranks: int, on_the_way_in: bool) -> None:
+    scaling = scaling_of("float16", ranks, on_the_way_in=on_the_way_in)
+    assert (scaling.before, scaling.after) == division_factors("float16", ranks)
+    assert scaling.input_factor is None
+
+
+@pytest.mark.parametrize("on_the_way_in", [False, True])
+def test_terms_are_scaled_as_they_are_read_where_that_rounds_alike_and_somebody_reads_them(on_the_way_in: bool) -> None:
+    found = [scaling_of("float32", ranks, on_the_way_in=on_the_way_in).input_factor for ranks in (2, 3, 4)]
+    assert found == [0.5, None, 0.25]
+    assert scaling_of("float32", 4, on_the_way_in=on_the_way_in, reads_inputs=False).input_factor is None

@@ -39,7 +39,7 @@ class ReducePart:
     early: bool = False
 
 
-# What a rank adds to a sum: a tensor of the sum's shape and layout, and a factor that `may_scale_terms`.
+# What a rank adds to a sum: a tensor of the sum's shape and layout, and a factor, see `Scaling.input_factor`.
 ScaledInput = tuple[Tensor, float]
 
 
