@@ -63,7 +63,7 @@ PIECES = (
     Piece("who keeps gradients", ("device.sharded_gradients:GradientShards.refresh",), True),
     Piece("which form modules see", ("device.parameter_swap:ParameterSwap.show", "device.parameter_swap:ParameterSwap.hide")),
     Piece("guards", ("model.hooks:GuardRow.step_aside", "model.hooks:GuardRow.stand")),
-    Piece("gradients taken over", ("runtime.part:take_gradients",)),
+    Piece("gradients taken over", ("runtime.gradient_group:take_gradients",)),
     Piece("outputs watched", ("runtime.root:watch",)),
     Piece("memory", ("device.elastic_buffer:ElasticBuffer.allocate", "device.elastic_buffer:ElasticBuffer.free")),
 )

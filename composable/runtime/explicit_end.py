@@ -56,7 +56,7 @@ class _Holder:
 def reduce_held(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedUnit]) -> None:
     """Reduce what the units hold, on all ranks. Every rank calls it for the same units."""
     _refuse_in_between(sharded, replicated)
-    handles = [unit.handle for unit in sharded if unit.handle.parameters.parts]
+    handles = [unit.handle for unit in sharded if unit.handle.parameters.groups]
     replicas = [unit for unit in replicated if unit.communicator.size > 1]
     for unit in replicas:
         unit.order.abort()  # if a backward raised

@@ -11,8 +11,8 @@ from composable.device.user_hooks import call_hooks_after_accumulation
 from composable.errors import DifferentiationError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.accumulation import Accumulation
+from composable.runtime.gradient_group import GradientGroup
 from composable.runtime.gradient_hooks import Watch
-from composable.runtime.part import Part
 
 
 class UnitGradients:
@@ -35,8 +35,8 @@ class UnitGradients:
         "_reduced",
         "_unit",
         "accumulation",
+        "groups",
         "on_unexpected",
-        "parts",
         "phase",
         "replica_tags",
         "rounds",
@@ -48,7 +48,7 @@ class UnitGradients:
     def __init__(self, tags: TagSequence | None = None) -> None:
         self.phase = GradPhase.EMPTY
         self.on_unexpected: Callable[[], object] = _ignore
-        self.parts: tuple[Part, ...] = ()
+        self.groups: tuple[GradientGroup, ...] = ()
         self.tags = tags
         self.replica_tags: TagSequence | None = None
         self._unit = ""
@@ -104,12 +104,12 @@ class UnitGradients:
             return False
         return not (accumulation.keeps or accumulation.keeps_shards)
 
-    def adopt(self, parts: tuple[Part, ...]) -> None:
+    def adopt(self, groups: tuple[GradientGroup, ...]) -> None:
         """The unit's parameters have been taken into other buffers."""
-        self.parts = parts
+        self.groups = groups
         if self.accumulation.passes:
-            for part in parts:
-                part.go_on_holding()
+            for each in groups:
+                each.go_on_holding()
 
     def settle(self) -> None:
         """The unit has been left: reduce what arrived, or hold it until a backward does."""
@@ -125,15 +125,15 @@ class UnitGradients:
         self.phase = advance_gradients(self.phase, GradEvent.HOLD, unit=self._unit)
         self._held = True
         self.watch.expecting = False
-        for part in self.parts:
-            part.hold()
+        for each in self.groups:
+            each.hold()
 
     def _reduce_shards(self) -> None:
         """Launch the first hop of the reduction alone; what it brings is held."""
         tags = self._begin_reduction()
         self._held = True
-        for part in self.parts:
-            part.reduce_shards(tags, self._label)
+        for each in self.groups:
+            each.reduce_shards(tags, self._label)
 
     def reduce(self) -> None:
         """Launch the reduction of what arrived; what did not counts as zero, and stays None if it did nowhere."""
@@ -147,8 +147,8 @@ class UnitGradients:
             self.accumulation.end_window()
             tags.steps.end_window()
         self._held = False
-        for part in self.parts:
-            part.reduce(tags, label)
+        for each in self.groups:
+            each.reduce(tags, label)
 
     def _begin_reduction(self) -> TagSequence:
         self.finish()
@@ -160,7 +160,7 @@ class UnitGradients:
 
     def refuse_graph(self) -> None:
         """Raise if a gradient arrived: it was made in a backward that builds a graph, and sharded gradients are in none."""
-        if any(part.holds_gradients for part in self.parts):
+        if any(each.holds_gradients for each in self.groups):
             raise DifferentiationError(
                 f"backward(create_graph=True) brought gradients to parameters of unit '{self._unit}'. They are averaged over "
                 "the ranks and sharded outside of autograd's graph, so nothing could be differentiated through them. Ask for "
@@ -173,8 +173,8 @@ class UnitGradients:
         tags = self.replica_tags
         if tags is None or self.phase is not GradPhase.REDUCING:
             return False
-        for part in self.parts:
-            part.all_reduce(tags, f"{self._label} over replicas")
+        for each in self.groups:
+            each.all_reduce(tags, f"{self._label} over replicas")
         self.phase = advance_gradients(self.phase, GradEvent.ALL_REDUCE, unit=self._unit)
         return True
 
@@ -183,8 +183,8 @@ class UnitGradients:
         if self.phase is not GradPhase.REDUCING and self.phase is not GradPhase.ALL_REDUCING:
             return
         self.all_reduce()
-        for part in self.parts:
-            for parameter in part.finish():
+        for each in self.groups:
+            for parameter in each.finish():
                 self.waiting[id(parameter)] = parameter
         self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self._unit)
 
@@ -208,10 +208,10 @@ class UnitGradients:
         self._held = False
         self._end_round()
         self.accumulation.end_window()
-        for part in self.parts:
-            part.forget_gradients()
-        for part in self.parts:
-            part.drop_reduction()
+        for each in self.groups:
+            each.forget_gradients()
+        for each in self.groups:
+            each.drop_reduction()
 
 
 def _ignore() -> None:

@@ -17,10 +17,10 @@ from composable.errors import PhaseError, few, still_on_meta
 from composable.model.hooks import Guard, GuardRow
 from composable.plan.layout import Layout
 from composable.plan.phases import Event, Phase, advance
+from composable.runtime.dtype_group import print_of_dtypes
 from composable.runtime.gradients import UnitGradients
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.parameters import UnitParameters, Versions
-from composable.runtime.part import print_of_dtypes
 
 logger = logging.getLogger("composable")
 
@@ -98,8 +98,8 @@ class Handle:
             pool,
             on_gradient=self.gradients.watch.arrived,
         )
-        self.gradients.parts = self.parameters.parts
-        self._dtypes = print_of_dtypes(self.parameters.parts)
+        self.gradients.groups = self.parameters.gradient_groups
+        self._dtypes = print_of_dtypes(self.parameters.groups)
         self.rename("")
 
     def open_channels(self) -> None:
@@ -174,8 +174,8 @@ class Handle:
 
     def refresh(self) -> None:
         """Before a forward of the root: nothing is kept that nobody holds, or that may be out of date."""
-        for part in self.parameters.parts:
-            for reduction in part.worth_releasing:
+        for group in self.gradients.groups:
+            for reduction in group.worth_releasing:
                 reduction.release()
         self._gathered_anew = 0
         if self.phase is not Phase.SHARDED:
@@ -187,8 +187,8 @@ class Handle:
         if parameters.adopt_replaced():
             self.reshard()  # into the old buffers
             parameters.rebuild()
-            self.gradients.adopt(parameters.parts)
-            self._dtypes = print_of_dtypes(parameters.parts)
+            self.gradients.adopt(parameters.gradient_groups)
+            self._dtypes = print_of_dtypes(parameters.groups)
 
     def look_up_edition(self) -> tuple[Versions, int]:
         """Notice what was written to shards: graphs that were made before cannot go back through what it was written to."""
@@ -206,7 +206,7 @@ class Handle:
 
     def tell_of_writes(self, before: Versions) -> None:
         """Backward is about to go through a forward whose parameters were written to since."""
-        if not self.parameters.parts:
+        if not self.parameters.groups:
             raise PhaseError(
                 f"fully_shard was removed from unit '{self.name}' between a forward and its backward: the parameters that this "
                 "backward goes to are no longer the module's. Run the backward first, or the forward again"
@@ -240,11 +240,11 @@ class Handle:
         tags = self._post_forward_tags if post_forward else self._tags
         assert tags is not None
         tags.decisions = self._gathered_anew + self._dtypes
-        for part in self.parameters.parts:
+        for each in self.parameters.groups:
             if post_forward:
-                work = part.gather_post_forward(tags, self._label)
+                work = each.gather_post_forward(tags, self._label)
             else:
-                work = part.gather(tags, self._label, for_user=for_user)
+                work = each.gather(tags, self._label, for_user=for_user)
             if work is not None:
                 self._works.append(work)
 
@@ -254,8 +254,8 @@ class Handle:
             works, self._works = self._works, []
             for work in works:
                 work.wait()
-            for part in self.parameters.parts:
-                part.wait_for_unshard(post_forward=self._gathers_post_forward)
+            for each in self.parameters.groups:
+                each.wait_for_unshard(post_forward=self._gathers_post_forward)
         self.phase = advance(self.phase, Event.WAIT, unit=self.name)
 
     def reshard(self) -> None:
@@ -266,8 +266,8 @@ class Handle:
             self.wait_for_unshard()
         self.phase = advance(self.phase, Event.RESHARD, unit=self.name)
         written: list[str] = []
-        for part in self.parameters.parts:
-            written += part.free()
+        for each in self.parameters.groups:
+            written += each.free()
         if written:
             raise PhaseError(
                 f"parameter '{written[0]}' of unit '{self.name}' was written to in place while it was unsharded; such a write "
@@ -284,8 +284,8 @@ class Handle:
                 self.reshard()
             case ReshardTo():
                 self.phase = advance(self.phase, Event.RESHARD_POST_FORWARD, unit=self.name)
-                for part in self.parameters.parts:
-                    part.reshard_post_forward()
+                for each in self.parameters.groups:
+                    each.reshard_post_forward()
 
     # --- what modules see -------------------------------------------------------------------------------------------
 
@@ -320,8 +320,8 @@ class Handle:
         parameters = self.parameters
         if parameters.swap.strays:
             parameters.refuse_strays()
-        for part in parameters.parts:
-            if part.moved():
+        for group in parameters.groups:
+            if group.moved():
                 parameters.refuse_moved()
 
     def withdraw(self) -> None:
@@ -354,8 +354,8 @@ class Handle:
                 work.abort()
         finally:
             self.phase = Phase.SHARDED
-            for part in self.parameters.parts:
-                part.free()  # whatever was written: the step is lost anyway
+            for each in self.parameters.groups:
+                each.free()  # whatever was written: the step is lost anyway
 
     def adopt_replaced(self) -> None:
         """Parameters that were moved, cast or replaced by hand become the unit's own."""
@@ -365,24 +365,24 @@ class Handle:
     def restore(self, originals: Sequence[nn.Parameter | None]) -> None:
         """Give the module whole plain parameters back, which are here: `originals` where they still exist, new ones elsewhere.
         What an interrupt ended is done again."""
-        if self.parameters.parts:
+        if self.parameters.groups:
             if not self._left:
                 self.parameters.leave(originals, self._strides, self.exact_values, self.whole_gradients)
                 self._left = True
             self.reshard()
             self.parameters.forget()
-        self.gradients.parts = ()
+        self.gradients.groups = ()
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
         """Where each parameter lies, one layout per dtype; empty on one rank without a process group."""
-        return tuple(part.flat.layout for part in self.parameters.parts)
+        return tuple(group.flat.layout for group in self.parameters.groups)
 
     @property
     def device(self) -> torch.device:
         """Where the parameters are, or would be."""
-        parts = self.parameters.parts
-        return parts[0].flat.device if parts else self.mesh_info.device
+        groups = self.parameters.groups
+        return groups[0].flat.device if groups else self.mesh_info.device
 
 
 def _ignore(*_: bool) -> None:

@@ -31,13 +31,14 @@ from composable.device.private import as_tensors, innermost, local_of
 from composable.errors import ForeignParameterError
 from composable.plan.layout import Layout, ParamSpec, plan_layout
 from composable.plan.precision import Precision, resolve
+from composable.runtime.dtype_group import DtypeGroup
+from composable.runtime.gradient_group import GradientGroup
 from composable.runtime.gradient_hooks import call_when_accumulated
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.optimizers import Form, note
-from composable.runtime.part import Part
 from composable.runtime.restoring import restore
 
-Versions = list[list[int]]  # of each part's shards
+Versions = list[list[int]]  # of each group's shards
 
 _requires_grad: Final = attrgetter("requires_grad")
 _version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quicker than any other way to ask many
@@ -50,15 +51,15 @@ _VECTOR: Final = 16  # bytes that an accelerator reads at once, if they are alig
 
 
 class UnitParameters:
-    """A unit's parameters: where they are registered, the parts that hold them, what modules see of them.
+    """A unit's parameters: where they are registered, the groups that hold them, what modules see of them.
 
-    A part holds those of one precision on one device. Without a mesh parameters stay what they are, and only those that are
-    cast have a part.
+    A group holds those of one precision on one device. Without a mesh parameters stay what they are, and only those that are
+    cast have a group.
     """
 
     __slots__ = (
         "_holders", "_in_place", "_mesh_info", "_names", "_on_gradient", "_own", "_placements", "_policy", "_pool", "_unit",
-        "locals", "numels", "on_meta", "parts", "sharded", "slots", "swap", "trainable"
+        "gradient_groups", "groups", "locals", "numels", "on_meta", "sharded", "slots", "swap", "trainable"
     )  # fmt: skip
 
     def __init__(
@@ -81,7 +82,8 @@ class UnitParameters:
         self._holders = holders  # modules whose buffers follow the policy
         self._pool = pool
         self._on_gradient = on_gradient
-        self.parts: tuple[Part, ...] = ()
+        self.groups: tuple[DtypeGroup, ...] = ()
+        self.gradient_groups: tuple[GradientGroup, ...] = ()
         self.swap = ParameterSwap(())
         self.trainable = False  # any of them
         self.on_meta: tuple[str, ...] = ()  # names of those that have no values yet
@@ -96,7 +98,7 @@ class UnitParameters:
 
     def rebuild(self) -> None:
         """(Re)build the buffers around the parameters as they are now: plain tensors, or DTensors of our placement."""
-        groups: dict[tuple[Precision, torch.device], list[int]] = {}
+        alike: dict[tuple[Precision, torch.device], list[int]] = {}
         for index, slot in enumerate(self.slots):
             tensor = slot.registered
             assert tensor is not None
@@ -104,15 +106,18 @@ class UnitParameters:
             stays = self._in_place or local.device.type in ("meta", self._mesh_info.device.type)
             precision = self.precision_of(tensor.dtype)
             if precision.changes or not self._in_place:
-                groups.setdefault((precision, local.device if stays else self._mesh_info.device), []).append(index)
+                alike.setdefault((precision, local.device if stays else self._mesh_info.device), []).append(index)
         # Everything that can fail happens before the first parameter of the module changes.
-        flats = [(indices, self._flat(precision, device, indices)) for (precision, device), indices in groups.items()]
-        parts = []
+        flats = [(indices, self._flat(precision, device, indices)) for (precision, device), indices in alike.items()]
+        groups = []
         for indices, flat in flats:
             for position, index in enumerate(indices):
                 self._settle_in(flat, position, self.slots[index])
-            parts.append(Part(flat, [self.slots[index] for index in indices], self._mesh_info))
-        self.parts = tuple(parts)
+            groups.append(DtypeGroup(flat, [self.slots[index] for index in indices], self._mesh_info))
+        self.groups = tuple(groups)
+        self.gradient_groups = tuple(
+            GradientGroup(group.flat, group.sharded, group.unsharded, self._mesh_info) for group in groups
+        )
         self.on_meta = tuple(self._names[i] for indices, flat in flats if flat.device.type == "meta" for i in indices)
         self.rename(self._unit)
         self.trainable = False
@@ -211,7 +216,7 @@ class UnitParameters:
     def intact(self) -> bool:
         """Whether modules hold the parameters that we put there, and these hold our memory."""
         if self._in_place:  # they are the user's own: what they are is looked up each time
-            return bool(self.parts) and self._own == self._look_at_own()
+            return bool(self.groups) and self._own == self._look_at_own()
         if not self.swap.intact() or not all(map(is_, map(local_of, self.sharded), self.locals)):
             return False
         return list(map(Tensor.numel, self.locals)) == self.numels
@@ -232,12 +237,12 @@ class UnitParameters:
 
     def _look_at_own(self) -> list[tuple[object, ...]]:
         """What the casts of the user's own parameters depend on."""
-        held = [slot.registered for slot in self.slots] if self._in_place and self.parts else []
+        held = [slot.registered for slot in self.slots] if self._in_place and self.groups else []
         return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in held if tensor is not None]
 
     def _look_up_own(self) -> bool:
         held = [slot.registered for slot in self.slots]
-        casts = bool(self.parts) or any(tensor is not None and self.precision_of(tensor.dtype).changes for tensor in held)
+        casts = bool(self.groups) or any(tensor is not None and self.precision_of(tensor.dtype).changes for tensor in held)
         if casts and not all(isinstance(tensor, nn.Parameter) for tensor in held):
             return False  # functional_call, which brings its own tensors for one call
         for slot, tensor in zip(self.slots, held, strict=True):
@@ -248,13 +253,13 @@ class UnitParameters:
         """An operator with `out=` resizes this rank's shard to the whole, fails since the memory is not its own, and leaves a
         tensor that is larger than its memory: whoever writes to it next writes to what is behind it."""
         resized = ""
-        for part in self.parts:
-            for position, sharded in enumerate(part.sharded):
+        for group in self.groups:
+            for position, sharded in enumerate(group.sharded):
                 assert isinstance(sharded, DTensor)
-                local, view = local_of(sharded), part.flat.shard_view(position)
+                local, view = local_of(sharded), group.flat.shard_view(position)
                 if local.numel() != view.numel() and any(local is ours for ours in self.locals):
                     local.as_strided_(view.shape, view.stride())
-                    resized = resized or part.flat.layout.slots[position].name
+                    resized = resized or group.flat.layout.slots[position].name
         if resized:
             raise ForeignParameterError(
                 f"parameter '{resized}' of unit '{self._unit}': its shard was resized by an operator with out=, as "
@@ -280,7 +285,7 @@ class UnitParameters:
 
     def refuse_moved(self) -> None:
         """A forward gave unsharded parameters other memory: they get ours again, and it is refused."""
-        moved = [(name, dtype, part.flat.compute_dtype) for part in self.parts for name, dtype in part.move_back()]
+        moved = [(name, dtype, group.flat.compute_dtype) for group in self.groups for name, dtype in group.move_back()]
         if moved:
             name, dtype, kept = moved[0]
             raise ForeignParameterError(
@@ -325,36 +330,36 @@ class UnitParameters:
 
     def follow(self) -> None:
         """Unsharded parameters follow what users freeze and unfreeze on the sharded ones."""
-        for part in self.parts:
-            trainable = tuple(map(_requires_grad, part.sharded))
-            if trainable != part.trainable:
-                part.follow(trainable)
-                self.trainable = any(other.trains for other in self.parts)
+        for group in self.gradient_groups:
+            trainable = tuple(map(_requires_grad, group.sharded))
+            if trainable != group.trainable:
+                group.follow(trainable)
+                self.trainable = any(other.trains for other in self.gradient_groups)
         if self._in_place:
             self.trainable = any(slot.sharded.requires_grad for slot in self.slots)
 
     def versions(self) -> Versions:
         """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""
         with as_tensors():
-            return [list(map(_version, part.counted)) for part in self.parts]
+            return [list(map(_version, group.counted)) for group in self.groups]
 
     def outdate(self, before: Versions, now: Versions) -> None:
         """Unsharded parameters count as written to where the sharded ones were."""
-        for part, former, versions in zip(self.parts, before, now, strict=False):  # none of a unit that was built anew
+        for group, former, versions in zip(self.groups, before, now, strict=False):  # none of a unit that was built anew
             if former != versions:
-                part.outdate(former, versions)
+                group.outdate(former, versions)
 
     def written_since(self, before: Versions) -> list[str]:
         """Names of the parameters that were written to."""
-        pairs = zip(self.parts, before, self.versions(), strict=False)
-        return [name for part, former, versions in pairs for name in part.written_since(former, versions)]
+        pairs = zip(self.groups, before, self.versions(), strict=False)
+        return [name for group, former, versions in pairs for name in group.written_since(former, versions)]
 
     def aliased_by(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, an unsharded parameter."""
         # What is computed is neither; asked first, since the second question takes Python.
         if not tensor._is_view() and (type(tensor) is Tensor or not isinstance(tensor, nn.Parameter)):
             return False
-        return any(part.holds(tensor) for part in self.parts)
+        return any(group.holds(tensor) for group in self.groups)
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
@@ -362,9 +367,9 @@ class UnitParameters:
         """All of every parameter that modules compute with in another dtype than it rests in, in the latter; for the others
         None."""
         exact: dict[int, Tensor] = {}
-        for part in () if self._in_place else self.parts:
-            if part.flat.compute_dtype != part.flat.dtype:
-                exact.update(zip(map(id, part.sharded), part.gather_exact(tags, label), strict=True))
+        for group in () if self._in_place else self.groups:
+            if group.flat.compute_dtype != group.flat.dtype:
+                exact.update(zip(map(id, group.sharded), group.gather_exact(tags, label), strict=True))
         return [exact.get(id(slot.sharded)) for slot in self.slots]
 
     def leave(
@@ -389,4 +394,5 @@ class UnitParameters:
 
     def forget(self) -> None:
         """The parameters are somebody else's."""
-        self.parts = ()
+        self.groups = ()
+        self.gradient_groups = ()

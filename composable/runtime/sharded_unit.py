@@ -37,7 +37,7 @@ from composable.runtime.root import Root
 
 
 def _handles_of(units: Sequence[ShardedUnit]) -> list[Handle]:
-    return [unit._handle for unit in units if unit._handle is not None and unit._handle.parameters.parts]
+    return [unit._handle for unit in units if unit._handle is not None and unit._handle.parameters.groups]
 
 
 class _Call:
@@ -94,9 +94,9 @@ class ShardedUnit:
             self.guards = [Guard(module, self._guard) for key, module in owners.items() if key not in mine]
             hook = StateDictHook(self)
             self._loading = [owner.register_load_state_dict_pre_hook(hook) for owner in owners.values()]
-        if handle.parameters.parts:
+        if handle.parameters.groups:
             self.in_place = [WeightsInPlace(module) for module in owners.values() if isinstance(module, nn.RNNBase)]
-        swapped = [*(owners.values() if handle.parameters.parts else ()), *recipe.holders]
+        swapped = [*(owners.values() if handle.parameters.groups else ()), *recipe.holders]
         for each in dict.fromkeys(swapped):
             self._loading.append(each.register_state_dict_pre_hook(self._before_state_dict))
         handle.guarded_by(self.guards)

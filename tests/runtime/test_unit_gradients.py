@@ -11,7 +11,7 @@ from composable.runtime.gradients import UnitGradients
 
 
 class Ledger:
-    """What a part knows of its gradients, by name."""
+    """What a group knows of its gradients, by name."""
 
     def __init__(self, *names: str) -> None:
         self.names = names
@@ -34,23 +34,23 @@ class Ledger:
 
 
 class Unit:
-    def __init__(self, *parts: Ledger) -> None:
+    def __init__(self, *groups: Ledger) -> None:
         self.gradients = UnitGradients(TagSequence(0))
-        self.gradients.parts = parts  # type: ignore[assignment]
+        self.gradients.groups = groups  # type: ignore[assignment]
         self.gradients.rename("u")
         self.gradients.on_unexpected = lambda: self.log.append("unexpected")
-        self.parts = parts
+        self.groups = groups
         self.log: list[str] = []
 
     def arrive(self, name: str, tensor: Tensor = torch.ones(())) -> None:  # noqa: B008
-        for part in self.parts:
-            if name in part.names:
-                part.here[name] = part.here.get(name, 0) + 1
+        for group in self.groups:
+            if name in group.names:
+                group.here[name] = group.here.get(name, 0) + 1
         self.gradients.watch.arrived(tensor)
 
     def events(self) -> list[str]:
-        """What happened to the first part, in short."""
-        return [entry.partition(" ")[0] for entry in self.parts[0].log]
+        """What happened to the first group, in short."""
+        return [entry.partition(" ")[0] for entry in self.groups[0].log]
 
 
 def test_nothing_is_launched_because_of_a_gradient_not_even_of_the_last_one() -> None:
@@ -62,14 +62,14 @@ def test_nothing_is_launched_because_of_a_gradient_not_even_of_the_last_one() ->
     assert unit.gradients.phase is GradPhase.EMPTY
 
 
-def test_all_parts_are_reduced_together_whatever_has_arrived() -> None:
+def test_all_groups_are_reduced_together_whatever_has_arrived() -> None:
     unit = Unit(Ledger("a", "b"), Ledger("c"))
     unit.gradients.expect()
     unit.arrive("b")
     unit.gradients.reduce()
     assert unit.gradients.phase is GradPhase.REDUCING
-    assert unit.parts[0].log == ["reduce {'b': 1}: gradient reduction of unit 'u'"]
-    assert unit.parts[1].log == ["reduce {}: gradient reduction of unit 'u'"]
+    assert unit.groups[0].log == ["reduce {'b': 1}: gradient reduction of unit 'u'"]
+    assert unit.groups[1].log == ["reduce {}: gradient reduction of unit 'u'"]
 
 
 def test_the_first_gradient_that_nobody_expects_is_noticed_and_the_others_go_with_it() -> None:
@@ -80,7 +80,7 @@ def test_the_first_gradient_that_nobody_expects_is_noticed_and_the_others_go_wit
     unit.arrive("b")
     assert unit.log == ["unexpected"]
     unit.gradients.reduce()
-    assert unit.parts[0].log == ["reduce {'a': 1, 'b': 1}: gradient reduction of unit 'u'"]
+    assert unit.groups[0].log == ["reduce {'a': 1, 'b': 1}: gradient reduction of unit 'u'"]
 
 
 def test_gradients_after_a_reduction_are_unexpected_until_backward_reaches_the_unit_again() -> None:
@@ -131,6 +131,6 @@ def test_dropped_gradients_do_not_count() -> None:
     unit.arrive("a")
     unit.gradients.drop()
     assert unit.gradients.phase is GradPhase.EMPTY
-    assert unit.parts[0].log == ["drop"]
+    assert unit.groups[0].log == ["drop"]
     unit.arrive("b")
     assert unit.log == ["unexpected", "unexpected"]

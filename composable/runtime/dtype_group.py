@@ -1,29 +1,24 @@
-"""The parameters of one unit and precision: their buffers, how they are gathered, kept and reduced; knows no phase."""
+"""The parameters of one unit, precision and device, which are gathered together and kept; knows no phase and no gradient."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import partial
 from itertools import compress
-from operator import add, ne, or_
+from operator import add, ne
 from typing import Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from composable.device.collectives import Communicator, GatherPart, TagSequence, Work
 from composable.device.elastic_buffer import ElasticBuffer
 from composable.device.flat_parameters import FlatParameters
-from composable.device.held_gradients import HeldGradients
-from composable.device.parameter_swap import ParameterSlots, summand_over_replicas_like
+from composable.device.parameter_swap import ParameterSlots
 from composable.device.private import innermost, outside_transforms
-from composable.device.sharded_gradients import take_gradients
-from composable.device.user_hooks import call_hooks_after_accumulation
 from composable.plan.precision import resolve
 from composable.runtime.mesh_info import MeshInfo
-from composable.runtime.reduction import Reduction
 
 _version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quicker than any other way to ask many
 _address: Final = Tensor.data_ptr
@@ -33,27 +28,25 @@ _DTYPES: Final = 61  # numbers for what the dtypes of a unit may be, apart by mo
 _APART: Final = 16
 
 
-def print_of_dtypes(parts: Sequence[Part]) -> int:
+def print_of_dtypes(groups: Sequence[DtypeGroup]) -> int:
     """A number for the dtypes of a unit: who has cast a model alone must not take another rank's bytes for values of his."""
-    dtypes = ", ".join(str(part.flat.dtype) for part in parts)
+    dtypes = ", ".join(str(group.flat.dtype) for group in groups)
     return zlib.crc32(dtypes.encode()) % _DTYPES * _APART
 
 
-class Part:
-    """The parameters of one precision: their buffers, their reduction, and the coarse shard kept after forward."""
+class DtypeGroup:
+    """The parameters of one precision on one device: their buffers, and the coarse shard kept after forward."""
 
     __slots__ = (
-        "_addresses", "_aliased", "_alone", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered",
-        "_has_messages",
-        "_held", "_is_watched", "_like_summands", "_moving", "_outdated", "_places", "_post_forward", "_post_forward_plan",
-        "_post_forward_shard", "_reduction", "_reductions", "_replicas", "_start", "_unsharded", "_versions", "_wanted",
-        "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "trainable", "trains", "worth_releasing"
+        "_addresses", "_aliased", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_has_messages",
+        "_is_watched", "_moving", "_outdated", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
+        "_start", "_versions", "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "unsharded"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], mesh_info: MeshInfo) -> None:
         self.flat = flat
         self.sharded = tuple([member.sharded for member in members])
-        self._unsharded = tuple([member.unsharded for member in members])
+        self.unsharded = tuple([member.unsharded for member in members])
         # Unsharded parameters to which nobody should write. An embedding with a largest norm does so whenever it is used; what
         # every rank holds whole is the shard itself, and not lost.
         self._watched = [
@@ -61,7 +54,7 @@ class Part:
             for index, (slot, member) in enumerate(zip(flat.layout.slots, members, strict=True))
             if not slot.aliased and not any(getattr(o.module, "max_norm", None) is not None for o in member.owners)
         ]
-        self._watched_ones = tuple([self._unsharded[index] for index in self._watched])
+        self._watched_ones = tuple([self.unsharded[index] for index in self._watched])
         self._is_watched = [index in self._watched for index in range(len(members))]
         self._versions = list(map(_version, self._watched_ones))  # but for those that all had in common since
         self._outdated = 0  # how many these are
@@ -70,28 +63,18 @@ class Part:
         # Whose version counters tell of writes to shards: to each parameter, and to local tensors, which count with the buffer.
         self.counted = (*self.sharded, flat.shard)
         self._communicator = mesh_info.shard
-        self._replicas = mesh_info.replicate
-        self._like_summands = partial(summand_over_replicas_like, mesh_info.shard_dim)
         self._full = flat.full
         # Where the unsharded parameters lie: from the start of their buffer, which moves; what every rank holds whole stays.
         self._moving = [not slot.aliased and slot.numel > 0 for slot in flat.layout.slots]
         self._places = [
             slot.full_start * flat.compute_dtype.itemsize if moves else _address(parameter)
-            for slot, parameter, moves in zip(flat.layout.slots, self._unsharded, self._moving, strict=True)
+            for slot, parameter, moves in zip(flat.layout.slots, self.unsharded, self._moving, strict=True)
         ]
         self._start = 0
         self._addresses = self._places  # with the buffer at `_start`
         self._gathered = flat.layout.gathered
         self._aliased = flat.layout.aliased
         self._has_messages = flat.has_messages
-        self.trainable: tuple[bool, ...] = ()  # for each parameter, as `follow` was told
-        self.worth_releasing: list[Reduction] = []  # whose gradients' memory is large enough
-        self.trains = False  # whether any of them gets a gradient
-        self._alone = mesh_info.mesh is None
-        self._reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool], Reduction] = {}
-        self._reduction: Reduction | None = None  # of what is trainable now
-        self._held: HeldGradients | None = None  # while gradients of earlier backwards are
-        self._wanted: tuple[bool, ...] = ()  # for each parameter, whether one of these may have brought a gradient
         self._post_forward = mesh_info.post_forward
         self._post_forward_shard: ElasticBuffer | None = None
         if self._post_forward is not None and self._gathered:
@@ -109,8 +92,6 @@ class Part:
         self._post_forward_plan = post_forward.prepare([GatherPart(self._post_forward_shard.tensor, whole, whole.numel())])
         flat.full.free()
         self._post_forward_shard.free()
-
-    # --- parameters -------------------------------------------------------------------------------------------------
 
     def gather(self, tags: TagSequence, label: str, *, for_user: bool) -> Work | None:
         """Launch the all-gather from everybody's shards; None if every rank holds everything anyway.
@@ -175,12 +156,12 @@ class Part:
             places = zip(self._places, self._moving, strict=True)
             self._addresses = [place + start if moves else place for place, moves in places]
             self._start = start
-        return list(map(_address, self._unsharded)) != self._addresses
+        return list(map(_address, self.unsharded)) != self._addresses
 
     def move_back(self) -> list[tuple[str, torch.dtype]]:
         """Give the unsharded parameters their memory again; names those that had other, with the dtype that they had."""
         found = []
-        for slot, parameter, view in zip(self.flat.layout.slots, self._unsharded, self.flat.full_views, strict=True):
+        for slot, parameter, view in zip(self.flat.layout.slots, self.unsharded, self.flat.full_views, strict=True):
             if _address(parameter) != _address(view):
                 found.append((slot.name, parameter.dtype))
                 parameter.grad = None  # of the other dtype
@@ -191,11 +172,11 @@ class Part:
         """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""
         written = _written(before, now)
         if all(written):  # as an optimizer does it, once per step
-            increment_version(self._unsharded)
+            increment_version(self.unsharded)
             self._outdated += 1
             self._writes += len(self._watched_ones)
             return
-        increment_version(list(compress(self._unsharded, written)))
+        increment_version(list(compress(self.unsharded, written)))
         watched = list(compress(written, self._is_watched))
         self._versions = list(map(add, self._versions, watched))
         self._writes += sum(watched)
@@ -225,129 +206,6 @@ class Part:
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the unsharded buffer."""
         return innermost(tensor).untyped_storage().data_ptr() == self._full.tensor.untyped_storage().data_ptr()
-
-    # --- gradients --------------------------------------------------------------------------------------------------
-
-    def follow(self, trainable: tuple[bool, ...]) -> None:
-        """Unsharded parameters require the gradients that are wanted of the sharded ones."""
-        self.trainable = trainable
-        for parameter, wanted in zip(self._unsharded, trainable, strict=True):
-            parameter.requires_grad_(wanted)
-        self.trains = any(trainable)
-        self._reduction = self._reductions.get((trainable, self.flat.compute_dtype, False))
-
-    @property
-    def holds_gradients(self) -> bool:
-        """Whether a gradient has arrived that was not reduced."""
-        return any(parameter.grad is not None for parameter in self._unsharded)
-
-    def go_on_holding(self) -> None:
-        """Gradients of earlier backwards may be held: they have been since before this part was made."""
-        if self._alone:
-            return
-        self._held = HeldGradients(self.sharded, self.flat.layout.slots, self.flat.rank)
-        self._wanted = self.trainable
-
-    def hold(self) -> None:
-        """Add what is here to what is held."""
-        if not self.trains:
-            return
-        if self._alone:  # so the sum is there at once, as it is where autograd makes it
-            reduction = self._reduction_of(self.trainable, self.flat.compute_dtype)
-            reduction.keep(take_gradients(self._unsharded))
-            for parameter in reduction.finish():
-                call_hooks_after_accumulation(parameter)
-            return
-        if self._held is None:
-            self.go_on_holding()
-        self._wanted = tuple(map(or_, self._wanted, self.trainable))
-        assert self._held is not None
-        self._held.add(self._as_kept(take_gradients(self._unsharded)), self.trainable)
-
-    def _as_kept(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """In the dtype that users see, in which gradients of several backwards are added up."""
-        flat = self.flat
-        if flat.gradient_dtype == flat.compute_dtype:
-            return gradients
-        return [None if gradient is None else gradient.to(flat.gradient_dtype) for gradient in gradients]
-
-    def reduce(self, tags: TagSequence, label: str) -> None:
-        """Launch the reduction of what is here, and of what is held."""
-        if self._held is not None:
-            self._reduce_held(self._held, tags, label)
-            return
-        if not self.trains:
-            return
-        reduction = self._reduction
-        if reduction is None:
-            reduction = self._reduction = self._reduction_of(self.trainable, self.flat.compute_dtype)
-        reduction.launch(take_gradients(self._unsharded), tags, label)
-
-    def reduce_shards(self, tags: TagSequence, label: str) -> None:
-        """Launch the first hop of the reduction of what is here alone: it is held, cut as the parameters are."""
-        if not self.trains and self._held is None:
-            return
-        if self._held is None:
-            self.go_on_holding()
-        assert self._held is not None
-        self._wanted = tuple(map(or_, self._wanted, self.trainable))
-        gradients = self._held.take(self._as_kept(take_gradients(self._unsharded)))
-        self._reduction_of(self._wanted, self.flat.gradient_dtype, held=True).launch(gradients, tags, label)
-
-    def _reduce_held(self, held: HeldGradients, tags: TagSequence, label: str) -> None:
-        """What has been frozen since it brought a gradient is reduced with the others."""
-        self._held = None
-        gradients = held.take(self._as_kept(take_gradients(self._unsharded)))
-        trainable = tuple(map(or_, self._wanted, self.trainable))
-        reduction = self._reduction_of(trainable, self.flat.gradient_dtype)
-        if self._replicas is None:
-            reduction.launch(gradients, tags, label)
-            return
-        shards = held.take_shards()
-        for index, shard in enumerate(shards):
-            if gradients[index] is None and shard is not None:  # or else nobody would look for it
-                gradients[index] = torch.zeros_like(self._unsharded[index], dtype=self.flat.gradient_dtype)
-        reduction.launch(gradients, tags, label, shards)
-
-    def _reduction_of(self, trainable: tuple[bool, ...], source: torch.dtype, *, held: bool = False) -> Reduction:
-        """The reduction of the parameters that are `trainable`.
-
-        Args:
-            source: the dtype of their gradients.
-            held: over the shards alone.
-        """
-        reduction = self._reductions.get((trainable, source, held))
-        if reduction is None:
-            hops = (None, self._like_summands) if held else (self._replicas, None)
-            reduction = Reduction(self.flat, self.sharded, self._communicator, trainable, source, *hops)
-            self._reductions[trainable, source, held] = reduction
-            if reduction.worth_releasing:
-                self.worth_releasing.append(reduction)
-        return reduction
-
-    def all_reduce(self, tags: TagSequence, label: str) -> None:
-        """Wait for the first hop of the reduction, and launch the second."""
-        for reduction in self._reductions.values():
-            reduction.all_reduce(tags, label)
-
-    def finish(self) -> list[nn.Parameter]:
-        """Wait for the reduction; the sharded parameters have their gradients then. Returns those with hooks to be called."""
-        waiting = []
-        for reduction in self._reductions.values():
-            waiting += reduction.finish()
-        return waiting
-
-    def forget_gradients(self) -> None:
-        """Forget what was not reduced yet."""
-        take_gradients(self._unsharded)
-        if self._held is not None:
-            self._held.forget()
-            self._held = None
-
-    def drop_reduction(self) -> None:
-        """Wait for the reduction, if one is in flight, and forget it."""
-        for reduction in self._reductions.values():
-            reduction.drop()
 
 
 def _written(before: Sequence[int], now: Sequence[int]) -> list[bool]:

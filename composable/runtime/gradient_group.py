@@ -1,0 +1,177 @@
+"""The gradients of one unit, precision and device, which are held or reduced together; knows no phase and no gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from operator import or_
+
+import torch
+from torch import Tensor, nn
+
+from composable.device.collectives import TagSequence
+from composable.device.flat_parameters import FlatParameters
+from composable.device.held_gradients import HeldGradients
+from composable.device.parameter_swap import summand_over_replicas_like
+from composable.device.sharded_gradients import take_gradients
+from composable.device.user_hooks import call_hooks_after_accumulation
+from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.reduction import Reduction
+
+
+class GradientGroup:
+    """The gradients of a `DtypeGroup`: what is held of earlier backwards, and a reduction for each set that is trainable.
+
+    Attributes:
+        trainable: for each parameter, as `follow` was told.
+        trains: whether any of them gets a gradient.
+        worth_releasing: reductions whose gradients' memory is large enough.
+    """
+
+    __slots__ = (
+        "_alone", "_communicator", "_flat", "_held", "_like_summands", "_reduction", "_reductions", "_replicas", "_unsharded",
+        "_wanted", "sharded", "trainable", "trains", "worth_releasing"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        sharded: Sequence[nn.Parameter],
+        unsharded: Sequence[nn.Parameter],
+        mesh_info: MeshInfo,
+    ) -> None:
+        self._flat = flat
+        self.sharded = sharded
+        self._unsharded = unsharded
+        self._alone = mesh_info.mesh is None
+        self._communicator = mesh_info.shard
+        self._replicas = mesh_info.replicate
+        self._like_summands = partial(summand_over_replicas_like, mesh_info.shard_dim)
+        self.trainable: tuple[bool, ...] = ()
+        self.trains = False
+        self.worth_releasing: list[Reduction] = []
+        self._reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool], Reduction] = {}
+        self._reduction: Reduction | None = None  # of what is trainable now
+        self._held: HeldGradients | None = None  # while gradients of earlier backwards are
+        self._wanted: tuple[bool, ...] = ()  # for each parameter, whether one of these may have brought a gradient
+
+    def follow(self, trainable: tuple[bool, ...]) -> None:
+        """Unsharded parameters require the gradients that are wanted of the sharded ones."""
+        self.trainable = trainable
+        for parameter, wanted in zip(self._unsharded, trainable, strict=True):
+            parameter.requires_grad_(wanted)
+        self.trains = any(trainable)
+        self._reduction = self._reductions.get((trainable, self._flat.compute_dtype, False))
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether a gradient has arrived that was not reduced."""
+        return any(parameter.grad is not None for parameter in self._unsharded)
+
+    def go_on_holding(self) -> None:
+        """Gradients of earlier backwards may be held: they have been since before this group was made."""
+        if self._alone:
+            return
+        self._held = HeldGradients(self.sharded, self._flat.layout.slots, self._flat.rank)
+        self._wanted = self.trainable
+
+    def hold(self) -> None:
+        """Add what is here to what is held."""
+        if not self.trains:
+            return
+        if self._alone:  # so the sum is there at once, as it is where autograd makes it
+            reduction = self._reduction_of(self.trainable, self._flat.compute_dtype)
+            reduction.keep(take_gradients(self._unsharded))
+            for parameter in reduction.finish():
+                call_hooks_after_accumulation(parameter)
+            return
+        if self._held is None:
+            self.go_on_holding()
+        self._wanted = tuple(map(or_, self._wanted, self.trainable))
+        assert self._held is not None
+        self._held.add(self._as_kept(take_gradients(self._unsharded)), self.trainable)
+
+    def _as_kept(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """In the dtype that users see, in which gradients of several backwards are added up."""
+        flat = self._flat
+        if flat.gradient_dtype == flat.compute_dtype:
+            return gradients
+        return [None if gradient is None else gradient.to(flat.gradient_dtype) for gradient in gradients]
+
+    def reduce(self, tags: TagSequence, label: str) -> None:
+        """Launch the reduction of what is here, and of what is held."""
+        if self._held is not None:
+            self._reduce_held(self._held, tags, label)
+            return
+        if not self.trains:
+            return
+        reduction = self._reduction
+        if reduction is None:
+            reduction = self._reduction = self._reduction_of(self.trainable, self._flat.compute_dtype)
+        reduction.launch(take_gradients(self._unsharded), tags, label)
+
+    def reduce_shards(self, tags: TagSequence, label: str) -> None:
+        """Launch the first hop of the reduction of what is here alone: it is held, cut as the parameters are."""
+        if not self.trains and self._held is None:
+            return
+        if self._held is None:
+            self.go_on_holding()
+        assert self._held is not None
+        self._wanted = tuple(map(or_, self._wanted, self.trainable))
+        gradients = self._held.take(self._as_kept(take_gradients(self._unsharded)))
+        self._reduction_of(self._wanted, self._flat.gradient_dtype, held=True).launch(gradients, tags, label)
+
+    def _reduce_held(self, held: HeldGradients, tags: TagSequence, label: str) -> None:
+        """What has been frozen since it brought a gradient is reduced with the others."""
+        self._held = None
+        gradients = held.take(self._as_kept(take_gradients(self._unsharded)))
+        trainable = tuple(map(or_, self._wanted, self.trainable))
+        reduction = self._reduction_of(trainable, self._flat.gradient_dtype)
+        if self._replicas is None:
+            reduction.launch(gradients, tags, label)
+            return
+        shards = held.take_shards()
+        for index, shard in enumerate(shards):
+            if gradients[index] is None and shard is not None:  # or else nobody would look for it
+                gradients[index] = torch.zeros_like(self._unsharded[index], dtype=self._flat.gradient_dtype)
+        reduction.launch(gradients, tags, label, shards)
+
+    def _reduction_of(self, trainable: tuple[bool, ...], source: torch.dtype, *, held: bool = False) -> Reduction:
+        """The reduction of the parameters that are `trainable`.
+
+        Args:
+            source: the dtype of their gradients.
+            held: over the shards alone.
+        """
+        reduction = self._reductions.get((trainable, source, held))
+        if reduction is None:
+            hops = (None, self._like_summands) if held else (self._replicas, None)
+            reduction = Reduction(self._flat, self.sharded, self._communicator, trainable, source, *hops)
+            self._reductions[trainable, source, held] = reduction
+            if reduction.worth_releasing:
+                self.worth_releasing.append(reduction)
+        return reduction
+
+    def all_reduce(self, tags: TagSequence, label: str) -> None:
+        """Wait for the first hop of the reduction, and launch the second."""
+        for reduction in self._reductions.values():
+            reduction.all_reduce(tags, label)
+
+    def finish(self) -> list[nn.Parameter]:
+        """Wait for the reduction; the sharded parameters have their gradients then. Returns those with hooks to be called."""
+        waiting = []
+        for reduction in self._reductions.values():
+            waiting += reduction.finish()
+        return waiting
+
+    def forget_gradients(self) -> None:
+        """Forget what was not reduced yet."""
+        take_gradients(self._unsharded)
+        if self._held is not None:
+            self._held.forget()
+            self._held = None
+
+    def drop_reduction(self) -> None:
+        """Wait for the reduction, if one is in flight, and forget it."""
+        for reduction in self._reductions.values():
+            reduction.drop()
