@@ -21,6 +21,7 @@ from composable.device.private import (
     gradient_hooks,
     local_of,
 )
+from composable.device.use_flags import UseFlags
 from composable.device.user_hooks import hooked, with_hooks
 from composable.plan.layout import ReduceLayout, Slot
 from composable.plan.routes import Route
@@ -68,7 +69,7 @@ class GradientRows:
 
     __slots__ = (
         "_all_used", "_as_they_are", "_cut_together", "_num_shards", "_pick_columns", "_pick_flagged", "_rows", "_slots",
-        "buffer", "plan"
+        "buffer", "flags", "plan"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, plan: ReduceLayout, num_shards: int, source: torch.dtype) -> None:
@@ -77,8 +78,8 @@ class GradientRows:
         self._num_shards = num_shards
         self.buffer = ElasticBuffer(num_shards * plan.row_numel, flat.reduce_dtype, flat.device, flat.pool)
         self._rows = self.buffer.tensor.view(num_shards, plan.row_numel)
-        with torch.inference_mode(False):
-            self._all_used = torch.ones(num_shards, len(plan.flagged), dtype=source, device=flat.device)
+        self.flags = UseFlags(plan.flagged, source, flat.device, num_shards)
+        self._all_used = self.flags.without(())
         # One kernel cuts, pads and packs all tensors whose dimension 0 is cut.
         self._cut_together = all(self._slots[column.slot].dim == 0 for column in plan.columns)
         self._as_they_are = self._cut_together and all(self._slots[c.slot].route is not Route.WHOLE for c in plan.columns)
@@ -110,10 +111,7 @@ class GradientRows:
             if gradient is None:
                 gradient = self._all_used.new_zeros(slot.shape)
             wanted.append(gradient.expand(self._num_shards, *slot.shape) if slot.route is Route.WHOLE else gradient)
-        flags = self._all_used
-        if missing:
-            flags = flags.clone()
-            flags[:, [self.plan.flagged.index(slot) for slot in missing]] = 0
+        flags = self.flags.without(missing)
         if self._cut_together:
             chunk_cat([*wanted, flags], self._num_shards, self._rows)
             return
@@ -259,11 +257,6 @@ class GradientShards:
         """Copy, and cast, what landed elsewhere to where it belongs."""
         if self._belongs:
             torch._foreach_copy_(self._belongs, self._landed)
-
-    def used_anywhere(self) -> dict[int, bool]:
-        """For each slot, whether any rank had a gradient. Reads memory: on an accelerator the host waits."""
-        flags = self.row[self._plan.flags_start :].tolist()
-        return {slot: flag > 0 for slot, flag in zip(self._plan.flagged, flags, strict=True)}
 
     def close(self) -> None:
         """What landed has been taken, or will not be."""

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.device.collectives import Communicator, TagSequence
 from composable.device.gradient_buckets import GradientBucket, gradient_strides
+from composable.device.use_flags import UseFlags
 from composable.errors import PhaseError
 from composable.plan.scaling import scaling_of
 from composable.runtime.accumulation import Accumulation
@@ -37,6 +38,8 @@ from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.local_gradients import Forms, LocalGradients
 from composable.runtime.rounds import NUMBERS, Forwards, Round
 from composable.runtime.sparse import SparseGradients
+
+_EVERYTHING: Final = -1  # as a parameter of which a rank has a gradient if it has one for every parameter
 
 HOST_IN_FLIGHT: Final = 4  # buckets; each has a message in memory that ranks of one host share
 
@@ -111,6 +114,7 @@ class Reducer:
         self._missed: int | None = None  # the step in which the others may have agreed without this rank
         self.kinds: Kinds = Kinds(self.parameters, self.names, last.kinds if last is not None else None)
         self._recording = not all(i in self.bucket_order.order for i in self._trainable)
+        self._flags: UseFlags  # of the last bucket
         if communicator.size > 1:
             self._buckets = self._make_buckets()
             self._attach()
@@ -145,6 +149,9 @@ class Reducer:
             names = self.names[members[0]], self.names[members[-1]]
             label = f"gradient all-reduce of unit '{self.unit}' ('{names[0]}' to '{names[1]}')"
             buckets.append(Bucket(members, gradients, label))
+        if grouped:
+            last = self.parameters[grouped[-1][0]]
+            self._flags = UseFlags((*self._trainable, _EVERYTHING), last.dtype, last.device)
         return buckets
 
     def _attach(self) -> None:
@@ -284,14 +291,10 @@ class Reducer:
 
     def _write_flags(self, flags: Tensor) -> None:
         self._round.write(flags[-NUMBERS:])
-        flags = flags[:-NUMBERS]
-        if not any(bucket.awaited for bucket in self._buckets):
-            flags.fill_(1.0)  # the last launch: no gradient comes after it
-            return
-        missing = [bucket.members[slot] for bucket in self._buckets for slot in self._missing(bucket)]
-        absent = frozenset(missing)
-        row = [float(i not in absent) for i in self._trainable]
-        flags.copy_(torch.tensor([*row, 0.0]))
+        missing = []
+        if any(bucket.awaited for bucket in self._buckets):  # the last launch: no gradient comes after it
+            missing = [bucket.members[slot] for bucket in self._buckets for slot in self._missing(bucket)] + [_EVERYTHING]
+        flags[:-NUMBERS].copy_(self._flags.without(missing))
 
     def launch_rest(self) -> None:
         while self._next is not None:
@@ -318,11 +321,11 @@ class Reducer:
         if self._buckets:
             self._check_round()
         if self._buckets and (self._recording or any(bucket.awaited for bucket in self._buckets)):
-            *used, complete = [bool(flag) for flag in self._buckets[-1].gradients.flags[:-NUMBERS].tolist()]
-            used_by_number = dict(zip(self._trainable, used, strict=True))
+            unused = self._flags.unused(self._flags.parameters, self._buckets[-1].gradients.flags[:-NUMBERS])
+            absent = dict.fromkeys(unused)
             for bucket in self._buckets:
-                bucket.gradients.settle([used_by_number[i] for i in bucket.members])
-            if self._recording and complete:
+                bucket.gradients.settle([i not in absent for i in bucket.members])
+            if self._recording and _EVERYTHING not in absent:
                 self._agree()
         if self._sparse:
             self._rows.average([self.local.has(i) for i in self._sparse])

@@ -167,8 +167,8 @@ class Reduction:
         self._shards.take_from_row()
         delivered: Sequence[int] = self._plan.flagged
         if self._missing:
-            used = self._shards.used_anywhere()
-            unused = [i for i in self._missing if not used[i] and not self._shards.takes_in(i)]
+            unused = self._rows.flags.unused(self._missing, self._shards.row[self._plan.flags_start :])
+            unused = [i for i in unused if not self._shards.takes_in(i)]
             delivered = [i for i in delivered if i not in unused]
         self._rows.buffer.free()
         self._shards.close()
