@@ -31,7 +31,7 @@ from composable.runtime.mixed import MixedParameters, serves
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.readers import Readers
 from composable.runtime.reducer import Reducer
-from composable.runtime.resting_form import fits
+from composable.runtime.resting_form import RestingGradients, at_rest, fits
 from composable.runtime.rounds import Forward, Forwards
 from composable.runtime.sparse import is_sparse_lookup, only_looked_up
 from composable.runtime.step import refuse_gradients_left
@@ -107,7 +107,7 @@ class ReplicatedUnit:
     def _registered(self) -> list[nn.Parameter]:
         """The parameters that the modules compute with, as they hold them now, tied ones as often as they are registered."""
         if self._mixed is not None:
-            return self._mixed.plain
+            return self._mixed.places.plain
         if self._places is None:
             self._places = [(owner.module._parameters, owner.name) for owner in self._owners]
         held = [registry.get(name) for registry, name in self._places]
@@ -120,7 +120,7 @@ class ReplicatedUnit:
         return [self._at_rest(parameter) for i, parameter in enumerate(reducer.parameters) if i not in reducer.elsewhere]
 
     def _at_rest(self, parameter: nn.Parameter) -> nn.Parameter:
-        return parameter if self._mixed is None else self._mixed.resting(parameter)
+        return parameter if self._mixed is None else at_rest(parameter)
 
     @property
     def reducer(self) -> Reducer:
@@ -148,7 +148,7 @@ class ReplicatedUnit:
             turn=self.number,
             elsewhere=owned_elsewhere(self, registered),
             sparse=only_looked_up(registered, self._lookups),
-            forms=self._mixed,
+            forms=RestingGradients() if self._mixed is not None else None,
             forwards=self._forwards,
             last=last,
         )
@@ -357,7 +357,7 @@ class ReplicatedUnit:
     def forget_calls(self) -> None:
         self._depth = 0
         if self._mixed is not None:
-            self._doubtful = self._doubtful or not self._mixed.intact()
+            self._doubtful = self._doubtful or not self._mixed.places.swap.intact()
             self._mixed.forget_calls()
         self._readers.leave_call()
 
@@ -396,5 +396,5 @@ class ReplicatedUnit:
         twin.number = self.number
         enroll(twin)
         # The copied modules are not whole yet, but their parameters can be copied already.
-        twin._renew(copy.deepcopy(self._registered, memo) if twin._mixed is None else twin._mixed.plain)
+        twin._renew(copy.deepcopy(self._registered, memo) if twin._mixed is None else twin._mixed.places.plain)
         return twin

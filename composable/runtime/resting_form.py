@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -119,7 +120,31 @@ def pair_of(parameter: nn.Parameter) -> Pair | None:
     return _PAIRS.get(id(parameter))
 
 
+def at_rest(parameter: nn.Parameter) -> nn.Parameter:
+    """What users see, between steps, of a parameter that modules compute with."""
+    found = pair_of(parameter)
+    return parameter if found is None else found.resting
+
+
 def fits(plain: nn.Parameter, mesh: DeviceMesh) -> bool:
     """Whether a plain parameter can have a second form on `mesh`."""
     here = plain.device.type in ("meta", mesh.device_type) and plain.layout is torch.strided
     return here and type(plain) is nn.Parameter
+
+
+class RestingGradients:
+    """Gradients of parameters, where users see them: those of plain forms move to the resting ones."""
+
+    def deliver(self, parameters: Iterable[nn.Parameter], *, held: bool) -> None:
+        """See `composable.runtime.local_gradients`."""
+        for parameter in parameters:
+            pair = pair_of(parameter)
+            if pair is not None:
+                pair.show_held() if held else pair.deliver()
+
+    def take_up(self, parameters: Iterable[nn.Parameter]) -> None:
+        """See there."""
+        for parameter in parameters:
+            pair = pair_of(parameter)
+            if pair is not None:
+                pair.take_up_held()
