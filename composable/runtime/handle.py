@@ -165,7 +165,7 @@ class Handle:
     def look_into_parameters(self) -> None:
         """Notice what users did to parameters since the last forward of the root, and refuse what nobody can compute with."""
         parameters = self.parameters
-        if not parameters.intact():
+        if not parameters.registered.intact():
             self.on_foreigners()
             self._take_in_foreigners()
         if parameters.on_meta:
@@ -184,7 +184,7 @@ class Handle:
     def _take_in_foreigners(self) -> None:
         """Parameters that were moved, cast or replaced become the unit's own."""
         parameters = self.parameters
-        if parameters.adopt_replaced():
+        if parameters.registered.adopt_replaced(self.name):
             self.reshard()  # into the old buffers
             parameters.rebuild()
             self.gradients.adopt(parameters.gradient_groups)
@@ -315,15 +315,6 @@ class Handle:
         if self._calls == 0:
             self._guards.stand()
 
-    def refuse_recast(self) -> None:
-        """After a call: raise if its module gave itself other parameters, or other memory to the unsharded ones."""
-        parameters = self.parameters
-        if parameters.swap.strays:
-            parameters.refuse_strays()
-        for group in parameters.groups:
-            if group.moved():
-                parameters.refuse_moved()
-
     def withdraw(self) -> None:
         """Give a gather up that has not landed."""
         if self.phase is Phase.GATHERING:
@@ -359,7 +350,7 @@ class Handle:
 
     def adopt_replaced(self) -> None:
         """Parameters that were moved, cast or replaced by hand become the unit's own."""
-        if not self.parameters.intact():
+        if not self.parameters.registered.intact():
             self._take_in_foreigners()
 
     def restore(self, originals: Sequence[nn.Parameter | None]) -> None:

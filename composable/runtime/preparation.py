@@ -16,7 +16,7 @@ from torch import Tensor
 from composable.device.parameter_swap import ParameterSwap
 from composable.device.private import as_tensors, local_of
 from composable.runtime.handle import Handle
-from composable.runtime.parameters import UnitParameters
+from composable.runtime.registered import RegisteredShards
 
 _requires_grad: Final = attrgetter("requires_grad")
 
@@ -24,7 +24,7 @@ _requires_grad: Final = attrgetter("requires_grad")
 class _ParameterWatch:
     """Tells quickly whether sharded parameters are registered where they were, hold what they held, and train as they did."""
 
-    def __init__(self, units: Sequence[UnitParameters]) -> None:
+    def __init__(self, units: Sequence[RegisteredShards]) -> None:
         self._swaps = tuple(unit.swap for unit in units)
         self._sharded = [sharded for unit in units for sharded in unit.sharded]
         self._locals = [local for unit in units for local in unit.locals]
@@ -60,6 +60,7 @@ class Preparation:
             for handle in self._handles:
                 handle.look_into_parameters()
             if self._can_watch:
-                self._watch = _ParameterWatch([handle.parameters for handle in self._handles])
+                registered = [handle.parameters.registered for handle in self._handles]
+                self._watch = _ParameterWatch([each for each in registered if isinstance(each, RegisteredShards)])
         for handle in self._handles:
             handle.refresh()

@@ -31,6 +31,7 @@ from composable.runtime.mesh_info import refuse_other_replicas
 from composable.runtime.misuse import method_on_stack
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.outputs import watch
+from composable.runtime.recast import refuse_recast
 from composable.runtime.recurrent import WeightsInPlace
 from composable.runtime.removal import after_interrupt, remove_together
 from composable.runtime.root import Root
@@ -233,14 +234,14 @@ class ShardedUnit:
         if self._edges is not None:
             output = self._edges.output(output)
         if call.how == "recompute":
-            handle.refuse_recast()
+            refuse_recast(handle.parameters)
             if torch.is_grad_enabled():
                 watch(handle, output, call.since, count=False)
             return output
         if module in self._left_to_run:
             self._left_to_run.remove(module)
         try:
-            handle.refuse_recast()
+            refuse_recast(handle.parameters)
             output = root.leave(handle, output, call.since, complete=not self._left_to_run and handle.depth == 0)
             root.close_forward()
         except BaseException:
