@@ -111,6 +111,11 @@ def describe_module(module: object, fqn: str | None = None) -> str:
     return f"{kind} '{fqn}'" if fqn else kind
 
 
+def unit_name(fqn: str) -> str:
+    """What to call the unit at `fqn`, below the module that is called: `(root)` for that module itself."""
+    return fqn or "(root)"
+
+
 def first_line(error: object) -> str:
     """What an error says, in one line; nothing if it says nothing."""
     return str(error).strip().partition("\n")[0]

@@ -21,7 +21,7 @@ from composable.api.taken import refuse_taken
 from composable.api.ties import tied_to_replicated
 from composable.config import SYNC_MODES, AfterForward, MixedPrecisionPolicy, after_forward
 from composable.device.parameter_swap import Owner
-from composable.errors import AnnotationError
+from composable.errors import AnnotationError, unit_name
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach, detach
 from composable.model.transaction import Transaction, running
@@ -200,7 +200,8 @@ def _treatment(module: nn.Module, unit: nn.Module, options: Mapping[str, Any], p
     """For each parameter of a unit, what the arguments come to, in words that are the same on ranks that agree."""
     after, mesh = (options[name] for name in ("reshard_after_forward", "mesh"))
     _after_forward(after)
-    name, precision = names_below(module).get(id(unit), ""), str(precision_policy("fully_shard", options["mp_policy"]))
+    name = unit_name(names_below(module).get(id(unit), ""))
+    precision = str(precision_policy("fully_shard", options["mp_policy"]))
     over = "" if mesh is None else _in_words(_spread_over(unit, mesh))
     cast = f", {precision}" if precision else ""
     return [f"unit '{name}', reshard_after_forward={after}{over}, dimension {dim}{cast}" for dim in placements]

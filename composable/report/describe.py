@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from composable.compilation import unwrapped
 from composable.config import Free, Keep, ReshardTo
 from composable.device.flat_parameters import name_of
-from composable.errors import few
+from composable.errors import few, unit_name
 from composable.model.contract import Annotation, registry
 from composable.model.traversal import REPLICATE, SHARD, managed_parameters
 from composable.runtime.replicated_unit import ReplicatedUnit
@@ -78,7 +78,7 @@ class Description:
         for row in self.rows:
             lines.append(
                 (
-                    row.unit or "(root)",
+                    unit_name(row.unit),
                     row.module,
                     row.annotation,
                     str(row.parameters),
@@ -156,7 +156,7 @@ def describe(module: nn.Module) -> Description:
                 seen[id(state)] = None
                 rows.append(_sharded(name, state, verbs) if verb == SHARD else _replicated(name, below, state, verbs))
         for verb in () if managing else verbs:
-            elsewhere.setdefault(verb, []).append(name or "(root)")
+            elsewhere.setdefault(verb, []).append(unit_name(name))
     rest = _unmanaged(module, elsewhere)
     return Description((*rows, *rest), {verb: tuple(names) for verb, names in elsewhere.items()})
 

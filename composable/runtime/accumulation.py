@@ -67,7 +67,7 @@ def refuse_removal(verb: str, held: Iterable[tuple[str, Accumulation]]) -> None:
     for name, accumulation in held:
         if accumulation.passes:
             raise PhaseError(
-                f"remove: {verb} on unit '{name or '(root)'}' cannot be removed while it holds gradients that "
+                f"remove: {verb} on unit '{name}' cannot be removed while it holds gradients that "
                 "were made under no_sync and not averaged. Call reduce_gradients(model) first, on all ranks; also after "
                 "zero_grad()"
             )

@@ -51,12 +51,12 @@ def share_buffers(units: Sequence[Buffered]) -> None:
                 unit.order.abort()  # if a backward raised
             if communicator.capabilities.ordered and len(members) < len(members[0].order):
                 _check_order(members[0])
-            _share(buffers, communicator, members[0].name or "root")
+            _share(buffers, communicator, members[0].name)
 
 
 def _check_order(called: Buffered) -> None:
     """Others use the same communicator, and what is annotated around them all is not called: each shares by itself."""
-    unit, communicator = called.name or "root", called.communicator
+    unit, communicator = called.name, called.communicator
     label = f"check of the order of units with buffers, at unit '{unit}'"
     lowest, highest = communicator.min_max([called.number], label=label)
     if lowest != highest:

@@ -46,7 +46,7 @@ class _Holder:
     """A unit that may hold gradients, on the side of what it communicates over."""
 
     def __init__(self, name: str, accumulation: Accumulation, communicator: Communicator, drop: Callable[[], None]) -> None:
-        self.name = name or "(root)"
+        self.name = name
         self.accumulation = accumulation
         self.communicator = communicator
         self.drop = drop
@@ -88,7 +88,7 @@ def _refuse_in_between(sharded: Sequence[ShardedUnit], replicated: Sequence[Repl
     running = next((unit.name for unit in units if any(calls_of(module) for module in unit.modules)), None)
     running = next((root.handles[0].name for root in roots if root.running), running)
     if in_backward() or running is not None:
-        where = "a backward" if in_backward() else f"the forward of unit '{running or '(root)'}'"
+        where = "a backward" if in_backward() else f"the forward of unit '{running}'"
         raise PhaseError(
             f"reduce_gradients was called inside {where}, where gradients are still to come. Call it when backward() has "
             "returned; or leave it out, and run the last backward outside of no_sync"

@@ -13,7 +13,7 @@ from composable.config import AfterForward, Free, MixedPrecisionPolicy, ReshardT
 from composable.device.collectives import Communicator, Steps, TagSequence, Work
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import Owner, ParameterSlots
-from composable.errors import PhaseError, few, still_on_meta
+from composable.errors import PhaseError, few, still_on_meta, unit_name
 from composable.model.hooks import Guard, GuardRow
 from composable.plan.layout import Layout
 from composable.plan.phases import Event, Phase, advance
@@ -56,8 +56,8 @@ class Handle:
     __slots__ = (
         "__weakref__", "_calls", "_checks", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_guards",
         "_label", "_left", "_opened", "_post_forward_tags", "_strides", "_tags", "_works", "after_forward", "depth",
-        "exact_values", "gradients", "kept_by", "mesh_info", "name", "names", "on_backward", "on_foreigners", "parameters",
-        "phase", "slots", "uses", "versions", "whole_gradients"
+        "exact_values", "fqn", "gradients", "kept_by", "mesh_info", "name", "names", "on_backward", "on_foreigners",
+        "parameters", "phase", "slots", "uses", "versions", "whole_gradients"
     )  # fmt: skip
 
     def __init__(self, slots: Sequence[ParameterSlots], recipe: Recipe, pool: MemoryPool) -> None:
@@ -145,9 +145,10 @@ class Handle:
         for communicator, tags in self._opened:
             communicator.leave(tags, why)
 
-    def rename(self, name: str) -> None:
+    def rename(self, fqn: str) -> None:
         """Take the FQN under the root, if there is one, for messages."""
-        self.name = name
+        self.fqn = fqn
+        self.name = name = unit_name(fqn)
         self._label = f"all-gather of unit '{name}'"
         self.parameters.rename(name)
         self.gradients.rename(name)

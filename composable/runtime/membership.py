@@ -19,6 +19,9 @@ class Member(Protocol):
     """What is asked of a unit."""
 
     @property
+    def fqn(self) -> str: ...
+
+    @property
     def name(self) -> str: ...
 
     @property
@@ -73,7 +76,7 @@ class Membership:
                 for held in slot.held:
                     unit, name, owner = home.get(id(held), ("", "", slot))
                     if owner is not slot:
-                        _refuse_tie(f"{member.name}.{fqn}" if member.name else fqn, unit, name)
+                        _refuse_tie(f"{member.fqn}.{fqn}" if member.fqn else fqn, unit, name)
 
     def _known_places(self) -> dict[tuple[int, str], None]:
         owners = [owner for member in self._members for slot in member.slots for owner in slot.owners]

@@ -103,7 +103,7 @@ def _reader(frames: Sequence[FrameType], owner: nn.Module) -> str:
 
 
 def _explanation(handle: Handle, name: str, owner: nn.Module, reader: str) -> str:
-    fqn = f"{handle.name}.{name}" if handle.name else name
+    fqn = f"{handle.fqn}.{name}" if handle.fqn else name
     who = reader or "module"
     return (
         f"parameter '{fqn}' of unit '{handle.name}' ({type(owner).__name__}) is sharded, and a {who} read it outside of a call "

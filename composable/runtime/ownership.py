@@ -34,13 +34,15 @@ class Unit(Protocol):
 
     Attributes:
         number: units are numbered in the order of annotation; a copy has the number of its original.
-        name: FQN, below whatever is around it.
         held: ids of the parameters that it held when it made its reducer, and keeps alive.
     """
 
     number: int
-    name: str
     held: frozenset[int]
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages."""
 
     @property
     def reducer(self) -> Reducer:
@@ -98,7 +100,7 @@ def local_gradients() -> Iterator[tuple[nn.Parameter, str, str]]:
     """Parameters with a gradient of this rank alone that later backwards average, and the names of unit and parameter."""
     for unit in units():
         for parameter, name in unit.reducer.local.named():
-            yield parameter, unit.name or "(root)", name
+            yield parameter, unit.name, name
 
 
 def tell_the_next(unit: Unit, changed: frozenset[int]) -> None:

@@ -17,7 +17,7 @@ from composable.compilation import untraced
 from composable.device.collectives import Communicator, LocalCommunicator, Steps
 from composable.device.parameter_swap import Owner
 from composable.device.private import in_backward, innermost
-from composable.errors import PhaseError, first_line, still_on_meta
+from composable.errors import PhaseError, first_line, still_on_meta, unit_name
 from composable.model.hooks import before_gradient
 from composable.model.interrupts import calls_of
 from composable.model.naming import known_fqn
@@ -39,7 +39,7 @@ from composable.runtime.unaveraged import refuse_unaveraged
 from composable.runtime.wrappers import refuse_inside
 
 # What a copy has, too.
-_NAMED: Final = ("modules", "name", "names", "_owners", "_lookups", "buffers", "mesh_info", "_cap_bytes", "order", "place")
+_NAMED: Final = ("modules", "fqn", "names", "_owners", "_lookups", "buffers", "mesh_info", "_cap_bytes", "order", "place")
 _HELD: Final = ("_mixed", "_reasons", "_readers", "_inside", "_opens", "_forwards")
 
 
@@ -52,7 +52,7 @@ class ReplicatedUnit:
 
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
-        self.name = ""
+        self.fqn = ""
         self.names: tuple[str, ...] = ()
         self.mesh_info: MeshInfo | None = None
         self.number = next_number()
@@ -144,7 +144,7 @@ class ReplicatedUnit:
             self.order,
             self.place,
             cap_bytes=self._cap_bytes,
-            unit=self.name or "root",
+            unit=self.name,
             turn=self.number,
             elsewhere=owned_elsewhere(self, registered),
             sparse=only_looked_up(registered, self._lookups),
@@ -159,12 +159,12 @@ class ReplicatedUnit:
     def _refuse_newcomers(self) -> None:
         if self.communicator.size > 1:
             self._newcomers = self._newcomers or Newcomers(self.modules)
-            self._newcomers.refuse(self.held, self.name or "root")
+            self._newcomers.refuse(self.held, self.name)
 
     def _refuse_meta(self) -> None:
         late = next((parameter for parameter in self._registered if parameter.is_meta), None)
         if late is not None:
-            raise PhaseError(still_on_meta(self.name_of(late), self.name or "root"))
+            raise PhaseError(still_on_meta(self.name_of(late), self.name))
         self._on_meta = False
 
     def name_of(self, parameter: nn.Parameter) -> str:
@@ -181,7 +181,7 @@ class ReplicatedUnit:
         """Raise when gradients that `optimizer` is about to use were not averaged; see Note [Before an optimizer steps]."""
         if self._reducer is not None and self.communicator.size > 1:
             named = list(zip(self._registered, self.names, strict=False))
-            refuse_unaveraged(optimizer, self.name or "root", self._reducer, named, self.order.in_backward, self._at_rest)
+            refuse_unaveraged(optimizer, self.name, self._reducer, named, self.order.in_backward, self._at_rest)
 
     # --- next to shards ---------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ class ReplicatedUnit:
         self.order.abort()
         self.order.take_out(self.place)
         self.order, self.place, self.mesh_info = order, place, mesh_info
-        self.rename(known_fqn(self.modules[0]) or self.name)
+        self.rename(known_fqn(self.modules[0]) or self.fqn)
         self._renew(self._registered)
 
     def can_rest(self, parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
@@ -214,7 +214,7 @@ class ReplicatedUnit:
             return
         self._reasons[reason] = None
         if self._mixed is None:
-            self.rename(known_fqn(self.modules[0]) or self.name)
+            self.rename(known_fqn(self.modules[0]) or self.fqn)
             self._mixed = MixedParameters(self._owners, self.names, mesh, self.modules, self.name)
             self._renew(self._registered)
         if tied:
@@ -298,7 +298,7 @@ class ReplicatedUnit:
             return
         error = sys.exception()
         why = f"raised {type(error).__name__}: {first_line(error)}" if isinstance(error, Exception) else "was interrupted"
-        self.communicator.leave(sums, f"unit '{self.name or 'root'}' {why}")
+        self.communicator.leave(sums, f"unit '{self.name}' {why}")
         for unit in (self, *self._inside):
             unit.drop_held()
 
@@ -318,7 +318,7 @@ class ReplicatedUnit:
                 self._refuse_newcomers()
                 if self._on_meta:
                     self._refuse_meta()
-                refuse_inside(module, "replicate", self.name or "root", reducer.parameters)
+                refuse_inside(module, "replicate", self.name, reducer.parameters)
                 self.order.abort()  # if the backward before this forward raised
                 reducer.prepare()
                 if self._opens:
@@ -371,8 +371,12 @@ class ReplicatedUnit:
             self._readers.leave_call()
         self._depth -= 1  # last: after an interrupt it is done again
 
-    def rename(self, name: str) -> None:
-        self.name = name
+    @property
+    def name(self) -> str:
+        return unit_name(self.fqn)
+
+    def rename(self, fqn: str) -> None:
+        self.fqn = fqn
 
     @staticmethod
     def around_removal(units: Sequence[ReplicatedUnit], undo: Callable[[], object]) -> None:

@@ -118,6 +118,10 @@ class ShardedUnit:
         return self.handle.mesh_info.device
 
     @property
+    def fqn(self) -> str:
+        return self.handle.fqn
+
+    @property
     def name(self) -> str:
         return self.handle.name
 
@@ -129,13 +133,13 @@ class ShardedUnit:
     def slots(self) -> Sequence[ParameterSlots]:
         return self.handle.slots
 
-    def rename(self, name: str) -> None:
+    def rename(self, fqn: str) -> None:
         """Take a name for messages: the FQN below whatever was annotated last."""
-        self.spare_name = name
-        self.handle.rename(name)
+        self.spare_name = fqn
+        self.handle.rename(fqn)
         if self.handle.mesh_info.mesh is not None:
-            for fqn, original in self.originals():
-                note(original, Form.ORIGINAL, name, fqn)
+            for name, original in self.originals():
+                note(original, Form.ORIGINAL, self.name, name)
 
     def enclosed_by(self, outer: ShardedUnit) -> None:
         self.enclosing = weakref.ref(outer)
@@ -286,7 +290,7 @@ class ShardedUnit:
             units = [self]
         names = names_below(module)
         for unit in units:
-            unit.handle.rename(names.get(id(unit.modules[0]), unit.handle.name))
+            unit.handle.rename(names.get(id(unit.modules[0]), unit.handle.fqn))
         membership = Membership(module, [unit for unit in units if unit.handle.mesh_info.mesh is not None])
         membership.check()
         refuse_other_replicas((unit.name, unit.handle.mesh_info) for unit in units)
@@ -378,7 +382,7 @@ class ShardedUnit:
             "modules": self.modules,
             "guards": self.guards,
             "recipe": self.recipe,
-            "spare_name": self.name,
+            "spare_name": self.fqn,
             "left_alone": self.left_alone,
         }
 

@@ -38,12 +38,12 @@ _CURE: Final = (
     "(mp_policy=); or cast a copy of the weight for the computation alone; or compute under torch.autocast"
 )
 _MOVED: Final = (
-    "the forward of unit '' gave its parameter 'layer.weight' other memory ({}, where the unit keeps torch.float32), as "
+    "the forward of unit '(root)' gave its parameter 'layer.weight' other memory ({}, where the unit keeps torch.float32), as "
     "`.data = ...` and a module's `.to()` do; what is gathered would not reach it any more. The parameter is as before." + _CURE
 )
 _REPLACED: Final = (
-    "the forward of unit '' replaced its parameter 'layer.weight' (torch.float32) by another one (torch.float64), which would "
-    "get this rank's gradient alone. The parameter from before is there again." + _CURE
+    "the forward of unit '(root)' replaced its parameter 'layer.weight' (torch.float32) by another one (torch.float64), which "
+    "would get this rank's gradient alone. The parameter from before is there again." + _CURE
 )
 _WAYS: Final[list[tuple[Callable[[nn.Linear], nn.Linear], str]]] = [
     (_by_to, _MOVED.format("torch.float64")),

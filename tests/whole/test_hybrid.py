@@ -167,11 +167,11 @@ def test_launches_do_not_depend_on_which_gradients_a_rank_has(pool: Pool, ordere
         second.format(4),
         first.format(1),
         second.format(3),
-        "gradient reduction of unit ''",
+        "gradient reduction of unit '(root)'",
         first.format(0),
         second.format(2),
         second.format(1),
-        "gradient reduction of unit '' over replicas",
+        "gradient reduction of unit '(root)' over replicas",
         second.format(0),
     ]
 

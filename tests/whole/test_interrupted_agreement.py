@@ -123,6 +123,6 @@ def test_a_rank_that_looks_too_early_meets_nobody_in_that_step(pool: Pool) -> No
 
 def test_where_messages_match_by_their_order_numbers_in_the_last_one_tell(pool: Pool) -> None:
     other, interrupted = pool.run(2, _steps_after, "after the second exchange", 4, looks=False, by_sockets=True)
-    told = "RanksDisagreeError: replicate(unit 'root'): an interrupt reached some ranks while all agreed on the order in which gradients are sent, and this backward mixed up those of different parameters. Clear them and go on: the order is looked up where the others left it. If this comes again, call remove(module, replicate) and annotate again"
+    told = "RanksDisagreeError: replicate(unit '(root)'): an interrupt reached some ranks while all agreed on the order in which gradients are sent, and this backward mixed up those of different parameters. Clear them and go on: the order is looked up where the others left it. If this comes again, call remove(module, replicate) and annotate again"
     assert other == ["right", told, "right", "right"]
     assert interrupted == ["interrupted", told, "right", "right"]

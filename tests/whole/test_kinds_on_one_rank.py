@@ -70,5 +70,5 @@ def _changed_alone(change: str, steps: int) -> str:
 def test_a_parameter_that_one_rank_changed_is_named_on_all_ranks(pool: Pool, change: str, steps: int) -> None:
     _, _, name, kind = _CHANGES[change]
     said = same_on_all(pool.run(2, _changed_alone, change, steps))
-    expected = f"RanksDisagreeError: replicate(unit 'root'): parameter '{name}' is float64 on rank 0, and {kind} on rank 1, so gradients cannot be averaged. Freeze, unfreeze and cast parameters (requires_grad_(), half(), to()) on all ranks alike. Clear the gradients before going on"
+    expected = f"RanksDisagreeError: replicate(unit '(root)'): parameter '{name}' is float64 on rank 0, and {kind} on rank 1, so gradients cannot be averaged. Freeze, unfreeze and cast parameters (requires_grad_(), half(), to()) on all ranks alike. Clear the gradients before going on"
     assert said == expected

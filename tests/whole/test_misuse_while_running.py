@@ -75,11 +75,11 @@ def _forward_called_by_hand(policy: bool) -> str:
 def test_calling_forward_by_hand_is_refused(pool: Pool) -> None:
     assert_text(
         pool.run(2, _forward_called_by_hand, False)[1],
-        """ShardedParameterError: parameter 'encoder.up.weight' of unit '' is sharded and was used outside a forward call; call model(x), not model.forward(x), or register_forward_method(model, 'forward')""",
+        """ShardedParameterError: parameter 'encoder.up.weight' of unit '(root)' is sharded and was used outside a forward call; call model(x), not model.forward(x), or register_forward_method(model, 'forward')""",
     )
     assert_text(
         pool.run(2, _forward_called_by_hand, True)[1],
-        """ShardedParameterError: parameter 'head.weight' of unit '' is sharded and was used outside a forward call; call model(x), not model.forward(x), or register_forward_method(model, 'forward')""",
+        """ShardedParameterError: parameter 'head.weight' of unit '(root)' is sharded and was used outside a forward call; call model(x), not model.forward(x), or register_forward_method(model, 'forward')""",
     )
 
 
@@ -100,15 +100,15 @@ def test_other_methods_are_refused_by_name(pool: Pool) -> None:
     units, whole, part = pool.run(2, _method)[0]
     assert_text(
         units,
-        """ShardedParameterError: parameter 'head.weight' of unit '' is sharded and was used outside a forward call; Model.generate is not a forward: call register_forward_method(module, 'generate') first""",
+        """ShardedParameterError: parameter 'head.weight' of unit '(root)' is sharded and was used outside a forward call; Model.generate is not a forward: call register_forward_method(module, 'generate') first""",
     )
     assert_text(
         whole,
-        """ShardedParameterError: parameter 'encoder.up.weight' of unit '' is sharded and was used outside a forward call; Model.generate is not a forward: call register_forward_method(module, 'generate') first""",
+        """ShardedParameterError: parameter 'encoder.up.weight' of unit '(root)' is sharded and was used outside a forward call; Model.generate is not a forward: call register_forward_method(module, 'generate') first""",
     )
     assert_text(
         part,
-        """ShardedParameterError: parameter 'head.weight' of unit '' is sharded and was used outside a forward call; call the annotated module (Model) itself, or annotate 'head' as a unit""",
+        """ShardedParameterError: parameter 'head.weight' of unit '(root)' is sharded and was used outside a forward call; call the annotated module (Model) itself, or annotate 'head' as a unit""",
     )
 
 
@@ -131,7 +131,7 @@ def test_functions_that_take_the_model_first_are_not_taken_for_its_methods(pool:
     assert peek == namesake
     assert_text(
         peek,
-        """ShardedParameterError: parameter 'encoder.up.weight' of unit '' is sharded and was used outside a forward call; call the annotated module (Model) itself, or annotate 'encoder.up' as a unit""",
+        """ShardedParameterError: parameter 'encoder.up.weight' of unit '(root)' is sharded and was used outside a forward call; call the annotated module (Model) itself, or annotate 'encoder.up' as a unit""",
     )
 
 
@@ -240,7 +240,7 @@ def test_removed_hooks_are_noticed_at_the_next_forward(pool: Pool) -> None:
     )
     assert_text(
         pool.run(2, _clear_hooks, "root", True)[0],
-        """HooksRemovedError: the hooks of unit '' were removed from its module (Model); without them its parameters are never gathered. Leave hooks alone that you did not register; to annotate again, call remove(module, fully_shard) first.""",
+        """HooksRemovedError: the hooks of unit '(root)' were removed from its module (Model); without them its parameters are never gathered. Leave hooks alone that you did not register; to annotate again, call remove(module, fully_shard) first.""",
     )
 
 

@@ -139,8 +139,8 @@ def test_the_others_are_told_of_a_rank_that_raises_in_the_first_forward(pool: Po
             assert errors[0] == "MemoryError: as planned"
         else:
             assert errors[0].startswith(
-                f"CommunicationError: rank {rank}: the check of the order of units below unit '' failed: rank 0 has left this "
-                "step: unit '' raised MemoryError: as planned\n"
+                f"CommunicationError: rank {rank}: the check of the order of units below unit '(root)' failed: rank 0 has left "
+                "this step: unit '(root)' raised MemoryError: as planned\n"
             )
 
 

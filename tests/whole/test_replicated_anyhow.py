@@ -171,11 +171,11 @@ def _step_without_a_call(change: str) -> str:
 def test_a_step_on_gradients_that_nobody_averaged_is_refused_by_name(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _step_without_a_call, "unfrozen")),
-        """PhaseError: replicate(unit 'root'): parameter 'body.weight': it was replaced or unfrozen after replicate, and then used without a call of the module, so its gradient was not averaged. Call the module itself, model(x), or annotate after the change""",
+        """PhaseError: replicate(unit '(root)'): parameter 'body.weight': it was replaced or unfrozen after replicate, and then used without a call of the module, so its gradient was not averaged. Call the module itself, model(x), or annotate after the change""",
     )
     assert_text(
         same_on_all(pool.run(2, _step_without_a_call, "replaced")),
-        """PhaseError: replicate(unit 'root'): parameter 'head.weight': it was replaced or unfrozen after replicate, and then used without a call of the module, so its gradient was not averaged. Call the module itself, model(x), or annotate after the change""",
+        """PhaseError: replicate(unit '(root)'): parameter 'head.weight': it was replaced or unfrozen after replicate, and then used without a call of the module, so its gradient was not averaged. Call the module itself, model(x), or annotate after the change""",
     )
 
 
@@ -209,7 +209,7 @@ def _step_after_a_failed_backward() -> str:
 def test_a_step_after_a_backward_that_raised_unnoticed_is_refused(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _step_after_a_failed_backward)),
-        """PhaseError: replicate(unit 'root'): parameter 'body.weight': a backward before has raised, and its gradients were not averaged. Call zero_grad() and the module itself, model(x), to start anew""",
+        """PhaseError: replicate(unit '(root)'): parameter 'body.weight': a backward before has raised, and its gradients were not averaged. Call zero_grad() and the module itself, model(x), to start anew""",
     )
 
 
@@ -225,5 +225,5 @@ def _step_in_backward() -> str:
 def test_a_step_inside_backward_is_refused(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _step_in_backward)),
-        """PhaseError: replicate(unit 'root'): parameter 'head.weight': its gradients are still being averaged. Step when backward() has returned""",
+        """PhaseError: replicate(unit '(root)'): parameter 'head.weight': its gradients are still being averaged. Step when backward() has returned""",
     )

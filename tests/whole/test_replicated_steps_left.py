@@ -185,7 +185,7 @@ def _lose_a_forward_by_order() -> list[str]:
 
 def test_a_rank_that_lost_a_forward_is_named_where_order_alone_tells_collectives_apart(pool: Pool) -> None:
     disagree = (
-        "replicate(unit 'root'): this backward averaged gradients of different steps: "
+        "replicate(unit '(root)'): this backward averaged gradients of different steps: "
         "rank 0 ran 1 forward before its backward number 2; rank 1 ran 1 forward before its backward number 3"
     )
     assert pool.run(2, _lose_a_forward_by_order) == [["well", disagree], ["well", "as planned", disagree]]

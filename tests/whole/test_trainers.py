@@ -108,7 +108,7 @@ def test_a_wrapper_that_would_average_a_second_time_is_refused(pool: Pool) -> No
     )
     assert_text(
         same_on_all(pool.run(2, _wrapped_from_above)),
-        """ClashError: DistributedDataParallel around unit 'root' (Linear): replicate averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
+        """ClashError: DistributedDataParallel around unit '(root)' (Linear): replicate averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
     )
 
 

@@ -105,7 +105,7 @@ def test_a_write_after_steps_of_all_or_some_parameters_names_the_one_that_was_wr
             optimizer.step()
             model.zero_grad()
         writes = model[2].register_forward_pre_hook(_double_the_weight)
-        with torch.no_grad(), pytest.raises(PhaseError, match=r"parameter '2\.weight' of unit ''"):
+        with torch.no_grad(), pytest.raises(PhaseError, match=r"parameter '2\.weight' of unit '\(root\)'"):
             model(torch.ones(2, _WIDE, device=current_device()))
         writes.remove()
 

@@ -227,7 +227,7 @@ def test_memory_that_is_missing_later_is_an_error_that_names_the_unit() -> None:
     model = fully_shard(_model(), mesh=group)
     with _without_memory_for_more_than_a_page(), pytest.raises(CommunicationError) as failed:
         model(torch.ones(4, 64))  # whose check of the order needs less
-    assert "the all-gather of unit '' failed: [Errno 28] No space left on device" in str(failed.value)
+    assert "the all-gather of unit '(root)' failed: [Errno 28] No space left on device" in str(failed.value)
 
 
 # --- what ends --------------------------------------------------------------------------------------------------------
