@@ -81,8 +81,8 @@ MADE: Final[dict[str, tuple[Callable[[], tuple[nn.Module, torch.optim.Optimizer]
     "inside a forward": (
         _inside_a_forward,
         "SGD.step: parameter '0.weight' of unit '(root)' is held as the unsharded copy that a module shows while it computes: "
-        "the optimizer was made inside a forward or backward. Make it between steps, from model.parameters(). The step would train "
-        "nothing; no parameter was changed.",
+        "the optimizer was made inside a forward or backward. Make it between steps, from model.parameters(). The step would "
+        "train nothing; no parameter was changed.",
     ),
 }
 
@@ -188,8 +188,8 @@ def test_a_full_state_that_nobody_spread_is_refused_before_the_step() -> None:
             optimizer.step()
         assert str(caught.value) == (
             "AdamW.step: the state 'exp_avg' of parameter '0.weight' of unit '(root)' is a plain tensor of shape (5, 3), of "
-            f"which this rank's part of the parameter has {(2 + (dist.get_rank() == 0), 3)}: optimizer.load_state_dict() does not "
-            "spread a full state dict. Make the optimizer anew and load, between zero_grad() and backward(), with "
+            f"which this rank's part of the parameter has {(2 + (dist.get_rank() == 0), 3)}: optimizer.load_state_dict() does "
+            "not spread a full state dict. Make the optimizer anew and load, between zero_grad() and backward(), with "
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict(model, optimizer, state_dict, "
             "options=StateDictOptions(full_state_dict=True)), which takes what get_optimizer_state_dict gave. No parameter was "
             "changed."

@@ -82,8 +82,9 @@ def _train_past_a_failed_backward() -> tuple[list[str], float, float]:
 def test_a_forward_does_not_go_on_after_a_backward_inside_it_has_raised(pool: Pool) -> None:
     for said, ours, theirs in pool.run(2, _train_past_a_failed_backward):
         assert said == [
-            "unit '(root)': a backward raised, and the step went on. Other ranks may have got further in it, so what it brought "
-            "is of no use. Catch the error around the whole step, call zero_grad(), and begin with a forward of the model"
+            "unit '(root)': a backward raised, and the step went on. Other ranks may have got further in it, so what it "
+            "brought is of no use. Catch the error around the whole step, call zero_grad(), and begin with a forward of the "
+            "model"
         ]
         assert ours == pytest.approx(theirs)
 
