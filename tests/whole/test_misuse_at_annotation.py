@@ -36,7 +36,7 @@ def _parent_before_child() -> str:
 def test_a_child_after_its_parent_is_refused_by_name(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _parent_before_child)),
-        """AnnotationError: 'blocks.0' is inside already-sharded ''; annotate children first, or use policy=""",
+        """AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy=""",
     )
 
 

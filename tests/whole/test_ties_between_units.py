@@ -197,7 +197,7 @@ def _inside(outer: str, inner: str, sync: str) -> str:
 def test_a_child_of_an_annotated_module_is_refused_by_name(pool: Pool, sync: str) -> None:
     assert_text(
         same_on_all(pool.run(2, _inside, "fully_shard", "replicate", sync)),
-        """AnnotationError: 'blocks.0' is inside already-sharded ''; annotate children first, or use policy=""",
+        """AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy=""",
     )
     assert_text(
         same_on_all(pool.run(2, _inside, "replicate", "replicate", sync)),
