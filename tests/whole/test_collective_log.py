@@ -75,7 +75,7 @@ def _log_of(how: str, steps: int) -> list[tuple[str, str]]:
     return log.events
 
 
-_UNITS = ("", *map(str, range(LAYERS)))
+_UNITS = ("(root)", *map(str, range(LAYERS)))
 
 
 @pytest.mark.parametrize("how", ["by policy", "by hand", "checkpoint first", "checkpoint last"])

@@ -87,7 +87,7 @@ def _came(name: str, kind: str) -> str:
 
 CHANGES: Final[dict[str, tuple[Callable[[Model], None], str]]] = {
     "weights of two units tied": (_tie_units, _tied("head.weight", "weight", "emb")),
-    "weights of one unit tied": (_tie_in_a_unit, _tied("scale", "block.0.bias", "")),
+    "weights of one unit tied": (_tie_in_a_unit, _tied("scale", "block.0.bias", "(root)")),
     "a new layer tied": (_tie_what_is_new, _tied("head.weight", "weight", "emb")),
     "a layer exchanged": (_exchange_a_layer, _came("block.0.weight", "Linear")),
     "a layer adapted": (_adapt_a_layer, _came("block.0.down.weight", "Linear")),
@@ -148,7 +148,7 @@ def test_what_comes_into_replicas_and_would_train_apart_is_refused_at_the_next_f
     pool: Pool, change: str, name: str, kind: str, annotate: str, device: str
 ) -> None:
     need_devices(device, 2)
-    name, unit = (f"block.{name}", "root") if annotate == "replicate" else (name, "block")
+    name, unit = (f"block.{name}", "(root)") if annotate == "replicate" else (name, "block")
     text = (
         f"parameter '{name}' of unit '{unit}' ({kind}) came into the module after replicate was called: nothing averages its "
         "gradient, and every rank would train its own. To have it replicated, call remove(module, replicate), change the "

@@ -148,7 +148,7 @@ def _skip(ordered: bool, annotate: str) -> list[str]:
 
 
 @pytest.mark.parametrize("ordered", [False, True], ids=["told apart by tags", "told apart by order"])
-@pytest.mark.parametrize(("ranks", "annotate", "unit"), [(2, "_all_in_one", "root"), (4, "_by_policy", "3")])
+@pytest.mark.parametrize(("ranks", "annotate", "unit"), [(2, "_all_in_one", "(root)"), (4, "_by_policy", "3")])
 def test_a_rank_that_leaves_a_backward_out_is_named_on_all_ranks_before_anybody_steps(
     pool: Pool, ranks: int, annotate: str, unit: str, ordered: bool
 ) -> None:
