@@ -105,9 +105,10 @@ def _leave(annotate: str) -> dict[str, tuple[list[float], list[float], dict[int,
 
 
 _TOLD: Final = re.compile(
-    r"CommunicationError: rank \d: the (all-gather|gradient reduction|gradient all-reduce) of unit '\w*'( \(.*\))? failed: "
+    r"CommunicationError: rank \d: the (all-gather|gradient reduction|gradient all-reduce) of unit "
+    r"'(\w+|\(root\))'( \(.*\))? failed: "
     r"rank \d has left this step( and gone on to a later one|: its backward did not finish"
-    r"|: unit '\w*' raised (Planned: as planned|CommunicationError: .*))\n"
+    r"|: unit '(\w+|\(root\))' raised (Planned: as planned|CommunicationError: .*))\n"
 )
 
 
