@@ -110,6 +110,7 @@ def test_ranks_that_go_on_from_different_places_wait_and_compute_nothing_wrong(p
     for rank, ended in enumerate(pool.run(2, _diverge, way, cases, spoils=True)):
         assert len(ended) == len(cases)
         for case, (error, seen, expected) in ended.items():
-            assert re.match(rf"rank {rank}: the [a-z- ]+ of unit '(first|second|\(root\))'.* failed: ", error), f"{case}: {error}"
+            told = rf"rank {rank}: the [a-z- ]+ of unit '(first|second|\(root\))'.* failed: "
+            assert re.match(told, error), f"{case}: {error}"
             for number, right in zip(seen, expected, strict=False):
                 assert number == pytest.approx(right, rel=1e-5), f"rank {rank}, {case}: {seen}, not {expected}"
