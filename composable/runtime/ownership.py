@@ -34,15 +34,13 @@ class Unit(Protocol):
 
     Attributes:
         number: units are numbered in the order of annotation; a copy has the number of its original.
+        name: what it is called in messages.
         held: ids of the parameters that it held when it made its reducer, and keeps alive.
     """
 
     number: int
     held: frozenset[int]
-
-    @property
-    def name(self) -> str:
-        """What it is called in messages."""
+    name: str
 
     @property
     def reducer(self) -> Reducer:

@@ -39,7 +39,19 @@ from composable.runtime.unaveraged import refuse_unaveraged
 from composable.runtime.wrappers import refuse_inside
 
 # What a copy has, too.
-_NAMED: Final = ("modules", "fqn", "names", "_owners", "_lookups", "buffers", "mesh_info", "_cap_bytes", "order", "place")
+_NAMED: Final = (
+    "modules",
+    "fqn",
+    "name",
+    "names",
+    "_owners",
+    "_lookups",
+    "buffers",
+    "mesh_info",
+    "_cap_bytes",
+    "order",
+    "place",
+)
 _HELD: Final = ("_mixed", "_reasons", "_readers", "_inside", "_opens", "_forwards")
 
 
@@ -52,7 +64,7 @@ class ReplicatedUnit:
 
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
-        self.fqn = ""
+        self.fqn, self.name = "", unit_name("")
         self.names: tuple[str, ...] = ()
         self.mesh_info: MeshInfo | None = None
         self.number = next_number()
@@ -371,12 +383,8 @@ class ReplicatedUnit:
             self._readers.leave_call()
         self._depth -= 1  # last: after an interrupt it is done again
 
-    @property
-    def name(self) -> str:
-        return unit_name(self.fqn)
-
     def rename(self, fqn: str) -> None:
-        self.fqn = fqn
+        self.fqn, self.name = fqn, unit_name(fqn)
 
     @staticmethod
     def around_removal(units: Sequence[ReplicatedUnit], undo: Callable[[], object]) -> None:
