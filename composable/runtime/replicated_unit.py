@@ -39,20 +39,8 @@ from composable.runtime.unaveraged import refuse_unaveraged
 from composable.runtime.wrappers import refuse_inside
 
 # What a copy has, too.
-_NAMED: Final = (
-    "modules",
-    "fqn",
-    "name",
-    "names",
-    "_owners",
-    "_lookups",
-    "buffers",
-    "mesh_info",
-    "_cap_bytes",
-    "order",
-    "place",
-)
-_HELD: Final = ("_mixed", "_reasons", "_readers", "_inside", "_opens", "_forwards")
+_NAMED: Final = ("modules", "fqn", "names", "_owners", "_lookups", "buffers", "mesh_info", "_cap_bytes", "order", "place")
+_HELD: Final = ("name", "_mixed", "_reasons", "_readers", "_inside", "_opens", "_forwards")
 
 
 class ReplicatedUnit:
