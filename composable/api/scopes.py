@@ -101,12 +101,12 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     scope = object()
     try:
         for handle in handles:
-            handle.kept_by[scope] = None
+            handle.keep_for(scope)
         yield
     finally:
         for handle in handles:
-            handle.kept_by.pop(scope, None)
-            if not handle.kept_by and not handle.depth:
+            handle.keep_no_longer_for(scope)
+            if not handle.kept_by and not handle.calls.depth:
                 handle.reshard()
 
 

@@ -29,7 +29,7 @@ def check_order(handles: Sequence[Handle], index: int, mesh_info: MeshInfo) -> N
     if communicator.size == 1:
         return
     # Ranks that have come to different units meet here, and are told of those that have left the step.
-    tags = next(handle.checks for handle in handles if handle.mesh_info.place == mesh_info.place)
+    tags = next(handle.tags.checks for handle in handles if handle.mesh_info.place == mesh_info.place)
     label = f"check of the order of units below unit '{handles[0].name}'"
     lowest, highest = communicator.min_max([index], label=label, tags=tags)
     if lowest != highest:
@@ -45,7 +45,7 @@ def check_order(handles: Sequence[Handle], index: int, mesh_info: MeshInfo) -> N
 def say_farewell(handles: Sequence[Handle], why: str) -> None:
     """Those who wait for this rank in the step that it leaves are told, where messages travel by themselves."""
     for handle in handles:
-        handle.say_farewell(why)
+        handle.tags.say_farewell(why)
 
 
 def catch_up(handles: Sequence[Handle], steps: Steps, error: CommunicationError) -> bool:

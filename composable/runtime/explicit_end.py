@@ -39,7 +39,7 @@ class _Units:
     def leave_failed_backward(self) -> None:
         for handle in self._handles:
             handle.gradients.drop()
-            handle.say_farewell("reduce_gradients failed")
+            handle.tags.say_farewell("reduce_gradients failed")
 
 
 class _Holder:
@@ -60,7 +60,7 @@ def reduce_held(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedU
     replicas = [unit for unit in replicated if unit.communicator.size > 1]
     for unit in replicas:
         unit.order.abort()  # if a backward raised
-    counted = [handle.steps for handle in handles] + [unit.communicator.sums.steps for unit in replicas]
+    counted = [handle.tags.steps for handle in handles] + [unit.communicator.sums.steps for unit in replicas]
     for steps in dict.fromkeys(counted):
         steps.end_window()  # as it may have ended on a rank that lost what it held; or ranks ran different numbers of backwards
         steps.open()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from composable.config import AfterForward, Free, MixedPrecisionPolicy, ReshardTo
-from composable.device.collectives import Communicator, Steps, TagSequence, Work
+from composable.device.collectives import Work
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import Owner, ParameterSlots
-from composable.errors import PhaseError, few, still_on_meta, unit_name
-from composable.model.hooks import Guard, GuardRow
+from composable.errors import PhaseError, unit_name
 from composable.plan.layout import Layout
 from composable.plan.phases import Event, Phase, advance
 from composable.runtime.dtype_group import print_of_dtypes
 from composable.runtime.gradients import UnitGradients
 from composable.runtime.mesh_info import MeshInfo
-from composable.runtime.parameters import UnitParameters, Versions
-
-logger = logging.getLogger("composable")
+from composable.runtime.parameters import UnitParameters
+from composable.runtime.shard_versions import ShardVersions
+from composable.runtime.unit_calls import UnitCalls
+from composable.runtime.unit_tags import UnitTags
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +53,9 @@ class Handle:
     """
 
     __slots__ = (
-        "__weakref__", "_calls", "_checks", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_guards",
-        "_label", "_left", "_opened", "_post_forward_tags", "_strides", "_tags", "_works", "after_forward", "depth",
-        "exact_values", "fqn", "gradients", "kept_by", "mesh_info", "name", "names", "on_backward", "on_foreigners",
-        "parameters", "phase", "slots", "uses", "versions", "whole_gradients"
+        "__weakref__", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_label", "_left", "_strides",
+        "_works", "after_forward", "calls", "exact_values", "fqn", "gradients", "kept_by", "mesh_info", "name", "names",
+        "on_backward", "parameters", "phase", "slots", "tags", "uses", "versions", "whole_gradients"
     )  # fmt: skip
 
     def __init__(self, slots: Sequence[ParameterSlots], recipe: Recipe, pool: MemoryPool) -> None:
@@ -68,22 +66,11 @@ class Handle:
         self.after_forward = recipe.after_forward
         self._strides = recipe.strides
         self.phase = Phase.SHARDED
-        self.kept_by: dict[object, None] = {}  # scopes and graphs that keep the parameters unsharded
+        self.kept_by: dict[object, None] = {}  # the reasons to keep the parameters unsharded
         self.uses = 0  # forwards whose backward has not been entered yet
-        self.depth = 0  # calls of its modules that are running, and its backward
-        self._calls = 0  # the former alone
-        self.on_foreigners: Callable[[], None] = _ignore  # somebody registered or moved parameters; may raise
         self.on_backward: Callable[[bool], None] = _ignore  # backward goes through an output, and builds a graph or not
-        self._guards = GuardRow(())
-        self._tags: TagSequence | None = None
-        self._post_forward_tags: TagSequence | None = None
-        self._checks: TagSequence | None = None
-        self._opened: list[tuple[Communicator, TagSequence]] = []  # these and the gradients', by what they are used over
         self._works: list[Work] = []
         self._gathers_post_forward = False
-        self.versions: Versions = []  # of the shards, as last looked up; the same object until somebody writes to one
-        self._gathered = (self.versions, 0)  # the edition of the shards when they were gathered
-        self._gathered_anew = 0  # how often, because they had changed
         self.exact_values: Sequence[Tensor | None] = ()  # while the unit is being removed
         self.whole_gradients: Sequence[Tensor | None] = ()
         self._left = False  # its modules have whole parameters again
@@ -99,51 +86,13 @@ class Handle:
             on_gradient=self.gradients.watch.arrived,
         )
         self.gradients.groups = self.parameters.gradient_groups
+        self.tags = UnitTags(mesh_info, self.gradients)
+        self.calls = UnitCalls(self.parameters)
+        self.versions = ShardVersions(self.parameters, self.gradients)
+        self._gathered = (self.versions.seen, 0)  # the edition of the shards when they were gathered
+        self._gathered_anew = 0  # how often, because they had changed
         self._dtypes = print_of_dtypes(self.parameters.groups)
         self.rename("")
-
-    def open_channels(self) -> None:
-        """Before the first collective of the unit. Every rank comes to it, which is not so of looking at a copied module."""
-        if self._tags is None:
-            mesh_info, self._opened = self.mesh_info, []
-            self.gradients.tags = self._open(mesh_info.shard)
-            self._checks = self._open(mesh_info.all)
-            if mesh_info.replicate is not None:
-                self.gradients.replica_tags = self._open(mesh_info.replicate)
-            if mesh_info.post_forward is not None:
-                self._post_forward_tags = self._open(mesh_info.post_forward)
-            self._tags = self._open(mesh_info.shard)
-            self.count_by(self._tags.steps)
-
-    def _open(self, communicator: Communicator) -> TagSequence:
-        """For messages of one kind: a rank that is one collective ahead must not take a gather for a reduction."""
-        tags = communicator.open_tags()
-        self._opened.append((communicator, tags))
-        return tags
-
-    def count_by(self, steps: Steps) -> None:
-        """Messages belong to `steps` from now on."""
-        for _, tags in self._opened:
-            steps.behind = steps.behind or tags.steps.behind
-            tags.steps = steps
-
-    @property
-    def steps(self) -> Steps:
-        self.open_channels()
-        assert self._tags is not None
-        return self._tags.steps
-
-    @property
-    def checks(self) -> TagSequence:
-        """Of what ranks compare in a step."""
-        self.open_channels()
-        assert self._checks is not None
-        return self._checks
-
-    def say_farewell(self, why: str) -> None:
-        """Tell the other ranks that this one has left the step."""
-        for communicator, tags in self._opened:
-            communicator.leave(tags, why)
 
     def rename(self, fqn: str) -> None:
         """Take the FQN under the root, if there is one, for messages."""
@@ -153,25 +102,7 @@ class Handle:
         self.parameters.rename(name)
         self.gradients.rename(name)
 
-    def guarded_by(self, guards: Sequence[Guard]) -> None:
-        """`guards` stand wherever one of the parameters is registered, while they are sharded."""
-        self._guards = GuardRow(guards)
-
-    @property
-    def trainable(self) -> bool:
-        return self.parameters.trainable
-
     # --- between steps ----------------------------------------------------------------------------------------------
-
-    def look_into_parameters(self) -> None:
-        """Notice what users did to parameters since the last forward of the root, and refuse what nobody can compute with."""
-        parameters = self.parameters
-        if not parameters.registered.intact():
-            self.on_foreigners()
-            self._take_in_foreigners()
-        if parameters.on_meta:
-            raise PhaseError(still_on_meta(parameters.on_meta[0], self.name))
-        parameters.follow()
 
     def refresh(self) -> None:
         """Before a forward of the root: nothing is kept that nobody holds, or that may be out of date."""
@@ -182,8 +113,8 @@ class Handle:
         if self.phase is not Phase.SHARDED:
             self.drop_if_stale()
 
-    def _take_in_foreigners(self) -> None:
-        """Parameters that were moved, cast or replaced become the unit's own."""
+    def adopt_replaced(self) -> None:
+        """Parameters that were moved, cast or replaced by hand become the unit's own."""
         parameters = self.parameters
         if parameters.registered.adopt_replaced(self.name):
             self.reshard()  # into the old buffers
@@ -191,41 +122,17 @@ class Handle:
             self.gradients.adopt(parameters.gradient_groups)
             self._dtypes = print_of_dtypes(parameters.groups)
 
-    def look_up_edition(self) -> tuple[Versions, int]:
-        """Notice what was written to shards: graphs that were made before cannot go back through what it was written to."""
-        versions = self.parameters.versions()
-        if versions != self.versions:
-            self.parameters.outdate(self.versions, versions)
-            self.versions = versions
-        return self.versions, self.gradients.rounds
-
     def drop_if_stale(self) -> None:
         """Free what was gathered, if it may no longer be what the shards say; see Note [Stale parameters]."""
-        if self.phase is not Phase.SHARDED and self._gathered != self.look_up_edition():
+        if self.phase is not Phase.SHARDED and self._gathered != self.versions.look_up():
             self._gathered_anew += 1
             self.reshard()
-
-    def tell_of_writes(self, before: Versions) -> None:
-        """Backward is about to go through a forward whose parameters were written to since."""
-        if not self.parameters.groups:
-            raise PhaseError(
-                f"fully_shard was removed from unit '{self.name}' between a forward and its backward: the parameters that this "
-                "backward goes to are no longer the module's. Run the backward first, or the forward again"
-            )
-        names = self.parameters.written_since(before)
-        logger.warning(
-            "unit '%s': %s changed between a forward and its backward, by an optimizer's step, by load_state_dict or in place. "
-            "If that backward needs the former values, autograd refuses it ('modified by an inplace operation'), as it does "
-            "without fully_shard; run the backward first",
-            self.name,
-            few([f"'{name}'" for name in names]),
-        )
 
     # --- unshard and reshard ----------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
         """Launch the all-gather unless the parameters are, or will be, there. Users may write to what is gathered."""
-        self.steps.open()  # ranks may have left the last one at different places
+        self.tags.steps.open()  # ranks may have left the last one at different places
         self.unshard_in_step(for_user=True)
 
     def unshard_in_step(self, *, for_user: bool = False) -> None:
@@ -235,10 +142,10 @@ class Handle:
         if self.phase is before:
             return
         post_forward = self._gathers_post_forward = before is Phase.SHARDED_POST_FORWARD
-        self._gathered = self.look_up_edition()
-        if self._tags is None:
-            self.open_channels()
-        tags = self._post_forward_tags if post_forward else self._tags
+        self._gathered = self.versions.look_up()
+        if self.tags.gather is None:
+            self.tags.open()
+        tags = self.tags.gather_post_forward if post_forward else self.tags.gather
         assert tags is not None
         tags.decisions = self._gathered_anew + self._dtypes
         for each in self.parameters.groups:
@@ -276,6 +183,14 @@ class Handle:
                 "forward."
             )
 
+    def keep_for(self, reason: object) -> None:
+        """The parameters stay unsharded once they are, while there is a reason: a scope, or a graph."""
+        self.kept_by[reason] = None
+
+    def keep_no_longer_for(self, reason: object) -> None:
+        """Done twice is done once. Frees nothing by itself."""
+        self.kept_by.pop(reason, None)
+
     def settle_after_forward(self) -> None:
         """Free, keep or regroup, as the user asked."""
         if self.phase is not Phase.UNSHARDED or self.kept_by:
@@ -288,51 +203,16 @@ class Handle:
                 for each in self.parameters.groups:
                     each.reshard_post_forward()
 
-    # --- what modules see -------------------------------------------------------------------------------------------
-
-    def show(self) -> None:
-        """Modules compute with the unsharded parameters from here on; nests."""
-        self.depth += 1
-        if self.depth == 1:
-            self.parameters.swap.show()
-
-    def hide(self) -> None:
-        """Modules hold the sharded parameters again, whether or not the unsharded ones still exist."""
-        self.depth = max(0, self.depth - 1)
-        if self.depth == 0:
-            self.parameters.swap.hide()
-
-    def begin_call(self) -> None:
-        """`show`, for a call of one of its modules: the modules inside, too, are called as they should be."""
-        self.show()
-        self._calls += 1
-        if self._calls == 1:
-            self._guards.step_aside()
-
-    def end_call(self) -> None:
-        """`hide`, at the end of a call."""
-        self.hide()
-        self._calls = max(0, self._calls - 1)
-        if self._calls == 0:
-            self._guards.stand()
-
     def withdraw(self) -> None:
         """Give a gather up that has not landed."""
         if self.phase is Phase.GATHERING:
             self._give_up_arrivals()
 
-    def show_for(self, calls: int) -> None:
-        """Whatever was shown or hidden before: show for so many calls of its modules, and no backward."""
-        if not calls:
-            self.parameters.swap.hide()
-            self._guards.stand()
-        self.depth = self._calls = calls
-
     # --- leaving ----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """After an error: nothing in flight, nothing unsharded, no unreduced gradient, modules hold sharded parameters."""
-        self.show_for(0)
+        self.calls.set_to(0)
         self.uses = 0
         try:
             self._give_up_arrivals()
@@ -348,11 +228,6 @@ class Handle:
             self.phase = Phase.SHARDED
             for each in self.parameters.groups:
                 each.free()  # whatever was written: the step is lost anyway
-
-    def adopt_replaced(self) -> None:
-        """Parameters that were moved, cast or replaced by hand become the unit's own."""
-        if not self.parameters.registered.intact():
-            self._take_in_foreigners()
 
     def restore(self, originals: Sequence[nn.Parameter | None]) -> None:
         """Give the module whole plain parameters back, which are here: `originals` where they still exist, new ones elsewhere.

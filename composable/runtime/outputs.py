@@ -32,16 +32,17 @@ class Entry:
     def __init__(self, handle: Handle, count: bool) -> None:
         self._handle = handle
         self._counted = count
-        self._versions = handle.versions
+        self._versions = handle.versions.seen
 
     def __call__(self, *gradients: Tensor) -> None:
         if self._counted:
             self._counted = False
             self._handle.uses -= 1
         self._handle.on_backward(torch.is_grad_enabled())
-        if self._versions is not self._handle.versions:
-            self._handle.tell_of_writes(self._versions)
-            self._versions = self._handle.versions
+        versions = self._handle.versions
+        if self._versions is not versions.seen:
+            versions.tell_of_writes(self._versions, self._handle.name)
+            self._versions = versions.seen
 
 
 def watch(handle: Handle, output: Any, since: int, *, count: bool) -> tuple[Any, bool]:
@@ -73,14 +74,14 @@ def watch(handle: Handle, output: Any, since: int, *, count: bool) -> tuple[Any,
         found = _announce(tensors_in(output), entry, made_here)
     if found:
         handle.uses += count
-    elif opaque and not seen and handle.trainable:
+    elif opaque and not seen and handle.parameters.trainable:
         kinds = ", ".join(dict.fromkeys(type(value).__name__ for value in opaque))
         raise OutputError(
             f"fully_shard(unit '{handle.name}'): forward returned {kinds}, in which no tensor that requires grad was "
             "found; its backward cannot be tracked. Return tensors, containers, dataclasses or objects with attributes."
         )
     # Whatever reaches the loss by another way than the outputs still finds its parameters.
-    return output, aliased or (not found and handle.trainable)
+    return output, aliased or (not found and handle.parameters.trainable)
 
 
 def _announce(tensors: Iterable[Tensor], entry: Entry, made_here: Callable[[Any], bool]) -> bool:

@@ -15,7 +15,9 @@ from torch import Tensor
 
 from composable.device.parameter_swap import ParameterSwap
 from composable.device.private import as_tensors, local_of
+from composable.errors import PhaseError, still_on_meta
 from composable.runtime.handle import Handle
+from composable.runtime.membership import Membership
 from composable.runtime.registered import RegisteredShards
 
 _requires_grad: Final = attrgetter("requires_grad")
@@ -47,8 +49,9 @@ class _ParameterWatch:
 class Preparation:
     """Lets the units of one root notice what happened to their parameters and gradients since its last forward."""
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
+    def __init__(self, handles: Sequence[Handle], membership: Membership) -> None:
         self._handles = tuple(handles)
+        self._membership = membership
         # Without a mesh, parameters are the user's own: what they are is looked up each time.
         self._can_watch = all(handle.mesh_info.mesh is not None for handle in handles)
         self._watch: _ParameterWatch | None = None
@@ -58,9 +61,18 @@ class Preparation:
         if self._watch is None or not self._watch.unchanged():
             self._watch = None
             for handle in self._handles:
-                handle.look_into_parameters()
+                self._look_into(handle)
             if self._can_watch:
                 registered = [handle.parameters.registered for handle in self._handles]
                 self._watch = _ParameterWatch([each for each in registered if isinstance(each, RegisteredShards)])
         for handle in self._handles:
             handle.refresh()
+
+    def _look_into(self, handle: Handle) -> None:
+        parameters = handle.parameters
+        if not parameters.registered.intact():
+            self._membership.check_ties()
+            handle.adopt_replaced()
+        if parameters.on_meta:
+            raise PhaseError(still_on_meta(parameters.on_meta[0], handle.name))
+        parameters.follow()

@@ -29,20 +29,21 @@ class _Gathering:
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = handles
         # All numbers first, so that who is interrupted opens as many steps as the others.
-        self._steps = {steps: steps.next_number for steps in {handle.steps: None for handle in handles}}
+        self._steps = {steps: steps.next_number for steps in {handle.tags.steps: None for handle in handles}}
         self._unsharded: list[Handle] = []  # for the removal: they were not before
 
     def run(self) -> None:
         self._open()
         for handle in self._handles:
-            handle.adopt_replaced()
+            if not handle.parameters.registered.intact():
+                handle.adopt_replaced()
             if handle.phase is not Phase.UNSHARDED:
                 self._unsharded.append(handle)
                 handle.unshard_in_step(for_user=True)
         for handle in self._handles:
             handle.wait_for_unshard()
             label = f"all-gather of unit '{handle.name}' as it rests"
-            handle.exact_values = handle.parameters.gather_exact(handle.checks, label)
+            handle.exact_values = handle.parameters.gather_exact(handle.tags.checks, label)
             handle.whole_gradients = _whole_gradients(handle)
 
     def _open(self) -> None:
@@ -51,7 +52,7 @@ class _Gathering:
 
     def vote(self) -> BaseException | None:
         """Hear that all have come so far, through any interrupt, which is returned: others may have heard this rank's vote."""
-        communicator, checks = self._handles[0].mesh_info.all, self._handles[0].checks
+        communicator, checks = self._handles[0].mesh_info.all, self._handles[0].tags.checks
         before, steps = checks.mark(), checks.steps
         steps.met = -1
 
@@ -70,7 +71,7 @@ class _Gathering:
             handle.withdraw()
             handle.reshard()
         for handle in self._handles:
-            handle.say_farewell("the removal of fully_shard was interrupted, or failed")
+            handle.tags.say_farewell("the removal of fully_shard was interrupted, or failed")
 
 
 def remove_together(handles: Sequence[Handle], undo: Callable[[], object]) -> None:
@@ -97,7 +98,7 @@ def after_interrupt(handles: Sequence[Handle], *, begun: bool) -> None:
     if not begun:
         _Gathering(handles).abort()
     for handle in handles:
-        handle.steps.behind = True
+        handle.tags.steps.behind = True
 
 
 def _whole_gradients(handle: Handle) -> list[Tensor | None]:
@@ -123,6 +124,6 @@ def _whole(gradient: DTensor, handle: Handle) -> Tensor:
     shard, whole = local.new_zeros(chunk), local.new_empty(communicator.size * chunk)
     shard[: local.numel()].copy_(local.reshape(-1))
     parts = communicator.prepare([GatherPart(shard, whole, whole.numel())])
-    communicator.all_gather(parts, label=f"all-gather of gradients of unit '{handle.name}'", tags=handle.checks).wait()
+    communicator.all_gather(parts, label=f"all-gather of gradients of unit '{handle.name}'", tags=handle.tags.checks).wait()
     pieces = [whole[rank * chunk :][: prod(shape)].view(shape) for rank, shape in enumerate(shapes)]
     return torch.cat(pieces, dim)

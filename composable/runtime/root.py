@@ -58,10 +58,10 @@ class Root:
         self._enclosing: list[dict[int, None]] = [{} for _ in handles]
         self.order = ForwardOrder()
         self.iteration: Iteration | None = None
-        self.steps = Steps(max(handle.steps.number for handle in handles))
+        self.steps = Steps(max(handle.tags.steps.number for handle in handles))
         self._communicators = [each for handle in handles for each in handle.mesh_info.communicators]
         for handle in handles:
-            handle.count_by(self.steps)
+            handle.tags.count_by(self.steps)
         self.running: list[int] = []  # units that are called now, outermost first
         self.call: nn.Module | None = None  # the outermost one whose forward is under way
         self.handled: BaseException | None = None  # when that began
@@ -69,11 +69,10 @@ class Root:
         self.failure = ""
         self.reason = ""
         self._watch = HookWatch(module for unit in units for module in unit.modules)
-        self._preparation = Preparation(handles)
+        self._preparation = Preparation(handles, membership)
         self._saves_memory = any(handle.mesh_info.shard.capabilities.saves_memory for handle in handles)
         self._verified = all(handle.mesh_info.all.size == 1 for handle in handles)
         for index, handle in enumerate(handles):
-            handle.on_foreigners = membership.check_ties
             handle.on_backward = partial(self.enter_backward, index)
             handle.gradients.on_unexpected = self._open_backward
 
@@ -213,7 +212,7 @@ class Root:
             error = sys.exception()
             self.failure = f"previous step of unit '{handle.name}' ended with {type(error).__name__}"
             self.reason = f"unit '{handle.name}' raised {type(error).__name__}: {first_line(error)}"
-            note_of_mixing(error, [other for other in self.handles if other is not handle and not other.depth])
+            note_of_mixing(error, [other for other in self.handles if other is not handle and not other.calls.depth])
         if self.running:
             self.running.pop()
         if not self.running:
@@ -253,7 +252,7 @@ class Root:
         end.join(self)
         for handle in self.handles:
             if handle.phase is not Phase.SHARDED:
-                handle.look_up_edition()
+                handle.versions.look_up()
         self.replicated.enter_backward()
         return iteration
 
@@ -283,17 +282,17 @@ class Root:
         self._gather(index, *iteration.finished.next_units(PREFETCH_DEPTH))
         handle.wait_for_unshard()
         if entering:
-            handle.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
+            handle.calls.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
 
     def _keep_for_graph(self, iteration: Iteration, index: int) -> None:
         iteration.builds_graph = True
         if index not in iteration.pinned:
             iteration.pinned[index] = None
-            self.handles[index].kept_by[self] = None
+            self.handles[index].keep_for(self)
 
     def _unpin(self, iteration: Iteration) -> None:
         for index in iteration.pinned:
-            self.handles[index].kept_by.pop(self, None)
+            self.handles[index].keep_no_longer_for(self)
 
     def _leave_backward(self, iteration: Iteration, entered: int) -> None:
         """See Note [When a unit is left in backward]. A unit may share its outputs with the one around it: neither is left."""
@@ -307,7 +306,7 @@ class Root:
             if handle.uses <= 0 and index not in iteration.untracked:
                 self._reduce(iteration, index)
                 iteration.reducing.make_room(REDUCTIONS_IN_FLIGHT + 1)
-            handle.hide()
+            handle.calls.hide()
             if not handle.kept_by:
                 handle.reshard()
         iteration.active = staying
@@ -317,7 +316,7 @@ class Root:
         handle = self.handles[index]
         if iteration.builds_graph:
             handle.gradients.refuse_graph()
-        elif handle.trainable or handle.gradients.due:
+        elif handle.parameters.trainable or handle.gradients.due:
             iteration.reducing.launch(handle.gradients, saves_memory=self._saves_memory)
 
     turn = -1  # of the end of a backward; roots follow each other as their outputs do
@@ -338,7 +337,7 @@ class Root:
             return
         iteration.reducing.make_room(0, second=0)
         for index in iteration.active:
-            self.handles[index].hide()
+            self.handles[index].calls.hide()
         if iteration.builds_graph or self.running:
             self._go_on(iteration)
         else:
@@ -361,7 +360,7 @@ class Root:
         for index in iteration.entered:
             handle = self.handles[index]
             handle.gradients.end()
-            if not handle.kept_by and not handle.depth:
+            if not handle.kept_by and not handle.calls.depth:
                 handle.reshard()
         self.iteration = iteration.next()
 
@@ -374,7 +373,7 @@ class Root:
         if iteration is not None and iteration.backward is not None:
             iteration.lose_backward()
             for index, handle in enumerate(self.handles):
-                handle.show_for(self.running.count(index))
+                handle.calls.set_to(self.running.count(index))
                 handle.gradients.lose()
             iteration.active = []
             self.replicated.leave_failed_backward()

@@ -84,7 +84,7 @@ class ShardedUnit:
         self._originals = [weakref.ref(parameter) for parameter in held if parameter is not None]
         del held
         handle = self.handle
-        handle.open_channels()
+        handle.tags.open()
         self.rename("")
         owners: dict[int, nn.Module] = {}
         for slot in handle.slots:
@@ -100,7 +100,7 @@ class ShardedUnit:
         swapped = [*(owners.values() if handle.parameters.groups else ()), *recipe.holders]
         for each in dict.fromkeys(swapped):
             self._loading.append(each.register_state_dict_pre_hook(self._before_state_dict))
-        handle.guarded_by(self.guards)
+        handle.calls.guarded_by(self.guards)
 
     @property
     def handle(self) -> Handle:
@@ -109,7 +109,7 @@ class ShardedUnit:
             self._handle = self.recipe.build(HOST_MEMORY)
             self._edges = edge_casts(self.recipe.mp_policy)
             self._handle.rename(self.spare_name)
-            self._handle.guarded_by(self.guards)
+            self._handle.calls.guarded_by(self.guards)
         return self._handle
 
     @property
@@ -180,10 +180,10 @@ class ShardedUnit:
             return
         if self.enclosing is not None and (outer := self.enclosing()) is not None:
             outer.left_alone += [owner for slot in handle.slots for owner in slot.owners] + self.left_alone
-        handle.guarded_by(())
+        handle.calls.guarded_by(())
         originals = [reference() for reference in self._originals]
         if is_rolling_back():
-            handle.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for
+            handle.calls.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for
         else:
             handle.restore(originals)
         for fqn, slot in zip(handle.names, handle.slots, strict=True):
@@ -212,7 +212,7 @@ class ShardedUnit:
             call.how = "entering again"
             handle.unshard_in_step()
             handle.wait_for_unshard()
-            handle.begin_call()
+            handle.calls.begin()
             call.how = "recompute"
             return (args, kwargs) if self._edges is None else self._edges.inputs(args, kwargs)
         root = self._root_for_call(module)
@@ -222,7 +222,7 @@ class ShardedUnit:
         if not self._left_to_run:
             self._left_to_run = list(self.modules)
         root.enter(handle)
-        handle.begin_call()
+        handle.calls.begin()
         mesh = handle.mesh_info.mesh
         if mesh is not None and mesh.device_type != "cpu" and len(root.running) == 1:
             device = handle.device
@@ -232,7 +232,7 @@ class ShardedUnit:
     def leave(self, module: nn.Module, output: Any) -> Any:
         call = self._calls.pop()
         handle = self.handle
-        handle.end_call()
+        handle.calls.end()
         root = self.root
         assert root is not None
         if self._edges is not None:
@@ -246,7 +246,7 @@ class ShardedUnit:
             self._left_to_run.remove(module)
         try:
             refuse_recast(handle.parameters)
-            output = root.leave(handle, output, call.since, complete=not self._left_to_run and handle.depth == 0)
+            output = root.leave(handle, output, call.since, complete=not self._left_to_run and handle.calls.depth == 0)
             root.close_forward()
         except BaseException:
             self._left_to_run = []
@@ -257,9 +257,9 @@ class ShardedUnit:
     def on_error(self, module: nn.Module) -> None:
         call = self._calls.pop()
         if call.how == "recompute":
-            self.handle.end_call()  # checkpointing stops a recomputation by raising as soon as it has what it needs
+            self.handle.calls.end()  # checkpointing stops a recomputation by raising as soon as it has what it needs
         elif call.how == "forward":
-            self.handle.end_call()
+            self.handle.calls.end()
             self._left_to_run = []
             assert self.root is not None
             self.root.on_error(self.handle)
@@ -340,7 +340,7 @@ class ShardedUnit:
 
     def _guard(self, module: nn.Module) -> None:
         """A module with parameters of this unit computes while no module of the unit itself is called."""
-        if self.handle.depth:
+        if self.handle.calls.depth:
             return  # it is recomputed by itself, within the unit's backward
         self.check_hooks()
         if in_backward() and self.root is not None:
