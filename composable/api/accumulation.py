@@ -67,7 +67,7 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
         raise AnnotationError(f"no_sync: level must be 'all' or 'replicate', got {level!r}{near}")
     sharded, replicated = _units_in("no_sync", model)
     scope = object()
-    held = [unit.reducer.local.accumulation for unit in replicated]
+    held = [unit.averaging.reducer.local.accumulation for unit in replicated]
     kept_whole = [unit.handle.gradients.accumulation for unit in sharded]
     try:
         for accumulation in held:

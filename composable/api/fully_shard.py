@@ -39,8 +39,8 @@ from composable.policies import PolicyLike, select_modules
 from composable.runtime.handle import Recipe
 from composable.runtime.launch_order import launch_together
 from composable.runtime.mesh_info import MeshInfo
-from composable.runtime.mixed import rest_as_dtensors
 from composable.runtime.sharded_unit import ShardedUnit
+from composable.runtime.shown_parameters import rest_as_dtensors
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
 _EQUIVALENTS: Final = {
@@ -173,9 +173,9 @@ def fully_shard(
             _leave_alone(each, left_out)
         _name_units(modules)
         replicated = [state for each in modules for state in get_replicated_states(each)]
-        ties = [(unit, Owner(place.module, place.name), place.fqn) for unit, managed in tied for place in managed.places]
-        rest_as_dtensors(replicated, mesh_info.mesh, ties)
-        launch_together(replicated)
+        ties = [(shown, Owner(place.module, place.name), place.fqn) for shown, managed in tied for place in managed.places]
+        rest_as_dtensors([unit.shown for unit in replicated], mesh_info.mesh, ties)
+        launch_together([unit.averaging for unit in replicated])
     return module
 
 

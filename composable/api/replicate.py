@@ -18,7 +18,7 @@ from composable.config import SYNC_MODES
 from composable.device.collectives import LocalCommunicator, Steps, backwards_of, communicator_of
 from composable.device.parameter_swap import Owner
 from composable.errors import AnnotationError
-from composable.model.contract import contract, known_fqn, on_undo, require_callable
+from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach, detach
 from composable.model.transaction import running
 from composable.model.traversal import (
@@ -32,8 +32,8 @@ from composable.model.traversal import (
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.launch_order import launch_together
 from composable.runtime.mesh_info import MeshInfo
-from composable.runtime.mixed import rest_as_dtensors
 from composable.runtime.replicated_unit import ReplicatedUnit
+from composable.runtime.shown_parameters import rest_as_dtensors
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
 _NO_PRECISION: Final = (
@@ -147,7 +147,7 @@ def replicate(
     places = [place for _, place, _ in buffers]
     with all_or_none("replicate", communicator):
         _attach(modules, parameters, places, mesh_info, max(1, int(bucket_cap_mb * (1 << 20))))
-        launch_together([_unit_of(modules), *_inside(modules)])
+        launch_together([unit.averaging for unit in (_unit_of(modules), *_inside(modules))])
     return module
 
 
@@ -166,7 +166,7 @@ def _shared_ground(modules: Sequence[nn.Module], here: MeshInfo) -> MeshInfo | N
     for transaction in running():
         if transaction.name == REPLICATE:
             states += [record.state for _, record in transaction.nested]
-    grounds = [state.mesh_info for state in states if state.mesh_info is not None]
+    grounds = [state.averaging.mesh_info for state in states if state.averaging.mesh_info is not None]
     return next(
         (mesh_info for mesh_info in grounds if mesh_info.all.capabilities.ordered and mesh_info.place == here.place),
         None,
@@ -209,7 +209,6 @@ def _attach(
     places = [place for p in parameters for place in p.places]
     owners = [Owner(place.module, place.name) for place in places]
     on_undo(unit.restore)
-    unit.rename(known_fqn(modules[0]) or "")
     unit.initialize(
         modules,
         owners,
@@ -224,9 +223,9 @@ def _attach(
     for undo in refuse_wrapping(modules, "replicate", owners):
         on_undo(undo)
     inside = _inside(modules)
-    unit.contains(inside)
+    unit.contain(inside)
     sharded = [state for each in modules for state in get_all_sharded_states(each)]
     if sharded:  # then all ranks run its forwards together
-        unit.count_by(Steps(), opened_here=True)
+        unit.forward_steps.count_by(Steps(), opened_here=True)
     mesh = next((state.handle.mesh_info.mesh for state in sharded), None)
-    rest_as_dtensors([unit, *inside], mesh)
+    rest_as_dtensors([each.shown for each in (unit, *inside)], mesh)

@@ -13,9 +13,9 @@ from composable.device.parameter_swap import label_of
 from composable.errors import AnnotationError, TiedParametersError
 from composable.model.contract import find_fqn, module_name
 from composable.model.traversal import REPLICATE, ManagedParameter
+from composable.runtime.averaging import Averaging
 from composable.runtime.optimizers import Form
 from composable.runtime.ownership import holder_of
-from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.sparse import is_sparse_lookup
 
 _DONE = {"fully_shard": "sharded", "replicate": "replicated"}
@@ -49,7 +49,7 @@ def refuse_taken(verb: str, modules: Sequence[nn.Module], parameters: Sequence[M
         if verb == "fully_shard" and managed.parameter.requires_grad and is_distributed():
             _refuse_sparse(managed)
         holder = holder_of(managed.parameter)
-        if isinstance(holder, ReplicatedUnit):
+        if isinstance(holder, Averaging):
             _refuse_replicated(verb, modules, managed, holder)
 
 
@@ -79,16 +79,16 @@ def refuse_other_mesh(parameters: Sequence[ManagedParameter], mesh: DeviceMesh |
     """
     for managed in parameters:
         holder = holder_of(managed.parameter)
-        if isinstance(holder, ReplicatedUnit) and holder.mesh_info is not None and holder.mesh_info.mesh != mesh:
+        if isinstance(holder, Averaging) and holder.mesh_info is not None and holder.mesh_info.mesh != mesh:
             raise TiedParametersError(
                 f"parameter '{_full_name(managed)}' is tied to '{_name_in(holder, managed.parameter)}', which is replicated "
                 "over another mesh. Pass the same mesh to both, or annotate both modules as one unit: replicate([a, b])"
             )
 
 
-def _name_in(holder: ReplicatedUnit, parameter: nn.Parameter) -> str:
-    fqn = find_fqn(holder.modules[0])
-    name = holder.name_of(parameter)
+def _name_in(holder: Averaging, parameter: nn.Parameter) -> str:
+    fqn = find_fqn(holder.parameters.modules[0])
+    name = holder.parameters.name_of(parameter)
     return f"{fqn}.{name}" if fqn else name
 
 
@@ -113,17 +113,18 @@ def _refuse_sharded(verb: str, managed: ManagedParameter, unit: str, fqn: str) -
     )
 
 
-def _refuse_replicated(verb: str, modules: Sequence[nn.Module], managed: ManagedParameter, holder: ReplicatedUnit) -> None:
+def _refuse_replicated(verb: str, modules: Sequence[nn.Module], managed: ManagedParameter, holder: Averaging) -> None:
     """The parameter belongs to a replicated unit around these modules, or is tied to one in another unit."""
-    inside = {id(below): None for module in holder.modules for below in module.modules()}
+    around = holder.parameters.modules
+    inside = {id(below): None for module in around for below in module.modules()}
     if all(id(module) in inside for module in modules):
         raise AnnotationError(
-            f"{module_name(modules[0])} is inside already-replicated {module_name(holder.modules[0])}; annotate children first"
+            f"{module_name(modules[0])} is inside already-replicated {module_name(around[0])}; annotate children first"
             + (", or use policy=" if verb == REPLICATE else "")
         )
     if verb != REPLICATE:
         below = {id(below): None for module in modules for below in module.modules()}
-        apart = any(id(module) not in below for module in holder.modules)
+        apart = any(id(module) not in below for module in around)
         raise TiedParametersError(
             f"parameter '{_full_name(managed)}' is tied to '{_name_in(holder, managed.parameter)}', which is replicated; it "
             "cannot be sharded, too. Annotate "

@@ -11,6 +11,7 @@ from composable.errors import TiedParametersError
 from composable.model.traversal import ManagedParameter, get_replicated_states, get_states, managed_parameters, walk
 from composable.runtime.ownership import holder_of
 from composable.runtime.replicated_unit import ReplicatedUnit
+from composable.runtime.shown_parameters import ShownParameters
 
 
 def innermost_of_all(managed: ManagedParameter, chains: Mapping[int, tuple[int, ...]]) -> int:
@@ -64,19 +65,18 @@ def refuse_tied_outside(modules: Sequence[nn.Module], everything: Sequence[Manag
             )
 
 
-def tied_to_replicated(modules: Sequence[nn.Module], mesh: DeviceMesh | None) -> list[tuple[ReplicatedUnit, ManagedParameter]]:
-    """The parameters in `modules` that no annotation below them manages but by a tie, and the replicated unit that does.
+def tied_to_replicated(modules: Sequence[nn.Module], mesh: DeviceMesh | None) -> list[tuple[ShownParameters, ManagedParameter]]:
+    """The parameters in `modules` that no annotation below them manages but by a tie, and what the unit that does shows.
 
     Units that are not inside `modules` do not count, nor parameters that cannot rest as DTensors on `mesh`.
     """
-    inside = [state for module in modules for state in get_replicated_states(module)]
+    inside: list[ReplicatedUnit] = [state for module in modules for state in get_replicated_states(module)]
     if not inside:
         return []
     found = [(holder_of(managed.parameter), managed) for managed in managed_parameters([("", module) for module in modules])]
     return [
-        (holder, managed)
+        (unit.shown, managed)
         for holder, managed in found
-        if isinstance(holder, ReplicatedUnit)
-        and any(holder is unit for unit in inside)
-        and (mesh is None or holder.can_rest(managed.parameter, mesh))
+        for unit in inside
+        if unit.averaging is holder and (mesh is None or unit.shown.can_rest(managed.parameter, mesh))
     ]

@@ -12,26 +12,14 @@ from composable.device.collectives import Communicator
 from composable.device.parameter_swap import Owner
 from composable.device.private import outside_transforms
 from composable.errors import RanksDisagreeError
-from composable.runtime.launch_order import LaunchOrder
+from composable.runtime.averaging import Averaging
 
 
 class Buffered(Protocol):
     """A replicated unit."""
 
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def buffers(self) -> Sequence[Owner]: ...
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def communicator(self) -> Communicator: ...
-
-    @property
-    def order(self) -> LaunchOrder: ...
+    buffers: tuple[Owner, ...]
+    averaging: Averaging
 
 
 def share_buffers(units: Sequence[Buffered]) -> None:
@@ -43,18 +31,18 @@ def share_buffers(units: Sequence[Buffered]) -> None:
         return
     by_communicator: dict[int, list[Buffered]] = {}
     for unit in units:
-        by_communicator.setdefault(id(unit.communicator), []).append(unit)
+        by_communicator.setdefault(id(unit.averaging.communicator), []).append(unit)
     for members in by_communicator.values():
-        communicator, buffers = members[0].communicator, [owner for unit in members for owner in unit.buffers]
+        communicator, buffers = members[0].averaging.communicator, [owner for unit in members for owner in unit.buffers]
         if buffers and communicator.size > 1:
             for unit in members:
-                unit.order.abort()  # if a backward raised
-            if communicator.capabilities.ordered and len(members) < len(members[0].order):
-                _check_order(members[0])
-            _share(buffers, communicator, members[0].name)
+                unit.averaging.order.abort()  # if a backward raised
+            if communicator.capabilities.ordered and len(members) < len(members[0].averaging.order):
+                _check_order(members[0].averaging)
+            _share(buffers, communicator, members[0].averaging.name)
 
 
-def _check_order(called: Buffered) -> None:
+def _check_order(called: Averaging) -> None:
     """Others use the same communicator, and what is annotated around them all is not called: each shares by itself."""
     unit, communicator = called.name, called.communicator
     label = f"check of the order of units with buffers, at unit '{unit}'"

@@ -57,7 +57,7 @@ def reduce_held(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedU
     """Reduce what the units hold, on all ranks. Every rank calls it for the same units."""
     _refuse_in_between(sharded, replicated)
     handles = [unit.handle for unit in sharded if unit.handle.parameters.groups]
-    replicas = [unit for unit in replicated if unit.communicator.size > 1]
+    replicas = [unit.averaging for unit in replicated if unit.averaging.communicator.size > 1]
     for unit in replicas:
         unit.order.abort()  # if a backward raised
     counted = [handle.tags.steps for handle in handles] + [unit.communicator.sums.steps for unit in replicas]
@@ -65,7 +65,7 @@ def reduce_held(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedU
         steps.end_window()  # as it may have ended on a rank that lost what it held; or ranks ran different numbers of backwards
         steps.open()
     holders = [_Holder(h.name, h.gradients.accumulation, h.mesh_info.all, h.gradients.drop) for h in handles]
-    holders += [_Holder(u.name, u.reducer.local.accumulation, u.communicator, u.drop_held) for u in replicas]
+    holders += [_Holder(u.name, u.reducer.local.accumulation, u.communicator, u.reducer.forget) for u in replicas]
     _compare(holders)
     end = BackwardEnd()
     held = [handle for handle in handles if handle.gradients.accumulation.passes]
@@ -84,8 +84,8 @@ def reduce_held(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedU
 
 def _refuse_in_between(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedUnit]) -> None:
     roots: dict[Root, None] = {unit.root: None for unit in sharded if unit.root is not None}
-    units: list[ShardedUnit | ReplicatedUnit] = [*sharded, *replicated]
-    running = next((unit.name for unit in units if any(calls_of(module) for module in unit.modules)), None)
+    named = [(unit.name, unit.modules) for unit in sharded] + [(unit.averaging.name, unit.modules) for unit in replicated]
+    running = next((name for name, modules in named if any(calls_of(module) for module in modules)), None)
     running = next((root.handles[0].name for root in roots if root.running), running)
     if in_backward() or running is not None:
         where = "a backward" if in_backward() else f"the forward of unit '{running}'"

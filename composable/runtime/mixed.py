@@ -21,13 +21,12 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.compilation import untraced
 from composable.device.parameter_swap import Owner
-from composable.device.private import agree_on_infinities, in_backward
+from composable.device.private import in_backward
 from composable.model.hooks import Guard, GuardRow, after_call
 from composable.model.interrupts import calls_of
-from composable.model.transaction import on_undo
 from composable.runtime.loading import StateDictHook
 from composable.runtime.paired_places import PairedPlaces
-from composable.runtime.readers import Readers, Unit
+from composable.runtime.readers import Readers
 
 
 class MixedParameters:
@@ -131,27 +130,3 @@ class _CalledAlone:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-
-
-def rest_as_dtensors(units: Sequence[Unit], mesh: DeviceMesh | None, ties: Sequence[tuple[Unit, Owner, str]] = ()) -> None:
-    """What is replicated stands next to shards on `mesh` from here on, until the verb that runs is taken back.
-
-    See Note [Next to shards].
-
-    Args:
-        ties: places of sharded units that hold a parameter of one of `units`, and their names.
-    """
-    if mesh is None:
-        return
-    reason = object()
-    for unit in units:
-        on_undo(partial(unit.rest_plain, reason))
-        unit.rest_on(mesh, [(owner, name) for other, owner, name in ties if other is unit], reason)
-
-
-def serves(mesh: DeviceMesh, replicas: DeviceMesh | None) -> bool:
-    """Whether what is the same on all ranks of `replicas` can rest on `mesh`."""
-    if replicas is None or not agree_on_infinities():
-        return False
-    ranks = replicas.mesh.flatten().tolist()
-    return all(rank in ranks for rank in mesh.mesh.flatten().tolist())

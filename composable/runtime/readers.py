@@ -10,18 +10,16 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import ref
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from composable.device.parameter_swap import Owner
+from composable.runtime.averaging import Averaging
 from composable.runtime.backward_end import BackwardEnd, end_of_backward
-from composable.runtime.buffer_broadcast import Buffered
 
 
-class Unit(Buffered, Protocol):
-    """A replicated unit."""
+class Shown(Protocol):
+    """What modules of a unit see of its parameters."""
 
     def show(self, reader: object) -> bool:
-        """Modules compute with plain parameters from here on, for `reader`. Done twice is done once.
+        """Modules compute with plain parameters from here on, for `reader`.
 
         Returns:
             Whether nobody was around the unit before.
@@ -30,20 +28,18 @@ class Unit(Buffered, Protocol):
     def hide(self, reader: object) -> None:
         """Modules hold what they hold at rest again, if they show nothing for anybody else."""
 
+
+class Unit(Protocol):
+    """A replicated unit."""
+
+    buffers: tuple[Owner, ...]
+    averaging: Averaging
+
+    @property
+    def shown(self) -> Shown: ...
+
     def forget_calls(self) -> None:
         """An interrupt ended the calls of its modules."""
-
-    def open_backward(self) -> None:
-        """Take part in the backward that runs, whichever gradients it brings."""
-
-    def drop_held(self) -> None:
-        """A step was lost: forget gradients that earlier backwards under `no_sync` have left."""
-
-    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]], reason: object) -> None:
-        """Let the parameters rest as DTensors on `mesh`, if they can, also where sharded units have `tied` ones."""
-
-    def rest_plain(self, reason: object) -> None:
-        """Take that back; nothing if it was not done for this reason."""
 
 
 class Readers:
@@ -67,7 +63,8 @@ class Readers:
             return ()
         self._in_call = True
         try:
-            return [unit for unit in self._units if unit.show(self)]  # which may refuse what was put in a parameter's place
+            # This may refuse what was put in a parameter's place.
+            return [unit for unit in self._units if unit.shown.show(self)]
         except Exception:
             self.leave_call()
             raise
@@ -75,7 +72,7 @@ class Readers:
     def leave_call(self) -> None:
         if self._in_call:
             for unit in self._units:
-                unit.hide(self)
+                unit.shown.hide(self)
             self._in_call = False
 
     def forget_calls(self) -> None:
@@ -90,8 +87,8 @@ class Readers:
             end.join(self)
             self._backward = ref(end)
             for unit in self._units:
-                unit.show(self._in_backward)
-                unit.open_backward()
+                unit.shown.show(self._in_backward)
+                unit.averaging.open_backward()
 
     def launch_rest(self) -> None:
         """It has no collectives."""
@@ -99,7 +96,7 @@ class Readers:
     def finish_backward(self) -> None:
         if self._backward is not None:
             for unit in self._units:
-                unit.hide(self._in_backward)
+                unit.shown.hide(self._in_backward)
             self._backward = None
 
     leave_failed_backward = finish_backward
@@ -109,4 +106,4 @@ class Readers:
         self.finish_backward()
         self.leave_call()
         for unit in self._units:
-            unit.drop_held()
+            unit.averaging.reducer.forget()

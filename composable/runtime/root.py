@@ -84,11 +84,11 @@ class Root:
 
     def _count_sums(self) -> None:
         """Sums of replicated units belong to this root's steps: a copy of the model has their communicators, too."""
-        apart = [unit for unit in self._summing if unit.communicator.sums.steps is not self.steps]
+        apart = [unit for unit in self._summing if unit.averaging.communicator.sums.steps is not self.steps]
         for unit in apart:
-            self.steps.catch_up(unit.communicator.sums.steps.number)
+            self.steps.catch_up(unit.averaging.communicator.sums.steps.number)
         for unit in apart:
-            unit.count_by(self.steps)
+            unit.forward_steps.count_by(self.steps)
 
     def invalidate(self) -> None:
         """A unit leaves: the next forward plans the tree anew, without it."""

@@ -88,7 +88,7 @@ USED_IN: Final = {
     "runtime/gradients.py": "advance_gradients",
     "runtime/handle.py": "_parameters advance",
     "runtime/parameters.py": "_version",
-    "runtime/replicated_unit.py": "_parameters",
+    "runtime/replicated_parameters.py": "_parameters",
     "runtime/resting_form.py": "_version",
     "runtime/sharded_unit.py": "_parameters",
 }

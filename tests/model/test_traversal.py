@@ -158,7 +158,7 @@ def test_replicate_leaves_fully_sharded_subtrees_alone() -> None:
     replicate(root)
     unit = replicate.state(root)
     assert unit is not None
-    assert list(unit.names) == ["weight", "submod1.weight"]
+    assert list(unit.parameters.names) == ["weight", "submod1.weight"]
 
 
 # --- roots ------------------------------------------------------------------------------------------------------------

@@ -122,7 +122,7 @@ def _groups() -> Iterator[list[int]]:
 
 def _communicators(model: nn.Module) -> int:
     """How many communicators the replicated units use."""
-    return len({id(unit.communicator) for unit in get_replicated_states(model)})
+    return len({id(unit.averaging.communicator) for unit in get_replicated_states(model)})
 
 
 def _annotated(form: str, communicator: str, **options: Any) -> tuple[nn.Module, nn.Module]:

@@ -1,0 +1,171 @@
+"""The reducer that fits the parameters of a replicated unit: made anew when they change; knows no forward and no reader."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torch import nn
+from torch.optim import Optimizer
+
+from composable.device.collectives import Communicator, LocalCommunicator
+from composable.errors import unit_name
+from composable.model.naming import known_fqn
+from composable.runtime.launch_order import LaunchOrder
+from composable.runtime.membership import Newcomers
+from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
+from composable.runtime.reducer import Reducer
+from composable.runtime.replicated_parameters import ReplicatedParameters
+from composable.runtime.resting_form import RestingGradients
+from composable.runtime.rounds import Forwards
+from composable.runtime.sparse import only_looked_up
+from composable.runtime.unaveraged import refuse_unaveraged
+
+_COPIED: Final = ("parameters", "name", "_fqn", "mesh_info", "_cap_bytes", "order", "place", "forwards")
+
+
+class Averaging:
+    """Averages the gradients of `parameters`, from the annotation on, whether their modules are called or not.
+
+    A unit in the sense of `composable.runtime.ownership`, and of `composable.runtime.launch_order`.
+
+    Attributes:
+        name: what the unit is called in messages.
+        number: units are numbered in the order of annotation; a copy has the number of its original.
+        held: ids of the parameters that the reducer was made for.
+        order, place: where the reducer launches.
+        forwards: the unit's own, and those of the replicated unit around it.
+        current: the reducer that was made last; None before the first, and after the unit was removed.
+    """
+
+    def __init__(self, parameters: ReplicatedParameters) -> None:
+        self.parameters = parameters
+        self._fqn, self.name = "", unit_name("")
+        self.number = next_number()
+        self.held: frozenset[int] = frozenset()
+        self.mesh_info: MeshInfo | None = None
+        self.order, self.place = LaunchOrder(LocalCommunicator()), 0
+        self.forwards = [Forwards()]
+        self.current: Reducer | None = None
+        self._cap_bytes = 0
+        self._on_meta = False  # whether parameters had no values when the reducer was made
+        self._newcomers: Newcomers | None = None  # of a copy, from its first call on
+
+    def initialize(self, mesh_info: MeshInfo, cap_bytes: int) -> None:
+        self.look_up_name()
+        self.mesh_info, self.order = mesh_info, LaunchOrder(mesh_info.all)
+        self._cap_bytes = cap_bytes
+        self._newcomers = Newcomers(self.parameters.modules)
+        enroll(self)
+        self.renew(self.parameters.registered)
+
+    def look_up_name(self) -> None:
+        """It follows what is known of the modules around the unit."""
+        self._fqn = known_fqn(self.parameters.modules[0]) or self._fqn
+        self.name = unit_name(self._fqn)
+
+    @property
+    def communicator(self) -> Communicator:
+        assert self.mesh_info is not None, "the unit is used before replicate has finished"
+        return self.mesh_info.all
+
+    @property
+    def reducer(self) -> Reducer:
+        """For the parameters that are there now."""
+        registered = self.parameters.registered
+        if self.current is None or not self.current.fits(registered):
+            return self.renew(registered)
+        return self.current
+
+    @property
+    def averaged(self) -> list[nn.Parameter]:
+        """The parameters that this unit averages the gradients of, as users see them between steps."""
+        reducer = self.reducer
+        mine = [parameter for i, parameter in enumerate(reducer.parameters) if i not in reducer.elsewhere]
+        return list(map(self.parameters.at_rest, mine))
+
+    def renew(self, registered: Sequence[nn.Parameter]) -> Reducer:
+        """Make the reducer for the parameters that are there now."""
+        last = self.current
+        if last is not None:
+            self.order.abort()
+            last.detach()
+        before, self.held = self.held, frozenset(map(id, registered))
+        self._on_meta = self.communicator.size > 1 and any(parameter.is_meta for parameter in registered)
+        reducer = self.current = Reducer(
+            registered,
+            self.parameters.names,
+            self.communicator,
+            self.order,
+            self.place,
+            cap_bytes=self._cap_bytes,
+            unit=self.name,
+            turn=self.number,
+            elsewhere=owned_elsewhere(self, registered),
+            sparse=only_looked_up(registered, self.parameters.lookups),
+            forms=None if self.parameters.pairs is None else RestingGradients(),
+            forwards=self.forwards,
+            last=last,
+        )
+        self.order.put(self.place, reducer)
+        tell_the_next(self, before ^ self.held)
+        return reducer
+
+    def refuse_unfit(self) -> None:
+        """Raise for parameters that came later and that nothing averages, or that have no values yet."""
+        if self.communicator.size > 1:
+            self._newcomers = self._newcomers or Newcomers(self.parameters.modules)
+            self._newcomers.refuse(self.held, self.name)
+        if self._on_meta:
+            self.parameters.refuse_meta(self.name)
+            self._on_meta = False
+
+    def follow(self) -> None:
+        """Another unit has come to hold, or holds no longer, parameters that this one holds, too."""
+        reducer = self.current
+        if reducer is not None and reducer.elsewhere != owned_elsewhere(self, reducer.parameters):
+            self.renew(self.parameters.registered)
+
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Raise when gradients that `optimizer` is about to use were not averaged; see Note [Before an optimizer steps]."""
+        if self.current is not None and self.communicator.size > 1:
+            parameters = self.parameters
+            named = list(zip(parameters.registered, parameters.names, strict=False))
+            has_backward = self.order.in_backward
+            refuse_unaveraged(optimizer, self.name, self.current, named, has_backward, parameters.at_rest)
+
+    def launch_in(self, order: LaunchOrder, place: int, mesh_info: MeshInfo | None) -> None:
+        """See `composable.runtime.launch_order`."""
+        if self.current is None:
+            return
+        self.order.abort()
+        self.order.take_out(self.place)
+        self.order, self.place, self.mesh_info = order, place, mesh_info
+        self.look_up_name()
+        self.renew(self.parameters.registered)
+
+    def open_backward(self) -> None:
+        """Take part in the backward that runs, whichever gradients it brings."""
+        if self.current is not None:
+            self.order.open()
+
+    def detach(self) -> None:
+        """The unit is removed: nothing is averaged any more."""
+        if self.current is not None:
+            self.current.detach()
+            self.current = None
+        self.order.take_out(self.place)
+        strike_off(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Averaging:
+        twin = memo[id(self)] = Averaging(ReplicatedParameters())
+        for name in _COPIED:
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        twin.number = self.number
+        enroll(twin)
+        # The copied modules are not whole yet, but their parameters can be copied already.
+        pairs = twin.parameters.pairs
+        twin.renew(copy.deepcopy(self.parameters.registered, memo) if pairs is None else pairs.plain)
+        return twin

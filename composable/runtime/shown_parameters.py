@@ -1,0 +1,152 @@
+"""For whom the modules of a replicated unit show what they compute with, and as what its parameters rest otherwise.
+
+It knows neither forwards nor backwards, only who reads.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable.device.parameter_swap import Owner
+from composable.device.private import agree_on_infinities, in_backward
+from composable.model.transaction import on_undo
+from composable.runtime.averaging import Averaging
+from composable.runtime.mixed import MixedParameters
+from composable.runtime.resting_form import fits
+from composable.runtime.step import refuse_gradients_left
+
+
+class ShownParameters:
+    """What users and modules see of the parameters of one replicated unit.
+
+    Attributes:
+        around: calls and backwards of annotated modules, the unit's own too, that may read the parameters now.
+        called: whether the unit was called since the first of them began.
+    """
+
+    def __init__(self, averaging: Averaging) -> None:
+        self._averaging = averaging
+        self._mixed: MixedParameters | None = None
+        self._reasons: dict[object, None] = {}  # annotations around or on the module that cover shards, too
+        self._doubtful = False  # plain parameters were shown while users could act
+        self.around: dict[object, None] = {}
+        self.called = False
+
+    def can_rest(self, parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
+        """Whether `parameter`, which modules of the unit compute with, can have a second form on `mesh`."""
+        if not self._is_whole_on(mesh) or not fits(parameter, mesh):
+            return False
+        parameters = self._averaging.parameters
+        held = zip(parameters.registered, parameters.lookups, strict=False)
+        return not any(lookup for other, lookup in held if other is parameter)
+
+    def _is_whole_on(self, mesh: DeviceMesh) -> bool:
+        """Whether what is the same on all ranks of the unit can rest on `mesh`."""
+        replicas = None if self._averaging.mesh_info is None else self._averaging.mesh_info.mesh
+        if replicas is None or not agree_on_infinities():
+            return False
+        ranks = replicas.mesh.flatten().tolist()
+        return all(rank in ranks for rank in mesh.mesh.flatten().tolist())
+
+    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]], reason: object) -> None:
+        """Let the parameters rest as DTensors on `mesh`, the shards' own; see Note [Next to shards].
+
+        Nothing if they cannot.
+
+        Args:
+            tied: places in sharded units that hold some of them, and names.
+        """
+        averaging, parameters = self._averaging, self._averaging.parameters
+        if self._mixed is None and not self._is_whole_on(mesh):
+            return
+        self._reasons[reason] = None
+        if self._mixed is None:
+            averaging.look_up_name()
+            self._mixed = MixedParameters(parameters.owners, parameters.names, mesh, parameters.modules, averaging.name)
+            parameters.pairs = self._mixed.places
+            averaging.renew(parameters.registered)
+        if tied:
+            owners, names = zip(*tied, strict=True)
+            self._mixed.tie(owners, names)
+
+    def rest_plain(self, reason: object) -> None:
+        """One reason less to rest as DTensors; nothing if it was none."""
+        if reason in self._reasons:
+            if len(self._reasons) == 1:
+                self.leave()
+                self._averaging.renew(self._averaging.parameters.registered)
+            self._reasons.pop(reason)
+
+    def leave(self) -> None:
+        """Register plain parameters for good."""
+        self._averaging.parameters.pairs = None
+        mixed, self._mixed = self._mixed, None
+        if mixed is not None:
+            mixed.leave()
+
+    def show(self, reader: object) -> bool:
+        """Modules compute with plain parameters from here on, for `reader`. Done twice is done once.
+
+        Returns:
+            Whether nobody was around the unit before.
+        """
+        if self._doubtful and not in_backward():
+            self._doubtful = False
+            parameters, communicator = self._averaging.parameters, self._averaging.communicator
+            held = zip(parameters.names, map(parameters.at_rest, parameters.registered), strict=False)
+            refuse_gradients_left(self._averaging.name, held, partial(communicator.leave, communicator.sums))
+        alone, self.around[reader] = not self.around, None
+        if self._mixed is not None:
+            self._mixed.show(reader)
+            if not in_backward():
+                _ = self._averaging.reducer  # of the parameters that are there now
+        return alone
+
+    def hide(self, reader: object) -> None:
+        """Modules hold what they hold at rest again, if they show nothing for anybody else."""
+        self.around.pop(reader, None)
+        if not self.around and not in_backward():
+            if not self.called:  # whoever called it has noticed what became of the parameters, and launches other buckets
+                self._averaging.order.abort()
+                self._averaging.reducer.prepare()
+            self.called = False
+        if self._mixed is not None:
+            self._mixed.hide(reader)
+
+    def forget_calls(self) -> None:
+        """An interrupt ended the calls of the unit's modules."""
+        if self._mixed is not None:
+            self._doubtful = self._doubtful or not self._mixed.places.swap.intact()
+            self._mixed.forget_calls()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShownParameters:
+        twin = memo[id(self)] = ShownParameters(self._averaging)
+        for name in ("_averaging", "_mixed", "_reasons"):
+            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        return twin
+
+
+def rest_as_dtensors(
+    units: Sequence[ShownParameters],
+    mesh: DeviceMesh | None,
+    ties: Sequence[tuple[ShownParameters, Owner, str]] = (),
+) -> None:
+    """What is replicated stands next to shards on `mesh` from here on, until the verb that runs is taken back.
+
+    See Note [Next to shards].
+
+    Args:
+        ties: places of sharded units that hold a parameter of one of `units`, and their names.
+    """
+    if mesh is None:
+        return
+    reason = object()
+    for unit in units:
+        on_undo(partial(unit.rest_plain, reason))
+        unit.rest_on(mesh, [(owner, name) for other, owner, name in ties if other is unit], reason)
