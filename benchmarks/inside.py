@@ -64,7 +64,7 @@ PIECES = (
     Piece("which form modules see", ("device.parameter_swap:ParameterSwap.show", "device.parameter_swap:ParameterSwap.hide")),
     Piece("guards", ("model.hooks:GuardRow.step_aside", "model.hooks:GuardRow.stand")),
     Piece("gradients taken over", ("runtime.gradient_group:take_gradients",)),
-    Piece("outputs watched", ("runtime.root:watch",)),
+    Piece("outputs watched", ("runtime.outputs:UnitOutputs.watch",)),
     Piece("memory", ("device.elastic_buffer:ElasticBuffer.allocate", "device.elastic_buffer:ElasticBuffer.free")),
 )
 HOOKS = "torch's calls of empty hooks"

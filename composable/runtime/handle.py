@@ -1,23 +1,22 @@
-"""One fully sharded module at run time: unshard, show, hide, reshard. Knows neither order nor other units."""
+"""One fully sharded module at run time: unshard, wait, reshard. Knows neither order nor other units."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable.config import AfterForward, Free, MixedPrecisionPolicy, ReshardTo
 from composable.device.collectives import Work
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import Owner, ParameterSlots
 from composable.errors import PhaseError, unit_name
-from composable.plan.layout import Layout
 from composable.plan.phases import Event, Phase, advance
 from composable.runtime.dtype_group import print_of_dtypes
 from composable.runtime.gradients import UnitGradients
 from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.outputs import UnitOutputs
 from composable.runtime.parameters import UnitParameters
 from composable.runtime.shard_versions import ShardVersions
 from composable.runtime.unit_calls import UnitCalls
@@ -53,9 +52,9 @@ class Handle:
     """
 
     __slots__ = (
-        "__weakref__", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_label", "_left", "_strides",
-        "_works", "after_forward", "calls", "exact_values", "fqn", "gradients", "kept_by", "mesh_info", "name", "names",
-        "on_backward", "parameters", "phase", "slots", "tags", "uses", "versions", "whole_gradients"
+        "__weakref__", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_label",
+        "_works", "after_forward", "calls", "fqn", "gradients", "kept_by", "mesh_info", "name", "names",
+        "outputs", "parameters", "phase", "slots", "tags", "versions"
     )  # fmt: skip
 
     def __init__(self, slots: Sequence[ParameterSlots], recipe: Recipe, pool: MemoryPool) -> None:
@@ -64,16 +63,10 @@ class Handle:
         self.names = recipe.names  # FQNs relative to the annotated module
         self.mesh_info = mesh_info
         self.after_forward = recipe.after_forward
-        self._strides = recipe.strides
         self.phase = Phase.SHARDED
         self.kept_by: dict[object, None] = {}  # the reasons to keep the parameters unsharded
-        self.uses = 0  # forwards whose backward has not been entered yet
-        self.on_backward: Callable[[bool], None] = _ignore  # backward goes through an output, and builds a graph or not
         self._works: list[Work] = []
         self._gathers_post_forward = False
-        self.exact_values: Sequence[Tensor | None] = ()  # while the unit is being removed
-        self.whole_gradients: Sequence[Tensor | None] = ()
-        self._left = False  # its modules have whole parameters again
         self.gradients = UnitGradients()
         self.parameters = UnitParameters(
             self.slots,
@@ -89,6 +82,7 @@ class Handle:
         self.tags = UnitTags(mesh_info, self.gradients)
         self.calls = UnitCalls(self.parameters)
         self.versions = ShardVersions(self.parameters, self.gradients)
+        self.outputs = UnitOutputs(self.parameters, self.versions)
         self._gathered = (self.versions.seen, 0)  # the edition of the shards when they were gathered
         self._gathered_anew = 0  # how often, because they had changed
         self._dtypes = print_of_dtypes(self.parameters.groups)
@@ -101,6 +95,7 @@ class Handle:
         self._label = f"all-gather of unit '{name}'"
         self.parameters.rename(name)
         self.gradients.rename(name)
+        self.outputs.rename(name)
 
     # --- between steps ----------------------------------------------------------------------------------------------
 
@@ -213,7 +208,7 @@ class Handle:
     def reset(self) -> None:
         """After an error: nothing in flight, nothing unsharded, no unreduced gradient, modules hold sharded parameters."""
         self.calls.set_to(0)
-        self.uses = 0
+        self.outputs.forget_pending()
         try:
             self._give_up_arrivals()
         finally:
@@ -228,29 +223,3 @@ class Handle:
             self.phase = Phase.SHARDED
             for each in self.parameters.groups:
                 each.free()  # whatever was written: the step is lost anyway
-
-    def restore(self, originals: Sequence[nn.Parameter | None]) -> None:
-        """Give the module whole plain parameters back, which are here: `originals` where they still exist, new ones elsewhere.
-        What an interrupt ended is done again."""
-        if self.parameters.groups:
-            if not self._left:
-                self.parameters.leave(originals, self._strides, self.exact_values, self.whole_gradients)
-                self._left = True
-            self.reshard()
-            self.parameters.forget()
-        self.gradients.groups = ()
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """Where each parameter lies, one layout per dtype; empty on one rank without a process group."""
-        return tuple(group.flat.layout for group in self.parameters.groups)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parameters are, or would be."""
-        groups = self.parameters.groups
-        return groups[0].flat.device if groups else self.mesh_info.device
-
-
-def _ignore(*_: bool) -> None:
-    return None

@@ -21,67 +21,95 @@ from composable.device.private import made_since
 from composable.errors import OutputError
 from composable.model.hooks import before_gradient
 from composable.model.values import map_tensors, tensors_in, with_a_node
-from composable.runtime.handle import Handle
+from composable.runtime.parameters import UnitParameters
+from composable.runtime.shard_versions import ShardVersions
 
 
 class Entry:
     """Called before backward goes through one call's outputs; several outputs count once."""
 
-    __slots__ = ("_counted", "_handle", "_versions")
+    __slots__ = ("_counted", "_outputs", "_seen")
 
-    def __init__(self, handle: Handle, count: bool) -> None:
-        self._handle = handle
+    def __init__(self, outputs: UnitOutputs, count: bool) -> None:
+        self._outputs = outputs
         self._counted = count
-        self._versions = handle.versions.seen
+        self._seen = outputs.versions.seen
 
     def __call__(self, *gradients: Tensor) -> None:
+        outputs = self._outputs
         if self._counted:
             self._counted = False
-            self._handle.uses -= 1
-        self._handle.on_backward(torch.is_grad_enabled())
-        versions = self._handle.versions
-        if self._versions is not versions.seen:
-            versions.tell_of_writes(self._versions, self._handle.name)
-            self._versions = versions.seen
+            outputs.pending -= 1
+        outputs.on_backward(torch.is_grad_enabled())
+        versions = outputs.versions
+        if self._seen is not versions.seen:
+            versions.tell_of_writes(self._seen, outputs.unit)
+            self._seen = versions.seen
 
 
-def watch(handle: Handle, output: Any, since: int, *, count: bool) -> tuple[Any, bool]:
-    """Ask to be called before backward goes through `output`.
+class UnitOutputs:
+    """The outputs of one unit, through which backward will come to it.
 
-    Args:
-        since: the number of autograd's next node when the call began.
-        count: whether it is a forward, and no recomputation.
-
-    Returns:
-        What the caller gets, and whether the parameters must outlive forward.
+    Attributes:
+        pending: forwards whose backward has not been entered yet.
+        on_backward: called when backward is about to go through an output, and told whether it builds a graph.
     """
-    opaque: list[Any] = []
-    entry = Entry(handle, count)
-    made_here = partial(made_since, since)
-    found = aliased = seen = given = False
-    for tensor in tensors_in(output, opaque):
-        seen = True
-        own = handle.parameters.aliased_by(tensor)
-        aliased = aliased or own
-        if not tensor.requires_grad:
-            continue
-        if (own or tensor.grad_fn is not None) and before_gradient(tensor, entry, made_here):
-            found = True
-        else:
-            given = True
-    if given and not found and count and handle.slots:
-        output = map_tensors(output, with_a_node)
-        found = _announce(tensors_in(output), entry, made_here)
-    if found:
-        handle.uses += count
-    elif opaque and not seen and handle.parameters.trainable:
-        kinds = ", ".join(dict.fromkeys(type(value).__name__ for value in opaque))
-        raise OutputError(
-            f"fully_shard(unit '{handle.name}'): forward returned {kinds}, in which no tensor that requires grad was "
-            "found; its backward cannot be tracked. Return tensors, containers, dataclasses or objects with attributes."
-        )
-    # Whatever reaches the loss by another way than the outputs still finds its parameters.
-    return output, aliased or (not found and handle.parameters.trainable)
+
+    __slots__ = ("on_backward", "parameters", "pending", "unit", "versions")
+
+    def __init__(self, parameters: UnitParameters, versions: ShardVersions) -> None:
+        self.parameters = parameters
+        self.versions = versions
+        self.unit = ""
+        self.pending = 0
+        self.on_backward: Callable[[bool], None] = _ignore
+
+    def rename(self, unit: str) -> None:
+        """Take the unit's name for messages."""
+        self.unit = unit
+
+    def forget_pending(self) -> None:
+        """No backward will come to the forwards that have been."""
+        self.pending = 0
+
+    def watch(self, output: Any, since: int, *, count: bool) -> tuple[Any, bool]:
+        """Ask to be called before backward goes through `output`.
+
+        Args:
+            since: the number of autograd's next node when the call began.
+            count: whether it is a forward, and no recomputation.
+
+        Returns:
+            What the caller gets, and whether the parameters must outlive forward.
+        """
+        opaque: list[Any] = []
+        parameters = self.parameters
+        entry = Entry(self, count)
+        made_here = partial(made_since, since)
+        found = aliased = seen = given = False
+        for tensor in tensors_in(output, opaque):
+            seen = True
+            own = parameters.aliased_by(tensor)
+            aliased = aliased or own
+            if not tensor.requires_grad:
+                continue
+            if (own or tensor.grad_fn is not None) and before_gradient(tensor, entry, made_here):
+                found = True
+            else:
+                given = True
+        if given and not found and count and parameters.slots:
+            output = map_tensors(output, with_a_node)
+            found = _announce(tensors_in(output), entry, made_here)
+        if found:
+            self.pending += count
+        elif opaque and not seen and parameters.trainable:
+            kinds = ", ".join(dict.fromkeys(type(value).__name__ for value in opaque))
+            raise OutputError(
+                f"fully_shard(unit '{self.unit}'): forward returned {kinds}, in which no tensor that requires grad was "
+                "found; its backward cannot be tracked. Return tensors, containers, dataclasses or objects with attributes."
+            )
+        # Whatever reaches the loss by another way than the outputs still finds its parameters.
+        return output, aliased or (not found and parameters.trainable)
 
 
 def _announce(tensors: Iterable[Tensor], entry: Entry, made_here: Callable[[Any], bool]) -> bool:
@@ -90,3 +118,7 @@ def _announce(tensors: Iterable[Tensor], entry: Entry, made_here: Callable[[Any]
         if tensor.grad_fn is not None:
             found = before_gradient(tensor, entry, made_here) or found
     return found
+
+
+def _ignore(builds_graph: bool) -> None:
+    return None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Final
 
+import torch
 from torch import Tensor, nn
 
 from composable.config import MixedPrecisionPolicy
@@ -88,6 +89,11 @@ class UnitParameters:
             self.registered = RegisteredOwn(self.slots, self.groups, self._builder)
         else:
             self.registered = RegisteredShards(self.slots, self.names, self.groups, self.swap)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are, or would be."""
+        return self.groups[0].flat.device if self.groups else self._mesh_info.device
 
     @property
     def precisions(self) -> list[Precision]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,13 +22,25 @@ from composable.device.private import local_of
 from composable.model.transaction import through_interrupts
 from composable.plan.phases import Phase
 from composable.runtime.handle import Handle
+from composable.runtime.originals import Originals
+
+
+class Leaving(Protocol):
+    """A unit that is being removed."""
+
+    @property
+    def handle(self) -> Handle: ...
+
+    @property
+    def originals(self) -> Originals: ...
 
 
 class _Gathering:
-    """The first part, for the units of `handles`."""
+    """The first part, for `units`."""
 
-    def __init__(self, handles: Sequence[Handle]) -> None:
-        self._handles = handles
+    def __init__(self, units: Sequence[Leaving]) -> None:
+        self._units = units
+        self._handles = handles = [unit.handle for unit in units]
         # All numbers first, so that who is interrupted opens as many steps as the others.
         self._steps = {steps: steps.next_number for steps in {handle.tags.steps: None for handle in handles}}
         self._unsharded: list[Handle] = []  # for the removal: they were not before
@@ -40,11 +53,12 @@ class _Gathering:
             if handle.phase is not Phase.UNSHARDED:
                 self._unsharded.append(handle)
                 handle.unshard_in_step(for_user=True)
-        for handle in self._handles:
+        for unit in self._units:
+            handle, originals = unit.handle, unit.originals
             handle.wait_for_unshard()
             label = f"all-gather of unit '{handle.name}' as it rests"
-            handle.exact_values = handle.parameters.gather_exact(handle.tags.checks, label)
-            handle.whole_gradients = _whole_gradients(handle)
+            originals.exact_values = handle.parameters.gather_exact(handle.tags.checks, label)
+            originals.whole_gradients = _whole_gradients(handle)
 
     def _open(self) -> None:
         for steps, number in self._steps.items():
@@ -65,8 +79,8 @@ class _Gathering:
 
     def abort(self) -> None:
         self._open()
-        for handle in self._handles:
-            handle.exact_values = handle.whole_gradients = ()
+        for unit in self._units:
+            unit.originals.exact_values = unit.originals.whole_gradients = ()
         for handle in self._unsharded:
             handle.withdraw()
             handle.reshard()
@@ -74,31 +88,31 @@ class _Gathering:
             handle.tags.say_farewell("the removal of fully_shard was interrupted, or failed")
 
 
-def remove_together(handles: Sequence[Handle], undo: Callable[[], object]) -> None:
+def remove_together(units: Sequence[Leaving], undo: Callable[[], object]) -> None:
     """Bring all values to all ranks, and then `undo`, or change nothing and raise. `undo` can be called again."""
     gathering: _Gathering | None = None
     try:
-        gathering = _Gathering(handles)
+        gathering = _Gathering(units)
         gathering.run()
         interrupt = gathering.vote()
     except BaseException:
-        through_interrupts(lambda: (gathering or _Gathering(handles)).abort())
+        through_interrupts(lambda: (gathering or _Gathering(units)).abort())
         raise
     interrupt = through_interrupts(undo) or interrupt
     if interrupt is not None:
         raise interrupt
 
 
-def after_interrupt(handles: Sequence[Handle], *, begun: bool) -> None:
+def after_interrupt(units: Sequence[Leaving], *, begun: bool) -> None:
     """Of a removal: let the others who wait for this rank know.
 
     Args:
         begun: this rank has told them.
     """
     if not begun:
-        _Gathering(handles).abort()
-    for handle in handles:
-        handle.tags.steps.behind = True
+        _Gathering(units).abort()
+    for unit in units:
+        unit.handle.tags.steps.behind = True
 
 
 def _whole_gradients(handle: Handle) -> list[Tensor | None]:

@@ -24,7 +24,6 @@ from composable.runtime.divergence import catch_up, check_order, say_farewell
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import note_of_mixing
-from composable.runtime.outputs import watch
 from composable.runtime.preparation import Preparation
 from composable.runtime.readers import Readers
 from composable.runtime.recompute import close_interrupted
@@ -73,7 +72,7 @@ class Root:
         self._saves_memory = any(handle.mesh_info.shard.capabilities.saves_memory for handle in handles)
         self._verified = all(handle.mesh_info.all.size == 1 for handle in handles)
         for index, handle in enumerate(handles):
-            handle.on_backward = partial(self.enter_backward, index)
+            handle.outputs.on_backward = partial(self.enter_backward, index)
             handle.gradients.on_unexpected = self._open_backward
 
     def take_along(self, replicated: Sequence[ReplicatedUnit]) -> None:
@@ -174,7 +173,7 @@ class Root:
         assert self.iteration is not None
         keep = False
         if torch.is_grad_enabled():
-            output, keep = watch(handle, output, since, count=True)
+            output, keep = handle.outputs.watch(output, since, count=True)
             index = self._index[handle]
             self.iteration.finished.forward_finished(index)
             if keep:
@@ -303,7 +302,7 @@ class Root:
                 staying.append(index)
                 continue
             handle = self.handles[index]
-            if handle.uses <= 0 and index not in iteration.untracked:
+            if handle.outputs.pending <= 0 and index not in iteration.untracked:
                 self._reduce(iteration, index)
                 iteration.reducing.make_room(REDUCTIONS_IN_FLIGHT + 1)
             handle.calls.hide()
@@ -350,7 +349,7 @@ class Root:
         self._unpin(iteration)
         for handle in self.handles:
             handle.gradients.end()
-            handle.uses = 0
+            handle.outputs.forget_pending()
             if handle.phase is not Phase.SHARDED and not handle.kept_by:
                 handle.reshard()
         self.iteration = None

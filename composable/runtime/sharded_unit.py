@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,15 +30,15 @@ from composable.runtime.membership import Membership
 from composable.runtime.mesh_info import refuse_other_replicas
 from composable.runtime.misuse import method_on_stack
 from composable.runtime.optimizers import Form, forget, note
-from composable.runtime.outputs import watch
+from composable.runtime.originals import Originals
 from composable.runtime.recast import refuse_recast
 from composable.runtime.recurrent import WeightsInPlace
 from composable.runtime.removal import after_interrupt, remove_together
 from composable.runtime.root import Root
 
 
-def _handles_of(units: Sequence[ShardedUnit]) -> list[Handle]:
-    return [unit._handle for unit in units if unit._handle is not None and unit._handle.parameters.groups]
+def _holding(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
+    return [unit for unit in units if unit._handle is not None and unit._handle.parameters.groups]
 
 
 class _Call:
@@ -55,8 +55,8 @@ class ShardedUnit:
     """One fully sharded module, or several that were annotated as one. It is the state and the bracket in one object."""
 
     __slots__ = (
-        "__weakref__", "_calls", "_edges", "_handle", "_left_to_run", "_loading", "_originals", "enclosing", "former",
-        "guards", "in_place", "left_alone", "modules", "recipe", "root", "spare_name"
+        "__weakref__", "_calls", "_edges", "_handle", "_left_to_run", "_loading", "enclosing", "former",
+        "guards", "in_place", "left_alone", "modules", "originals", "recipe", "root", "spare_name"
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class ShardedUnit:
         self.left_alone: list[Owner] = []  # places in its tree that are no unit's, and should not be
         self._handle: Handle | None = None
         self._edges: EdgeCasts | None = None
-        self._originals: list[weakref.ref[nn.Parameter]] = []
+        self.originals = Originals()
         self._loading: list[RemovableHandle] = []
         self._left_to_run: list[nn.Module] = []
         self._calls: list[_Call] = []  # that are running
@@ -81,7 +81,7 @@ class ShardedUnit:
         self.modules = tuple(modules)
         self.recipe = recipe
         held = [owners[0].module._parameters[owners[0].name] for owners in recipe.owners]
-        self._originals = [weakref.ref(parameter) for parameter in held if parameter is not None]
+        self.originals = Originals([parameter for parameter in held if parameter is not None], recipe.strides)
         del held
         handle = self.handle
         handle.tags.open()
@@ -138,34 +138,27 @@ class ShardedUnit:
         self.spare_name = fqn
         self.handle.rename(fqn)
         if self.handle.mesh_info.mesh is not None:
-            for name, original in self.originals():
+            for name, original in self.originals.named(self.handle.names):
                 note(original, Form.ORIGINAL, self.name, name)
 
     def enclosed_by(self, outer: ShardedUnit) -> None:
         self.enclosing = weakref.ref(outer)
 
-    def originals(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that were registered before sharding, as far as somebody still holds them."""
-        for fqn, reference in zip(self.handle.names, self._originals, strict=True):
-            original = reference()
-            if original is not None:
-                yield fqn, original
-
     @staticmethod
     def around_removal(units: Sequence[ShardedUnit], undo: Callable[[], object]) -> None:
         """Call `undo`, which ends `units`, when all ranks have whole parameters; or raise, and nothing has changed."""
-        handles = _handles_of(units)
-        refuse_removal("fully_shard", [(handle.name, handle.gradients.accumulation) for handle in handles])
-        if handles:
-            remove_together(handles, undo)
+        units = _holding(units)
+        refuse_removal("fully_shard", [(unit.name, unit.handle.gradients.accumulation) for unit in units])
+        if units:
+            remove_together(units, undo)
         else:
             undo()
 
     @staticmethod
     def removal_was_interrupted(units: Sequence[ShardedUnit], begun: bool) -> None:
-        handles = [handle for handle in _handles_of(units) if handle.mesh_info.all.size > 1]
-        if handles:
-            after_interrupt(handles, begun=begun)
+        units = [unit for unit in _holding(units) if unit.handle.mesh_info.all.size > 1]
+        if units:
+            after_interrupt(units, begun=begun)
 
     def restore(self) -> None:
         """Undo: whole plain parameters are registered again, the very ones from before where somebody kept them."""
@@ -181,11 +174,11 @@ class ShardedUnit:
         if self.enclosing is not None and (outer := self.enclosing()) is not None:
             outer.left_alone += [owner for slot in handle.slots for owner in slot.owners] + self.left_alone
         handle.calls.guarded_by(())
-        originals = [reference() for reference in self._originals]
+        originals = self.originals.alive()
         if is_rolling_back():
             handle.calls.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for
         else:
-            handle.restore(originals)
+            self.originals.come_back(handle)
         for fqn, slot in zip(handle.names, handle.slots, strict=True):
             note(slot.sharded, Form.REMOVED, handle.name, fqn)
         for slot, original in zip(handle.slots, originals, strict=True):
@@ -225,8 +218,7 @@ class ShardedUnit:
         handle.calls.begin()
         mesh = handle.mesh_info.mesh
         if mesh is not None and mesh.device_type != "cpu" and len(root.running) == 1:
-            device = handle.device
-            args, kwargs = on_device(args, kwargs, device)
+            args, kwargs = on_device(args, kwargs, handle.parameters.device)
         return (args, kwargs) if self._edges is None else self._edges.inputs(args, kwargs)
 
     def leave(self, module: nn.Module, output: Any) -> Any:
@@ -240,7 +232,7 @@ class ShardedUnit:
         if call.how == "recompute":
             refuse_recast(handle.parameters)
             if torch.is_grad_enabled():
-                watch(handle, output, call.since, count=False)
+                handle.outputs.watch(output, call.since, count=False)
             return output
         if module in self._left_to_run:
             self._left_to_run.remove(module)
@@ -345,7 +337,7 @@ class ShardedUnit:
         self.check_hooks()
         if in_backward() and self.root is not None:
             # Part of this unit is recomputed, and its outputs were not on the way here.
-            self.handle.on_backward(False)
+            self.handle.outputs.on_backward(False)
             return
         name = next(
             (

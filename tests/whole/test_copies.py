@@ -53,6 +53,24 @@ def _annotated(name: str, scheme: str) -> tuple[Case, nn.Module]:
 # --- deepcopy ---------------------------------------------------------------------------------------------------------
 
 
+def _annotate_around_a_copy() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).to(current_device())
+    fully_shard(model[0])
+    twin = copy.deepcopy(model)
+    batch = torch.randn(3, 4, device=current_device())
+    for each in (model, twin):
+        fully_shard(each)
+        each(batch).sum().backward()
+    gradients = [[parameter.grad.full_tensor() for parameter in each.parameters()] for each in (model, twin)]  # type: ignore[union-attr]
+    for expected, found in zip(*gradients, strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_the_module_around_a_copy_of_a_sharded_one_can_be_annotated(pool: Pool) -> None:
+    pool.run(2, _annotate_around_a_copy)
+
+
 def _train_copy(name: str, scheme: str, steps_before: int) -> None:
     case, model = _annotated(name, scheme)
     for step in range(steps_before):
