@@ -20,7 +20,7 @@ from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_taken
 from composable.api.ties import tied_to_replicated
 from composable.config import SYNC_MODES, AfterForward, MixedPrecisionPolicy, after_forward
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Owner, ParamInfo
 from composable.errors import AnnotationError, unit_name
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach, detach
@@ -296,10 +296,7 @@ def _attach_unit(
     unit = fully_shard.state(modules[0])
     assert unit is not None
     recipe = Recipe(
-        owners=tuple(tuple(Owner(place.module, place.name) for place in p.places) for p in parameters),
-        names=tuple(p.fqn for p in parameters),
-        placements=placements,
-        strides=tuple(p.parameter.stride() for p in parameters),
+        params=tuple(map(_info, parameters, placements)),
         mesh_info=mesh_info,
         after_forward=after,
         mp_policy=precision,
@@ -312,8 +309,13 @@ def _attach_unit(
     for module in modules:
         on_undo(partial(detach, module, SHARD))
         attach(module, SHARD, unit)
-    for undo in refuse_wrapping(modules, "fully_shard", [owner for owners in recipe.owners for owner in owners]):
+    for undo in refuse_wrapping(modules, "fully_shard", [owner for info in recipe.params for owner in info.owners]):
         on_undo(undo)
+
+
+def _info(managed: ManagedParameter, cut_dim: int | None) -> ParamInfo:
+    owners = tuple(Owner(place.module, place.name) for place in managed.places)
+    return ParamInfo(managed.fqn, owners, cut_dim, managed.parameter.stride())
 
 
 def _holders_of_buffers(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:

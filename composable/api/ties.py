@@ -53,7 +53,7 @@ def refuse_tied_outside(modules: Sequence[nn.Module], everything: Sequence[Manag
     taken: dict[int, str] = {}
     for module in modules:
         for state in get_states(module):
-            for fqn, original in state.originals.named(state.handle.names):
+            for fqn, original in state.originals.named(state.params):
                 name = next((n for n, m in walk(module) if m is state.modules[0]), "")
                 taken[id(original)] = f"{name}.{fqn}" if name else fqn
     for managed in everything:

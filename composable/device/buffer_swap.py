@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from composable.device.parameter_swap import ParameterSlots, ParameterSwap
+from composable.device.parameter_swap import ParameterSwap, ShardedParam
 
 
 class SwapWithBuffers(ParameterSwap):
@@ -18,8 +18,8 @@ class SwapWithBuffers(ParameterSwap):
 
     __slots__ = ("_dtype", "_holders", "_shown")
 
-    def __init__(self, slots: Sequence[ParameterSlots], modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        super().__init__(slots)
+    def __init__(self, params: Sequence[ShardedParam], modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+        super().__init__(params)
         self._holders = modules
         self._dtype = dtype
         self._shown: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # place, the buffer itself, its cast
@@ -53,6 +53,6 @@ class SwapWithBuffers(ParameterSwap):
         super().hide()
 
 
-def swap_of(slots: Sequence[ParameterSlots], modules: Sequence[nn.Module], buffer_dtype: torch.dtype | None) -> ParameterSwap:
+def swap_of(params: Sequence[ShardedParam], modules: Sequence[nn.Module], buffer_dtype: torch.dtype | None) -> ParameterSwap:
     """Which form of a unit's parameters, and of the buffers of its modules, they see."""
-    return ParameterSwap(slots) if buffer_dtype is None else SwapWithBuffers(slots, modules, buffer_dtype)
+    return ParameterSwap(params) if buffer_dtype is None else SwapWithBuffers(params, modules, buffer_dtype)

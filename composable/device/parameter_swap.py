@@ -31,13 +31,32 @@ class Owner:
         return self.module._parameters.get(self.name)
 
 
-class ParameterSlots:
-    """Where one parameter is registered, and its two forms."""
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """What is asked of one parameter, and stays; copied with the module.
 
-    __slots__ = ("by_setattr", "owners", "registries", "sharded", "unsharded")
+    Attributes:
+        fqn: below the annotated module.
+        owners: every place where it is registered (tied weights: several).
+        cut_dim: the dimension that is cut; None for what has no dimensions, or is not cut.
+        stride: of the parameter before it was sharded.
+    """
 
-    def __init__(self, owners: Sequence[Owner], sharded: nn.Parameter) -> None:
-        self.owners = tuple(owners)
+    fqn: str
+    owners: tuple[Owner, ...]
+    cut_dim: int | None = None
+    stride: tuple[int, ...] = ()
+
+
+class ShardedParam:
+    """One parameter, and its two forms: a DTensor at rest (replicated ones next to shards are DTensors, too), and what modules
+    compute with."""
+
+    __slots__ = ("by_setattr", "info", "registries", "sharded", "unsharded")
+
+    def __init__(self, info: ParamInfo, sharded: nn.Parameter) -> None:
+        owners = info.owners
+        self.info = info
         self.sharded = sharded
         self.unsharded: nn.Parameter = sharded
         # Modules that keep books on their own parameters (RNNs: a flat list) must hear of the change.
@@ -47,13 +66,13 @@ class ParameterSlots:
     @property
     def registered(self) -> Tensor | None:
         """What the module holds now."""
-        owner = self.owners[0]
+        owner = self.info.owners[0]
         return owner.module._parameters.get(owner.name)
 
     @property
     def held(self) -> list[Tensor | None]:
         """What each of the places holds now."""
-        return [owner.module._parameters.get(owner.name) for owner in self.owners]
+        return [owner.module._parameters.get(owner.name) for owner in self.info.owners]
 
     def replace(self, parameter: nn.Parameter) -> None:
         """Put `parameter` where the current one stands, whatever it is."""
@@ -68,13 +87,13 @@ class ParameterSwap:
 
     __slots__ = ("_by_setattr", "_by_table", "strays")
 
-    def __init__(self, slots: Sequence[ParameterSlots]) -> None:
+    def __init__(self, params: Sequence[ShardedParam]) -> None:
         # Flat tuples and plain loops: they run for every parameter several times per step, and C has nothing quicker to offer.
         self._by_table = tuple(
-            (registry, name, slot.sharded, slot.unsharded) for slot in slots for registry, name in slot.registries
+            (registry, name, param.sharded, param.unsharded) for param in params for registry, name in param.registries
         )
         self._by_setattr = tuple(
-            (owner.module, owner.name, slot.sharded, slot.unsharded) for slot in slots for owner in slot.by_setattr
+            (owner.module, owner.name, param.sharded, param.unsharded) for param in params for owner in param.by_setattr
         )
         self.strays = False  # whether `hide` found a parameter that is neither form of ours
 

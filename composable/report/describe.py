@@ -173,7 +173,7 @@ def _verbs(annotations: Mapping[str, Annotation]) -> list[str]:
 def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
     unit.settle()
     handle = unit.handle
-    parameters = [slot.sharded for slot in handle.slots]
+    parameters = [param.sharded for param in handle.parameters.params]
     after = {Free: "reshard", Keep: "keep"}.get(type(handle.after_forward), "")
     if isinstance(handle.after_forward, ReshardTo):
         after = f"regroup {handle.after_forward.ranks}"

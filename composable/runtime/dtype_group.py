@@ -15,7 +15,7 @@ from torch.autograd.graph import increment_version
 from composable.device.collectives import Communicator, GatherPart, TagSequence, Work
 from composable.device.elastic_buffer import ElasticBuffer
 from composable.device.flat_parameters import FlatParameters
-from composable.device.parameter_swap import ParameterSlots
+from composable.device.parameter_swap import ShardedParam
 from composable.device.private import innermost, outside_transforms
 from composable.plan.precision import resolve
 from composable.runtime.mesh_info import MeshInfo
@@ -43,7 +43,7 @@ class DtypeGroup:
         "_start", "_versions", "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "unsharded"
     )  # fmt: skip
 
-    def __init__(self, flat: FlatParameters, members: Sequence[ParameterSlots], mesh_info: MeshInfo) -> None:
+    def __init__(self, flat: FlatParameters, members: Sequence[ShardedParam], mesh_info: MeshInfo) -> None:
         self.flat = flat
         self.sharded = tuple([member.sharded for member in members])
         self.unsharded = tuple([member.unsharded for member in members])
@@ -52,7 +52,7 @@ class DtypeGroup:
         self._watched = [
             index
             for index, (slot, member) in enumerate(zip(flat.layout.slots, members, strict=True))
-            if not slot.aliased and not any(getattr(o.module, "max_norm", None) is not None for o in member.owners)
+            if not slot.aliased and not any(getattr(o.module, "max_norm", None) is not None for o in member.info.owners)
         ]
         self._watched_ones = tuple([self.unsharded[index] for index in self._watched])
         self._is_watched = [index in self._watched for index in range(len(members))]

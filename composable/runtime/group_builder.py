@@ -15,7 +15,7 @@ from composable.device.collectives import TagSequence
 from composable.device.flat_parameters import FlatParameters, dtype_named, memory_order, name_of
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import (
-    ParameterSlots,
+    ShardedParam,
     adopt_local,
     copy_attributes,
     cut,
@@ -38,25 +38,20 @@ class GroupBuilder:
     """Makes the groups of one unit around the parameters that are registered, as often as these are exchanged.
 
     Args:
-        placements: for each parameter, the dimension that is cut.
         on_gradient: called when autograd has accumulated a gradient of an unsharded parameter.
     """
 
-    __slots__ = ("_in_place", "_mesh_info", "_names", "_on_gradient", "_placements", "_policy", "_pool", "_slots")
+    __slots__ = ("_in_place", "_mesh_info", "_on_gradient", "_params", "_policy", "_pool")
 
     def __init__(
         self,
-        slots: Sequence[ParameterSlots],
-        names: Sequence[str],
-        placements: Sequence[int | None],
+        params: Sequence[ShardedParam],
         mesh_info: MeshInfo,
         policy: MixedPrecisionPolicy,
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
     ) -> None:
-        self._slots = slots
-        self._names = names
-        self._placements = placements
+        self._params = params
         self._mesh_info = mesh_info
         self._in_place = mesh_info.mesh is None
         self._policy = policy
@@ -65,22 +60,22 @@ class GroupBuilder:
 
     def build(self) -> tuple[DtypeGroup, ...]:
         """Make groups of the parameters as they are now: plain tensors, or DTensors of our placement."""
-        alike: dict[tuple[Precision, torch.device], list[int]] = {}
-        for index, slot in enumerate(self._slots):
-            tensor = slot.registered
+        alike: dict[tuple[Precision, torch.device], list[ShardedParam]] = {}
+        for param in self._params:
+            tensor = param.registered
             assert tensor is not None
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             stays = self._in_place or local.device.type in ("meta", self._mesh_info.device.type)
             precision = self.precision_of(tensor.dtype)
             if precision.changes or not self._in_place:
-                alike.setdefault((precision, local.device if stays else self._mesh_info.device), []).append(index)
+                alike.setdefault((precision, local.device if stays else self._mesh_info.device), []).append(param)
         # Everything that can fail happens before the first parameter of the module changes.
-        flats = [(indices, self._flat(precision, device, indices)) for (precision, device), indices in alike.items()]
+        flats = [(members, self._flat(precision, device, members)) for (precision, device), members in alike.items()]
         groups = []
-        for indices, flat in flats:
-            for position, index in enumerate(indices):
-                self._settle_in(flat, position, self._slots[index])
-            groups.append(DtypeGroup(flat, [self._slots[index] for index in indices], self._mesh_info))
+        for members, flat in flats:
+            for position, param in enumerate(members):
+                self._settle_in(flat, position, param)
+            groups.append(DtypeGroup(flat, members, self._mesh_info))
         return tuple(groups)
 
     def precision_of(self, dtype: torch.dtype) -> Precision:
@@ -89,16 +84,16 @@ class GroupBuilder:
         param, reduce = ((None if asked is None else name_of(asked)) for asked in (policy.param_dtype, policy.reduce_dtype))
         return resolve(name_of(dtype), param, reduce, keep_reduced=policy.keep_grads_in_reduce_dtype)
 
-    def _flat(self, precision: Precision, device: torch.device, indices: Sequence[int]) -> FlatParameters:
+    def _flat(self, precision: Precision, device: torch.device, members: Sequence[ShardedParam]) -> FlatParameters:
         communicator = self._mesh_info.shard
-        layout = self._layout(indices, precision, device)
-        own = [tensor for index in indices if (tensor := self._slots[index].registered) is not None] if self._in_place else ()
+        layout = self._layout(members, precision, device)
+        own = [tensor for param in members if (tensor := param.registered) is not None] if self._in_place else ()
         flat = FlatParameters(layout, precision=precision, device=device, communicator=communicator, pool=self._pool, own=own)
         if own:
             return flat
         with torch.no_grad():
-            for position, index in enumerate(indices):
-                tensor = self._slots[index].registered
+            for position, param in enumerate(members):
+                tensor = param.registered
                 assert tensor is not None
                 view = flat.shard_view(position).data
                 if isinstance(tensor, DTensor):
@@ -107,15 +102,15 @@ class GroupBuilder:
                     view.copy_(cut(tensor.data, layout.slots[position], communicator.rank))
         return flat
 
-    def _layout(self, indices: Sequence[int], precision: Precision, device: torch.device) -> Layout:
+    def _layout(self, members: Sequence[ShardedParam], precision: Precision, device: torch.device) -> Layout:
         communicator = self._mesh_info.shard
         specs = []
-        for index in indices:
-            tensor = self._slots[index].registered
+        for param in members:
+            tensor, dim = param.registered, param.info.cut_dim
             assert tensor is not None
-            order, dim = memory_order(tensor), self._placements[index]
+            order = memory_order(tensor)
             shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
-            specs.append(ParamSpec(self._names[index], shape, order.index(dim) if order and dim is not None else dim, order))
+            specs.append(ParamSpec(param.info.fqn, shape, order.index(dim) if order and dim is not None else dim, order))
         sent = dtype_named(precision.compute).itemsize
         smallest = min(sent, dtype_named(precision.original).itemsize)
         direct = -(-communicator.capabilities.direct_bytes // sent)
@@ -133,21 +128,21 @@ class GroupBuilder:
             staging_apart=communicator.capabilities.saves_memory,
         )
 
-    def _settle_in(self, flat: FlatParameters, position: int, slot: ParameterSlots) -> None:
-        mesh, registered = self._mesh_info.mesh, slot.registered
+    def _settle_in(self, flat: FlatParameters, position: int, param: ShardedParam) -> None:
+        mesh, registered = self._mesh_info.mesh, param.registered
         assert isinstance(registered, nn.Parameter)
-        slot.sharded = registered
+        param.sharded = registered
         if mesh is not None and isinstance(registered, DTensor):
             adopt_local(registered, flat.local(position))
         elif mesh is not None:
             local, mesh_dim = flat.local(position), self._mesh_info.shard_dim
             whole = flat.layout.slots[position]
-            slot.sharded = make_sharded(local, whole, mesh, mesh_dim, requires_grad=registered.requires_grad)
-            slot.replace(slot.sharded)
-        keep_gradients_in(flat.gradient_dtype, slot.sharded)
+            param.sharded = make_sharded(local, whole, mesh, mesh_dim, requires_grad=registered.requires_grad)
+            param.replace(param.sharded)
+        keep_gradients_in(flat.gradient_dtype, param.sharded)
         differentiable = flat.compute_dtype.is_floating_point or flat.compute_dtype.is_complex
-        slot.unsharded = make_unsharded(flat.full_views[position], requires_grad=differentiable)
+        param.unsharded = make_unsharded(flat.full_views[position], requires_grad=differentiable)
         if differentiable:
-            call_when_accumulated(slot.unsharded, self._on_gradient)
-        copy_attributes(registered, slot.sharded)
-        copy_attributes(registered, slot.unsharded)
+            call_when_accumulated(param.unsharded, self._on_gradient)
+        copy_attributes(registered, param.sharded)
+        copy_attributes(registered, param.unsharded)

@@ -10,7 +10,7 @@ from torch import nn
 from composable.config import AfterForward, Free, MixedPrecisionPolicy, ReshardTo
 from composable.device.collectives import Work
 from composable.device.memory import MemoryPool
-from composable.device.parameter_swap import Owner, ParameterSlots
+from composable.device.parameter_swap import ParamInfo, ShardedParam
 from composable.errors import PhaseError, unit_name
 from composable.plan.phases import Event, Phase, advance
 from composable.runtime.dtype_group import print_of_dtypes
@@ -27,22 +27,19 @@ from composable.runtime.unit_tags import UnitTags
 class Recipe:
     """All that it takes to make a handle around the parameters that its owners hold; copied with the module."""
 
-    owners: tuple[tuple[Owner, ...], ...]
-    names: tuple[str, ...]
-    placements: tuple[int | None, ...]
-    strides: tuple[tuple[int, ...], ...]  # of the parameters as they were
+    params: tuple[ParamInfo, ...]
     mesh_info: MeshInfo
     after_forward: AfterForward
     mp_policy: MixedPrecisionPolicy
     holders: tuple[nn.Module, ...]  # modules whose buffers are cast
 
     def build(self, pool: MemoryPool) -> Handle:
-        slots = []
-        for owners in self.owners:
-            registered = owners[0].module._parameters[owners[0].name]
+        params = []
+        for info in self.params:
+            registered = info.owners[0].registered
             assert registered is not None
-            slots.append(ParameterSlots(owners, registered))
-        return Handle(slots, self, pool)
+            params.append(ShardedParam(info, registered))
+        return Handle(params, self, pool)
 
 
 class Handle:
@@ -52,15 +49,13 @@ class Handle:
     """
 
     __slots__ = (
-        "__weakref__", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_label",
-        "_works", "after_forward", "calls", "fqn", "gradients", "kept_by", "mesh_info", "name", "names",
-        "outputs", "parameters", "phase", "slots", "tags", "versions"
+        "__weakref__", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_label", "_works",
+        "after_forward", "calls", "fqn", "gradients", "kept_by", "mesh_info", "name", "outputs", "parameters", "phase",
+        "tags", "versions"
     )  # fmt: skip
 
-    def __init__(self, slots: Sequence[ParameterSlots], recipe: Recipe, pool: MemoryPool) -> None:
+    def __init__(self, params: Sequence[ShardedParam], recipe: Recipe, pool: MemoryPool) -> None:
         mesh_info = recipe.mesh_info
-        self.slots = tuple(slots)
-        self.names = recipe.names  # FQNs relative to the annotated module
         self.mesh_info = mesh_info
         self.after_forward = recipe.after_forward
         self.phase = Phase.SHARDED
@@ -69,9 +64,7 @@ class Handle:
         self._gathers_post_forward = False
         self.gradients = UnitGradients()
         self.parameters = UnitParameters(
-            self.slots,
-            recipe.names,
-            recipe.placements,
+            params,
             mesh_info,
             recipe.mp_policy,
             recipe.holders,

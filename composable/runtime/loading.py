@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.parameter_swap import ParameterSlots, describe_mesh, shard_like
+from composable.device.parameter_swap import ShardedParam, describe_mesh, shard_like
 from composable.device.private import local_of
 
 
 class _Unit(Protocol):
     @property
-    def slots(self) -> Sequence[ParameterSlots]: ...
+    def params(self) -> Sequence[ShardedParam]: ...
 
     @property
     def home(self) -> torch.device:
@@ -36,8 +36,8 @@ class StateDictHook:
     def __init__(self, unit: _Unit) -> None:
         self._unit = unit
         self._errors: list[str] = []  # of a call of `load_state_dict`, which it stands for
-        self._here: dict[int, list[tuple[int, str]]] = {}  # by the module's id: the slots' indices, their names there
-        # What was registered in this call, by the slot's index: its key, its id. A parameter that is referred to weakly cannot
+        self._here: dict[int, list[tuple[int, str]]] = {}  # by the module's id: the parameters' indices, their names there
+        # What was registered in this call, by the index: its key, its id. A parameter that is referred to weakly cannot
         # be cast or moved, and one that is referred to strongly lives until the next call.
         self._assigned: dict[int, tuple[str, int]] = {}
 
@@ -63,13 +63,12 @@ class StateDictHook:
 
     def _begin(self, errors: list[str]) -> None:
         self._errors, self._assigned, self._here = errors, {}, {}
-        for index, slot in enumerate(self._unit.slots):
-            for owner in slot.owners:
+        for index, param in enumerate(self._unit.params):
+            for owner in param.info.owners:
                 self._here.setdefault(id(owner.module), []).append((index, owner.name))
 
     def _take(self, index: int, key: str, value: Tensor, *, assign: bool) -> Tensor:
-        slot = self._unit.slots[index]
-        sharded = slot.sharded
+        sharded = self._unit.params[index].sharded
         assert isinstance(sharded, DTensor)
         if value.shape == (1,) and not sharded.shape:
             value = value[0]  # as torch does, for files of the time before it had tensors without dimensions
@@ -87,14 +86,14 @@ class StateDictHook:
 
     def _register(self, index: int, key: str, taken: DTensor) -> Tensor:
         """Make a parameter of `taken`, at all of its places; if another entry of this state dict has done so, that one."""
-        slot = self._unit.slots[index]
+        param = self._unit.params[index]
         first, earlier = self._assigned.get(index, ("", None))
-        registered = slot.registered
+        registered = param.registered
         if id(registered) != earlier:
             # A copy: the full tensor must not live on because of a view of it.
-            parameter = nn.Parameter(taken.clone(), requires_grad=slot.sharded.requires_grad)
+            parameter = nn.Parameter(taken.clone(), requires_grad=param.sharded.requires_grad)
             assert isinstance(parameter, DTensor)
-            slot.replace(parameter)
+            param.replace(parameter)
             self._assigned[index] = (key, id(parameter))
             return parameter
         assert isinstance(registered, DTensor)

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 from torch import nn
 
-from composable.device.parameter_swap import Owner, ParameterSlots
+from composable.device.parameter_swap import Owner, ShardedParam
 from composable.errors import ForeignParameterError
 from composable.model.traversal import Place, TreeWatch, registered_parameters
 
@@ -25,10 +25,7 @@ class Member(Protocol):
     def name(self) -> str: ...
 
     @property
-    def names(self) -> Sequence[str]: ...
-
-    @property
-    def slots(self) -> Sequence[ParameterSlots]: ...
+    def params(self) -> Sequence[ShardedParam]: ...
 
     @property
     def left_alone(self) -> Sequence[Owner]: ...
@@ -58,7 +55,7 @@ class Membership:
             if (id(place.module), place.name) in known:
                 continue
             if id(parameter) in home:
-                _refuse_tie(place.fqn, *home[id(parameter)][:2])
+                _refuse_tie(place.fqn, *home[id(parameter)])
             if parameter.requires_grad:
                 raise ForeignParameterError(
                     f"parameter '{place.fqn}' ({type(place.module).__name__}) came into the model after fully_shard was "
@@ -72,30 +69,27 @@ class Membership:
         """Raise if one of the units' places holds a sharded parameter of another place."""
         home = self._homes()
         for member in self._members:
-            for fqn, slot in zip(member.names, member.slots, strict=True):
-                for held in slot.held:
-                    unit, name, owner = home.get(id(held), ("", "", slot))
-                    if owner is not slot:
-                        _refuse_tie(f"{member.fqn}.{fqn}" if member.fqn else fqn, unit, name)
+            for param in member.params:
+                fqn = param.info.fqn
+                for held in param.held:
+                    unit, owner = home.get(id(held), ("", param))
+                    if owner is not param:
+                        _refuse_tie(f"{member.fqn}.{fqn}" if member.fqn else fqn, unit, owner)
 
     def _known_places(self) -> dict[tuple[int, str], None]:
-        owners = [owner for member in self._members for slot in member.slots for owner in slot.owners]
+        owners = [owner for member in self._members for param in member.params for owner in param.info.owners]
         owners += [owner for member in self._members for owner in member.left_alone]
         return {(id(owner.module), owner.name): None for owner in owners}
 
-    def _homes(self) -> dict[int, tuple[str, str, ParameterSlots]]:
-        """Unit, FQN in it, and slot of every sharded parameter, by the parameter's id."""
-        return {
-            id(slot.sharded): (member.name, fqn, slot)
-            for member in self._members
-            for fqn, slot in zip(member.names, member.slots, strict=True)
-        }
+    def _homes(self) -> dict[int, tuple[str, ShardedParam]]:
+        """The unit of every sharded parameter, by the parameter's id."""
+        return {id(param.sharded): (member.name, param) for member in self._members for param in member.params}
 
 
-def _refuse_tie(fqn: str, unit: str, name: str) -> None:
+def _refuse_tie(fqn: str, unit: str, param: ShardedParam) -> None:
     raise ForeignParameterError(
-        f"'{fqn}' was tied to parameter '{name}' of unit '{unit}' after fully_shard was called, which tied parameters must be "
-        f"before: {_CURE}"
+        f"'{fqn}' was tied to parameter '{param.info.fqn}' of unit '{unit}' after fully_shard was called, which tied "
+        f"parameters must be before: {_CURE}"
     )
 
 

@@ -55,9 +55,9 @@ def note_of_mixing(error: BaseException | None, handles: Sequence[Handle]) -> No
         return
     frames = [(frame, line) for frame, line in walk_tb(error.__traceback__)][::-1]
     at_rest = {
-        id(slot.sharded): (handle, name, slot.owners[0].module)
+        id(param.sharded): (handle, param.info.fqn, param.info.owners[0].module)
         for handle in handles
-        for name, slot in zip(handle.names, handle.slots, strict=True)
+        for param in handle.parameters.params
     }
     for frame, line in frames:
         found = at_rest.get(next(_ids_among(frame, at_rest), 0)) or _named_in(frame, line, list(at_rest.values()))

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 
+from composable.device.parameter_swap import ShardedParam
 from composable.runtime.handle import Handle
 
 
@@ -19,11 +20,10 @@ class Originals:
         exact_values, whole_gradients: what ranks have gathered to remove the unit, beside what modules compute with.
     """
 
-    __slots__ = ("_references", "_registered", "_strides", "exact_values", "whole_gradients")
+    __slots__ = ("_references", "_registered", "exact_values", "whole_gradients")
 
-    def __init__(self, parameters: Sequence[nn.Parameter] = (), strides: Sequence[tuple[int, ...]] = ()) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter] = ()) -> None:
         self._references = [weakref.ref(parameter) for parameter in parameters]
-        self._strides = strides
         self._registered = False  # whole parameters are registered again
         self.exact_values: Sequence[Tensor | None] = ()
         self.whole_gradients: Sequence[Tensor | None] = ()
@@ -32,11 +32,11 @@ class Originals:
         """None in place of those that nobody holds any more."""
         return [reference() for reference in self._references]
 
-    def named(self, names: Sequence[str]) -> Iterator[tuple[str, nn.Parameter]]:
-        """Those that somebody still holds."""
-        for name, original in zip(names, self.alive(), strict=False):
+    def named(self, params: Sequence[ShardedParam]) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those that somebody still holds, by the FQNs of `params`, which they became."""
+        for param, original in zip(params, self.alive(), strict=False):
             if original is not None:
-                yield name, original
+                yield param.info.fqn, original
 
     def come_back(self, handle: Handle) -> None:
         """Register whole plain parameters, which are here unsharded: the originals where they still exist, new ones elsewhere.
@@ -44,7 +44,7 @@ class Originals:
         parameters = handle.parameters
         if parameters.groups:
             if not self._registered:
-                parameters.leave(self.alive(), self._strides, self.exact_values, self.whole_gradients)
+                parameters.leave(self.alive(), self.exact_values, self.whole_gradients)
                 self._registered = True
             handle.reshard()
             parameters.forget()

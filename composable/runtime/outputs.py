@@ -97,7 +97,7 @@ class UnitOutputs:
                 found = True
             else:
                 given = True
-        if given and not found and count and parameters.slots:
+        if given and not found and count and parameters.params:
             output = map_tensors(output, with_a_node)
             found = _announce(tensors_in(output), entry, made_here)
         if found:

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.device.parameter_swap import Owner, ParameterSlots, ParameterSwap, describe_mesh, make_replicated
+from composable.device.parameter_swap import Owner, ParameterSwap, ParamInfo, ShardedParam, describe_mesh, make_replicated
 from composable.device.private import local_of
 from composable.errors import ForeignParameterError
 from composable.runtime.optimizers import Form, forget, note
@@ -70,15 +70,17 @@ class PairedPlaces:
             for owner, name, last in zip(self.owners, self._names, before, strict=True)
         )
         owners: dict[int, list[Owner]] = {}
-        for owner, pair in zip(self.owners, self._found, strict=True):
+        names: dict[int, str] = {}
+        for owner, name, pair in zip(self.owners, self._names, self._found, strict=True):
             owners.setdefault(id(pair), []).append(owner)
+            names.setdefault(id(pair), name)
         self.pairs = tuple({id(pair): pair for pair in self._found if pair is not None}.values())
-        self._slots = []
+        self._params = []
         for pair in self.pairs:
-            slot = ParameterSlots(owners[id(pair)], pair.resting)
-            slot.unsharded = pair.plain
-            slot.replace(pair.resting)
-            self._slots.append(slot)
+            param = ShardedParam(ParamInfo(names[id(pair)], tuple(owners[id(pair)])), pair.resting)
+            param.unsharded = pair.plain
+            param.replace(pair.resting)
+            self._params.append(param)
         for name, pair, last in zip(self._names, self._found, before, strict=True):
             if last is not None and last is not pair:
                 note(last.resting, Form.REPLACED, self._unit, name)
@@ -86,7 +88,7 @@ class PairedPlaces:
             if pair is not None:
                 note(pair.plain, Form.COMPUTING, self._unit, name)
                 note(pair.resting, Form.REPLICATED, self._unit, name)
-        self.swap = ParameterSwap(self._slots)
+        self.swap = ParameterSwap(self._params)
         self._at_rest = self._registered()
         held = zip(self._found, self._at_rest, strict=True)
         self._computing = [parameter if pair is None else pair.plain for pair, parameter in held]
@@ -107,9 +109,9 @@ class PairedPlaces:
                     "different parameters were registered at them. Register one parameter at all of them; to untie them, call "
                     "remove() on the annotated modules first"
                 )
-            newcomers += [(ParameterSlots(places, parameter), parameter) for parameter in new]
-        for slot, parameter in newcomers:
-            slot.replace(parameter)
+            newcomers += [(ShardedParam(ParamInfo(self._names[own], tuple(places)), parameter), parameter) for parameter in new]
+        for param, parameter in newcomers:
+            param.replace(parameter)
 
     def _registered(self) -> list[nn.Parameter | None]:
         return [owner.registered for owner in self.owners]
@@ -148,18 +150,18 @@ class PairedPlaces:
                 self.build()
             for pair in self.pairs:
                 pair.follow()
-            if any(slot.unsharded is not pair.plain for slot, pair in zip(self._slots, self.pairs, strict=True)):
+            if any(param.unsharded is not pair.plain for param, pair in zip(self._params, self.pairs, strict=True)):
                 self.build()
         for pair in self.pairs:
             if pair.plain.grad is not None:
                 pair.plain.grad = None  # a backward that raised left it behind
 
     @property
-    def slots(self) -> Sequence[ParameterSlots]:
+    def params(self) -> Sequence[ShardedParam]:
         """Those of the parameters that have two forms."""
         if not self._built:
             self.build()
-        return self._slots
+        return self._params
 
     @property
     def home(self) -> torch.device:
@@ -178,9 +180,9 @@ class PairedPlaces:
             if pair is not None:
                 forget(pair.plain)
                 note(pair.resting, Form.REMOVED, self._unit, name)
-        for pair, slot in zip(self.pairs, self._slots, strict=True):
+        for pair, param in zip(self.pairs, self._params, strict=True):
             pair.follow()
-            slot.replace(pair.plain)
+            param.replace(pair.plain)
             gradient = pair.resting.grad
             pair.resting.grad = None
             if isinstance(gradient, DTensor):

@@ -13,7 +13,7 @@ from composable.config import MixedPrecisionPolicy
 from composable.device.buffer_swap import swap_of
 from composable.device.collectives import TagSequence
 from composable.device.memory import MemoryPool
-from composable.device.parameter_swap import ParameterSlots, keep_gradients_in
+from composable.device.parameter_swap import ShardedParam, keep_gradients_in
 from composable.device.private import as_tensors
 from composable.plan.precision import Precision
 from composable.runtime.gradient_group import GradientGroup
@@ -43,30 +43,27 @@ class UnitParameters:
     """
 
     __slots__ = (
-        "_buffer_dtype", "_builder", "_holders", "_in_place", "_mesh_info", "gradient_groups", "groups", "names", "on_meta",
-        "registered", "slots", "swap", "trainable", "unit"
+        "_buffer_dtype", "_builder", "_holders", "_in_place", "_mesh_info", "gradient_groups", "groups", "on_meta", "params",
+        "registered", "swap", "trainable", "unit"
     )  # fmt: skip
 
     registered: Registered
 
     def __init__(
         self,
-        slots: Sequence[ParameterSlots],
-        names: Sequence[str],
-        placements: Sequence[int | None],
+        params: Sequence[ShardedParam],
         mesh_info: MeshInfo,
         policy: MixedPrecisionPolicy,
         holders: Sequence[nn.Module],
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
     ) -> None:
-        self.slots = tuple(slots)
-        self.names = names
+        self.params = tuple(params)
         self._mesh_info = mesh_info
         self._in_place = mesh_info.mesh is None
         self._buffer_dtype = policy.buffer_dtype
         self._holders = holders  # modules whose buffers follow the policy
-        self._builder = GroupBuilder(self.slots, names, placements, mesh_info, policy, pool, on_gradient)
+        self._builder = GroupBuilder(self.params, mesh_info, policy, pool, on_gradient)
         self.unit = ""
         self.rebuild()
 
@@ -79,16 +76,16 @@ class UnitParameters:
         self.on_meta = tuple(s.name for group in groups if group.flat.device.type == "meta" for s in group.flat.layout.slots)
         self.rename(self.unit)
         self.trainable = False
-        two_forms = [slot for slot in self.slots if slot.unsharded is not slot.sharded]
+        two_forms = [param for param in self.params if param.unsharded is not param.sharded]
         self.swap = swap_of(two_forms, self._holders, self._buffer_dtype)
         self._note_registered()
         self.follow()
 
     def _note_registered(self) -> None:
         if self._in_place:
-            self.registered = RegisteredOwn(self.slots, self.groups, self._builder)
+            self.registered = RegisteredOwn(self.params, self.groups, self._builder)
         else:
-            self.registered = RegisteredShards(self.slots, self.names, self.groups, self.swap)
+            self.registered = RegisteredShards(self.params, self.groups, self.swap)
 
     @property
     def device(self) -> torch.device:
@@ -98,15 +95,16 @@ class UnitParameters:
     @property
     def precisions(self) -> list[Precision]:
         """Of each parameter."""
-        return [self._builder.precision_of(slot.sharded.dtype) for slot in self.slots]
+        return [self._builder.precision_of(param.sharded.dtype) for param in self.params]
 
     def rename(self, unit: str) -> None:
         """Take the unit's name for messages."""
         self.unit = unit
-        for fqn, slot in zip(self.names, self.slots, strict=True):
-            if slot.unsharded is not slot.sharded:
-                note(slot.unsharded, Form.UNSHARDED, unit, fqn)
-            note(slot.sharded, Form.SHARDED if self._mesh_info.mesh is not None else Form.WHOLE, unit, fqn)
+        for param in self.params:
+            fqn = param.info.fqn
+            if param.unsharded is not param.sharded:
+                note(param.unsharded, Form.UNSHARDED, unit, fqn)
+            note(param.sharded, Form.SHARDED if self._mesh_info.mesh is not None else Form.WHOLE, unit, fqn)
 
     def follow(self) -> None:
         """Unsharded parameters follow what users freeze and unfreeze on the sharded ones."""
@@ -116,7 +114,7 @@ class UnitParameters:
                 group.follow(trainable)
                 self.trainable = any(other.trains for other in self.gradient_groups)
         if self._in_place:
-            self.trainable = any(slot.sharded.requires_grad for slot in self.slots)
+            self.trainable = any(param.sharded.requires_grad for param in self.params)
 
     def versions(self) -> Versions:
         """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""
@@ -148,12 +146,11 @@ class UnitParameters:
         for group in () if self._in_place else self.groups:
             if group.flat.compute_dtype != group.flat.dtype:
                 exact.update(zip(map(id, group.sharded), group.gather_exact(tags, label), strict=True))
-        return [exact.get(id(slot.sharded)) for slot in self.slots]
+        return [exact.get(id(param.sharded)) for param in self.params]
 
     def leave(
         self,
         originals: Sequence[nn.Parameter | None],
-        strides: Sequence[tuple[int, ...]],
         exact: Sequence[Tensor | None],
         gradients: Sequence[Tensor | None],
     ) -> None:
@@ -164,11 +161,11 @@ class UnitParameters:
         """
         self.swap.hide()
         if self._in_place:
-            for slot in self.slots:
-                keep_gradients_in(slot.sharded.dtype, slot.sharded)
+            for param in self.params:
+                keep_gradients_in(param.sharded.dtype, param.sharded)
             return
-        for slot, original, stride, value, gradient in zip(self.slots, originals, strides, exact, gradients, strict=True):
-            restore(slot, slot.unsharded.data if value is None else value, original, stride, gradient)
+        for param, original, value, gradient in zip(self.params, originals, exact, gradients, strict=True):
+            restore(param, param.unsharded.data if value is None else value, original, gradient)
 
     def forget(self) -> None:
         """The parameters are somebody else's."""

@@ -27,11 +27,11 @@ def refuse_recast(parameters: UnitParameters) -> None:
 def _refuse_strays(parameters: UnitParameters) -> None:
     """A forward registered parameters in place of ours: ours come back, and it is refused."""
     replaced = ""
-    for name, slot in zip(parameters.names, parameters.slots, strict=True):
-        strays = [held for held in slot.held if isinstance(held, nn.Parameter) and held is not slot.sharded]
+    for param in parameters.params:
+        strays = [held for held in param.held if isinstance(held, nn.Parameter) and held is not param.sharded]
         if strays:
-            slot.replace(slot.sharded)
-            replaced = replaced or f"'{name}' ({slot.sharded.dtype}) by another one ({strays[0].dtype})"
+            param.replace(param.sharded)
+            replaced = replaced or f"'{param.info.fqn}' ({param.sharded.dtype}) by another one ({strays[0].dtype})"
     parameters.swap.strays = False
     if replaced:
         raise ForeignParameterError(

@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.parameter_swap import ParameterSlots, ParameterSwap, describe_mesh
+from composable.device.parameter_swap import ParameterSwap, ShardedParam, describe_mesh
 from composable.device.private import innermost, local_of
 from composable.errors import ForeignParameterError
 from composable.runtime.dtype_group import DtypeGroup
@@ -37,16 +37,13 @@ class RegisteredShards:
         swap: knows where they are registered.
     """
 
-    __slots__ = ("_groups", "_names", "_slots", "locals", "numels", "sharded", "swap")
+    __slots__ = ("_groups", "_params", "locals", "numels", "sharded", "swap")
 
-    def __init__(
-        self, slots: Sequence[ParameterSlots], names: Sequence[str], groups: Sequence[DtypeGroup], swap: ParameterSwap
-    ) -> None:
-        self._slots = slots
-        self._names = names
+    def __init__(self, params: Sequence[ShardedParam], groups: Sequence[DtypeGroup], swap: ParameterSwap) -> None:
+        self._params = params
         self._groups = groups
         self.swap = swap
-        self.sharded = tuple(slot.sharded for slot in slots if isinstance(slot.sharded, DTensor))
+        self.sharded = tuple(param.sharded for param in params if isinstance(param.sharded, DTensor))
         self.locals = tuple(map(local_of, self.sharded))
         self.numels = list(map(Tensor.numel, self.locals))
 
@@ -58,13 +55,13 @@ class RegisteredShards:
     def adopt_replaced(self, unit: str) -> bool:
         self._refuse_resized(unit)
         # Whatever is refused is refused before the first parameter changes.
-        newcomers = [_newcomer(unit, name, slot) for name, slot in zip(self._names, self._slots, strict=True)]
-        for name, slot, newcomer in zip(self._names, self._slots, newcomers, strict=True):
+        newcomers = [_newcomer(unit, param) for param in self._params]
+        for param, newcomer in zip(self._params, newcomers, strict=True):
             if newcomer is not None:
-                note(slot.sharded, Form.REPLACED, unit, name)
-                slot.replace(newcomer)
-                slot.sharded = newcomer
-        return all(isinstance(slot.registered, nn.Parameter) for slot in self._slots)
+                note(param.sharded, Form.REPLACED, unit, param.info.fqn)
+                param.replace(newcomer)
+                param.sharded = newcomer
+        return all(isinstance(param.registered, nn.Parameter) for param in self._params)
 
     def _refuse_resized(self, unit: str) -> None:
         """An operator with `out=` resizes this rank's shard to the whole, fails since the memory is not its own, and leaves a
@@ -89,36 +86,37 @@ class RegisteredShards:
 class RegisteredOwn:
     """Parameters of one rank without a mesh: they are the user's own, and what they are is looked up each time."""
 
-    __slots__ = ("_builder", "_cast", "_seen", "_slots")
+    __slots__ = ("_builder", "_cast", "_params", "_seen")
 
-    def __init__(self, slots: Sequence[ParameterSlots], groups: Sequence[DtypeGroup], builder: GroupBuilder) -> None:
-        self._slots = slots
+    def __init__(self, params: Sequence[ShardedParam], groups: Sequence[DtypeGroup], builder: GroupBuilder) -> None:
+        self._params = params
         self._builder = builder
         self._cast = bool(groups)  # any of them
         self._seen = self._look()
 
     def _look(self) -> list[tuple[object, ...]]:
         """What the casts depend on."""
-        held = [slot.registered for slot in self._slots] if self._cast else []
+        held = [param.registered for param in self._params] if self._cast else []
         return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in held if tensor is not None]
 
     def intact(self) -> bool:
         return self._cast and self._seen == self._look()
 
     def adopt_replaced(self, unit: str) -> bool:
-        held = [slot.registered for slot in self._slots]
+        held = [param.registered for param in self._params]
         precision_of = self._builder.precision_of
         casts = self._cast or any(tensor is not None and precision_of(tensor.dtype).changes for tensor in held)
         if casts and not all(isinstance(tensor, nn.Parameter) for tensor in held):
             return False  # functional_call, which brings its own tensors for one call
-        for slot, tensor in zip(self._slots, held, strict=True):
-            slot.sharded = slot.unsharded = tensor  # type: ignore[assignment]
+        for param, tensor in zip(self._params, held, strict=True):
+            param.sharded = param.unsharded = tensor  # type: ignore[assignment]
         return casts
 
 
-def _newcomer(unit: str, name: str, slot: ParameterSlots) -> nn.Parameter | None:
+def _newcomer(unit: str, param: ShardedParam) -> nn.Parameter | None:
     """The parameter that somebody registered in place of ours, at any of its places; None if nobody did."""
-    held = [other for other in slot.held if isinstance(other, Tensor) and other is not slot.sharded]
+    name = param.info.fqn
+    held = [other for other in param.held if isinstance(other, Tensor) and other is not param.sharded]
     if any(not isinstance(other, nn.Parameter) and isinstance(innermost(other), DTensor) for other in held):
         raise ForeignParameterError(
             f"parameter '{name}' of unit '{unit}' was replaced by a DTensor that is no nn.Parameter, as "
@@ -130,7 +128,7 @@ def _newcomer(unit: str, name: str, slot: ParameterSlots) -> nn.Parameter | None
         return None
     if len(others) > 1:
         raise ForeignParameterError(
-            f"parameter '{name}' is tied: it has {len(slot.owners)} places, and different parameters were registered at "
+            f"parameter '{name}' is tied: it has {len(param.info.owners)} places, and different parameters were registered at "
             "them. Register one parameter at all of them; to untie them, call remove(module, fully_shard) first"
         )
     (other,) = others.values()
@@ -138,7 +136,7 @@ def _newcomer(unit: str, name: str, slot: ParameterSlots) -> nn.Parameter | None
         raise ForeignParameterError(
             f"parameter '{name}' was replaced by a {type(other).__name__}; only an nn.Parameter can be sharded"
         )
-    sharded = slot.sharded
+    sharded = param.sharded
     if isinstance(other, DTensor) and isinstance(sharded, DTensor):
         ours, theirs = (sharded.device_mesh, sharded.placements), (other.device_mesh, other.placements)
         if ours != theirs:

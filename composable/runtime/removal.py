@@ -118,7 +118,8 @@ def after_interrupt(units: Sequence[Leaving], *, begun: bool) -> None:
 def _whole_gradients(handle: Handle) -> list[Tensor | None]:
     """Over the unit's own communicator: who is interrupted in a collective of torch's own leaves the others waiting in it."""
     return [
-        _whole(gradient, handle) if isinstance(gradient := slot.sharded.grad, DTensor) else gradient for slot in handle.slots
+        _whole(gradient, handle) if isinstance(gradient := param.sharded.grad, DTensor) else gradient
+        for param in handle.parameters.params
     ]
 
 

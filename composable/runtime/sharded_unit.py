@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.compilation import untraced
 from composable.device.memory import HOST_MEMORY
-from composable.device.parameter_swap import Owner, ParameterSlots
+from composable.device.parameter_swap import Owner, ShardedParam
 from composable.device.private import in_backward, next_node
 from composable.errors import ShardedParameterError
 from composable.model.hooks import Guard
@@ -80,15 +80,15 @@ class ShardedUnit:
         """Shard the parameters that `recipe` names."""
         self.modules = tuple(modules)
         self.recipe = recipe
-        held = [owners[0].module._parameters[owners[0].name] for owners in recipe.owners]
-        self.originals = Originals([parameter for parameter in held if parameter is not None], recipe.strides)
+        held = [info.owners[0].registered for info in recipe.params]
+        self.originals = Originals([parameter for parameter in held if parameter is not None])
         del held
         handle = self.handle
         handle.tags.open()
         self.rename("")
         owners: dict[int, nn.Module] = {}
-        for slot in handle.slots:
-            for owner in slot.owners:
+        for info in recipe.params:
+            for owner in info.owners:
                 owners.setdefault(id(owner.module), owner.module)
         mine = [id(module) for module in modules]
         if handle.mesh_info.mesh is not None:
@@ -126,19 +126,15 @@ class ShardedUnit:
         return self.handle.name
 
     @property
-    def names(self) -> Sequence[str]:
-        return self.handle.names
-
-    @property
-    def slots(self) -> Sequence[ParameterSlots]:
-        return self.handle.slots
+    def params(self) -> Sequence[ShardedParam]:
+        return self.handle.parameters.params
 
     def rename(self, fqn: str) -> None:
         """Take a name for messages: the FQN below whatever was annotated last."""
         self.spare_name = fqn
         self.handle.rename(fqn)
         if self.handle.mesh_info.mesh is not None:
-            for name, original in self.originals.named(self.handle.names):
+            for name, original in self.originals.named(self.params):
                 note(original, Form.ORIGINAL, self.name, name)
 
     def enclosed_by(self, outer: ShardedUnit) -> None:
@@ -172,17 +168,17 @@ class ShardedUnit:
         if handle is None:
             return
         if self.enclosing is not None and (outer := self.enclosing()) is not None:
-            outer.left_alone += [owner for slot in handle.slots for owner in slot.owners] + self.left_alone
+            outer.left_alone += [owner for param in self.params for owner in param.info.owners] + self.left_alone
         handle.calls.guarded_by(())
         originals = self.originals.alive()
         if is_rolling_back():
             handle.calls.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for
         else:
             self.originals.come_back(handle)
-        for fqn, slot in zip(handle.names, handle.slots, strict=True):
-            note(slot.sharded, Form.REMOVED, handle.name, fqn)
-        for slot, original in zip(handle.slots, originals, strict=True):
-            for parameter in (slot.registered, original):
+        for param in self.params:
+            note(param.sharded, Form.REMOVED, handle.name, param.info.fqn)
+        for param, original in zip(self.params, originals, strict=True):
+            for parameter in (param.registered, original):
                 if isinstance(parameter, nn.Parameter):
                     forget(parameter)
         self._handle = self.recipe = None  # last: what an interrupt ends is done again
@@ -339,14 +335,8 @@ class ShardedUnit:
             # Part of this unit is recomputed, and its outputs were not on the way here.
             self.handle.outputs.on_backward(False)
             return
-        name = next(
-            (
-                self.handle.names[index]
-                for index, slot in enumerate(self.handle.slots)
-                if any(owner.module is module for owner in slot.owners)
-            ),
-            "",
-        )
+        infos = [param.info for param in self.params]
+        name = next((info.fqn for info in infos if any(owner.module is module for owner in info.owners)), "")
         method = method_on_stack(self.modules)
         here = type(self.modules[0]).__name__
         if method == "forward":

@@ -127,7 +127,7 @@ def refuse_lost_backward(iteration: Iteration | None, root: str) -> None:
 def refuse_doubtful(doubtful: Sequence[Handle], handles: Sequence[Handle]) -> None:
     """Raise if gradients are left that `zero_grad` of a module may have missed, since it did not hold their parameters."""
     for handle in doubtful:
-        held = zip(handle.names, [slot.sharded for slot in handle.slots], strict=True)
+        held = [(param.info.fqn, param.sharded) for param in handle.parameters.params]
         refuse_gradients_left(handle.name, held, partial(say_farewell, handles))
 
 

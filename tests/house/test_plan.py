@@ -86,11 +86,10 @@ USED_IN: Final = {
     "runtime/dtype_group.py": "untyped_storage _version",
     "runtime/gradient_hooks.py": "register_post_accumulate_grad_hook",
     "runtime/gradients.py": "advance_gradients",
-    "runtime/handle.py": "_parameters advance",
+    "runtime/handle.py": "advance",
     "runtime/parameters.py": "_version",
     "runtime/replicated_parameters.py": "_parameters",
     "runtime/resting_form.py": "_version",
-    "runtime/sharded_unit.py": "_parameters",
 }
 ROOMS_OF: Final = {power: [room for room, powers in USED_IN.items() if power in powers.split()] for power in POWERS}
 
