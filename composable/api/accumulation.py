@@ -11,9 +11,10 @@ from torch import nn
 from composable.compilation import untraced, unwrapped
 from composable.errors import AnnotationError, NotAnnotatedError, closest
 from composable.model.traversal import get_all_sharded_states, get_replicated_states
+from composable.runtime.accumulation import Pass
 from composable.runtime.explicit_end import reduce_held
 
-_LEVELS: Final = ("all", "replicate")
+_LEVELS: Final = {"all": Pass.HOLDS, "replicate": Pass.HOLDS_SHARDS}  # what backwards do with the gradients of shards
 
 
 def _units_in(verb: str, model: nn.Module) -> tuple[list[Any], list[Any]]:
@@ -71,9 +72,9 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
     kept_whole = [unit.handle.gradients.accumulation for unit in sharded]
     try:
         for accumulation in held:
-            accumulation.open_scope(scope, keeps=enabled)
+            accumulation.open_scope(scope, Pass.HOLDS if enabled else Pass.REDUCES)
         for accumulation in kept_whole:
-            accumulation.open_scope(scope, keeps=enabled and level == "all", keeps_shards=enabled and level != "all")
+            accumulation.open_scope(scope, _LEVELS[level] if enabled else Pass.REDUCES)
         yield
     finally:
         for accumulation in (*held, *kept_whole):

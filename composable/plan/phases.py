@@ -48,7 +48,7 @@ NEXT: Final[dict[tuple[Phase, Event], Phase]] = {
 
 
 class GradPhase(_State):
-    """What exists of a handle's gradients within one backward."""
+    """What exists of the gradients that travel together: of a sharded unit's, or of a bucket's."""
 
     EMPTY = "no gradient has arrived"
     ARRIVING = "some unsharded gradients have arrived and are not reduced yet"
@@ -58,14 +58,14 @@ class GradPhase(_State):
 
 
 class GradEvent(_State):
-    """What can happen to a handle's gradients."""
+    """What can happen to them."""
 
     ARRIVE = "autograd finished one parameter's gradient"
     HOLD = "add up what arrived with what earlier backwards left"
     REDUCE = "launch the reduction"
     ALL_REDUCE = "wait for the reduction over the shards and launch the one over replicas"
     FINISH = "wait for the reduction and put the result on the sharded parameters"
-    DROP = "forget unreduced gradients after an error"
+    DROP = "forget unreduced gradients after an error, and what is in flight"
 
 
 GRAD_NEXT: Final[dict[tuple[GradPhase, GradEvent], GradPhase]] = {
@@ -83,7 +83,9 @@ GRAD_NEXT: Final[dict[tuple[GradPhase, GradEvent], GradPhase]] = {
     (GradPhase.HELD, GradEvent.DROP): GradPhase.EMPTY,
     (GradPhase.REDUCING, GradEvent.ALL_REDUCE): GradPhase.ALL_REDUCING,
     (GradPhase.REDUCING, GradEvent.FINISH): GradPhase.EMPTY,  # without replicas there is no other hop
+    (GradPhase.REDUCING, GradEvent.DROP): GradPhase.EMPTY,
     (GradPhase.ALL_REDUCING, GradEvent.FINISH): GradPhase.EMPTY,
+    (GradPhase.ALL_REDUCING, GradEvent.DROP): GradPhase.EMPTY,
     # (REDUCING, ARRIVE) and (ALL_REDUCING, ARRIVE) are absent on purpose: what comes next first finishes the reduction before.
 }
 

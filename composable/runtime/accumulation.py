@@ -9,47 +9,76 @@ ranks that differ in it hold gradients of different micro-batches, and must not 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
+from enum import Enum
 from typing import Final
 from weakref import WeakKeyDictionary
 
+from composable.device.collectives import Steps
 from composable.errors import PhaseError
+
+logger = logging.getLogger("composable")
+
+
+class Pass(Enum):
+    """What a pass does with the gradients that it brings to a unit."""
+
+    REDUCES = "it sums them over the ranks, with all that earlier ones left"
+    HOLDS = "it leaves them on their rank"
+    HOLDS_SHARDS = "it leaves out the sum over replicas, and what is summed over shards stays where it is"
+    SPARES = "it brings none: gradients of other units are reduced"
 
 
 class Accumulation:
     """What scopes say about one unit, and how many passes left gradients unreduced.
 
     Attributes:
-        keeps: whether a backward that runs now leaves gradients on their rank: the innermost scope decides.
-        keeps_shards: whether it leaves out the sum over replicas, and what is summed over shards stays where it is.
-        passes: that did either, since gradients were last reduced.
+        now: what a pass that runs now does: the innermost scope decides.
+        passes: that did not reduce, since gradients were last reduced.
+        holds: whether this pass is one of these so far. It counts when it ends.
     """
 
-    __slots__ = ("__weakref__", "_scopes", "keeps", "keeps_shards", "passes")
+    __slots__ = ("__weakref__", "_scopes", "holds", "now", "passes")
 
     def __init__(self) -> None:
-        self.keeps = self.keeps_shards = False
+        self.now = Pass.REDUCES
         self.passes = 0
-        self._scopes: dict[object, tuple[bool, bool]] = {}
+        self.holds = False
+        self._scopes: dict[object, Pass] = {}
 
-    def open_scope(self, scope: object, *, keeps: bool = False, keeps_shards: bool = False) -> None:
+    def open_scope(self, scope: object, now: Pass) -> None:
         """`scope` decides from here on, until it is closed or another one is opened."""
-        self._scopes[scope] = keeps, keeps_shards
-        self.keeps, self.keeps_shards = keeps, keeps_shards
+        self._scopes[scope] = now
+        self.now = now
 
     def close_scope(self, scope: object) -> None:
         """What was decided around it counts again. Done twice is done once."""
         self._scopes.pop(scope, None)
-        self.keeps, self.keeps_shards = next(reversed(self._scopes.values()), (False, False))
+        self.now = next(reversed(self._scopes.values()), Pass.REDUCES)
 
-    def count_pass(self) -> None:
-        """A backward has left gradients on their rank."""
-        self.passes += 1
-        _OPEN[self] = None
+    def end_pass(self) -> None:
+        """It counts if it left gradients on their rank."""
+        if self.holds:
+            self.holds = False
+            self.passes += 1
+            _OPEN[self] = None
 
-    def end_window(self) -> None:
-        """What was held is being reduced, or was dropped."""
+    @property
+    def in_window(self) -> bool:
+        """Whether gradients are held, or would be if this pass ended."""
+        return self.holds or self.passes > 0
+
+    def end_window(self, steps: Steps | None) -> None:
+        """What was held is being reduced, or was dropped.
+
+        Args:
+            steps: what counts the messages of all that take part; their window ends, too.
+        """
+        self.holds = False
         if self.passes:
+            if steps is not None:
+                steps.end_window()
             self.passes = 0
             _OPEN.pop(self, None)
 
@@ -60,6 +89,18 @@ _OPEN: Final[WeakKeyDictionary[Accumulation, None]] = WeakKeyDictionary()
 def any_window_open() -> bool:
     """Whether some unit holds gradients: asked before every step of an optimizer."""
     return len(_OPEN) > 0
+
+
+def log_dropped(passes: int, *, unit: str = "", when: str = "") -> None:
+    """Say how much was lost with a step.
+
+    Args:
+        unit: whose it was, and a colon.
+        when: they were made.
+    """
+    if passes:
+        backwards = "the backward" if passes == 1 else f"the {passes} backwards"
+        logger.warning("%sthe gradients of %s under no_sync%s were dropped", unit, backwards, when)
 
 
 def refuse_removal(verb: str, held: Iterable[tuple[str, Accumulation]]) -> None:

@@ -82,8 +82,8 @@ class Averaging:
     @property
     def averaged(self) -> list[nn.Parameter]:
         """The parameters that this unit averages the gradients of, as users see them between steps."""
-        reducer = self.reducer
-        mine = [parameter for i, parameter in enumerate(reducer.parameters) if i not in reducer.elsewhere]
+        averaged = self.reducer.averaged
+        mine = [parameter for i, parameter in enumerate(averaged.everyone) if i not in averaged.elsewhere]
         return list(map(self.parameters.at_rest, mine))
 
     def renew(self, registered: Sequence[nn.Parameter]) -> Reducer:
@@ -91,7 +91,7 @@ class Averaging:
         last = self.current
         if last is not None:
             self.order.abort()
-            last.detach()
+            last.hooks.detach()
         before, self.held = self.held, frozenset(map(id, registered))
         self._on_meta = self.communicator.size > 1 and any(parameter.is_meta for parameter in registered)
         reducer = self.current = Reducer(
@@ -124,8 +124,8 @@ class Averaging:
 
     def follow(self) -> None:
         """Another unit has come to hold, or holds no longer, parameters that this one holds, too."""
-        reducer = self.current
-        if reducer is not None and reducer.elsewhere != owned_elsewhere(self, reducer.parameters):
+        averaged = None if self.current is None else self.current.averaged
+        if averaged is not None and averaged.elsewhere != owned_elsewhere(self, averaged.everyone):
             self.renew(self.parameters.registered)
 
     def check_step(self, optimizer: Optimizer) -> None:
@@ -133,7 +133,7 @@ class Averaging:
         if self.current is not None and self.communicator.size > 1:
             parameters = self.parameters
             named = list(zip(parameters.registered, parameters.names, strict=False))
-            has_backward = self.order.in_backward
+            has_backward = self.order.backward is not None
             refuse_unaveraged(optimizer, self.name, self.current, named, has_backward, parameters.at_rest)
 
     def launch_in(self, order: LaunchOrder, place: int, mesh_info: MeshInfo | None) -> None:
@@ -154,7 +154,7 @@ class Averaging:
     def detach(self) -> None:
         """The unit is removed: nothing is averaged any more."""
         if self.current is not None:
-            self.current.detach()
+            self.current.hooks.detach()
             self.current = None
         self.order.take_out(self.place)
         strike_off(self)

@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from composable.compilation import untraced
-from composable.device.collectives import PollableWork
+from composable.device.collectives import Communicator
 from composable.device.gradient_buckets import GradientBucket
 from composable.plan.bucketing import buckets_in_order
+from composable.plan.phases import GradEvent, GradPhase, advance_gradients
+from composable.runtime.hop import Hop
 
 IDLE, AWAITED, ARRIVED, SENT = range(4)  # what a gradient may be; idle: no backward is under way
 
@@ -64,21 +66,35 @@ class Tally:
 
 
 class Bucket:
-    """Some parameters whose gradients travel together, and how far they are in this backward."""
+    """Some parameters whose gradients travel together, and how far they are.
 
-    __slots__ = ("gradients", "label", "members", "tally", "work")
+    EMPTY -> REDUCING -> EMPTY, or by HELD, see `composable.plan.phases`; which of its gradients have arrived is for `tally` to
+    say.
 
-    def __init__(self, members: Sequence[int], gradients: GradientBucket, label: str) -> None:
+    Attributes:
+        members: the parameters, by number.
+        label: of its messages.
+    """
+
+    __slots__ = ("_hop", "gradients", "label", "members", "phase", "tally")
+
+    def __init__(
+        self,
+        members: Sequence[int],
+        gradients: GradientBucket,
+        communicator: Communicator,
+        label: str,
+        phase: GradPhase = GradPhase.EMPTY,
+    ) -> None:
         self.members = tuple(members)
         self.gradients = gradients
         self.label = label
+        self.phase = phase
         self.tally = Tally(len(members))
-        self.work: PollableWork | None = None
+        self._hop = Hop(communicator)
 
-    @property
-    def awaited(self) -> int:
-        """How many gradients are still to come in this backward."""
-        return self.tally.awaited
+    def _advance(self, event: GradEvent) -> None:
+        self.phase = advance_gradients(self.phase, event, unit=self.label)
 
     @property
     def missing(self) -> list[int]:
@@ -86,27 +102,55 @@ class Bucket:
         states = self.tally.states
         return [slot for slot, state in enumerate(states) if state == AWAITED] if self.tally.awaited else []
 
-    def reset(self) -> None:
-        self.tally.enter(IDLE)
-        self.tally.awaited = len(self.members)
-        self.work = None
-        self.gradients.drop()
+    @property
+    def arrived(self) -> list[int]:
+        """The parameters that this backward has brought gradients to, so far."""
+        return [i for i, state in zip(self.members, self.tally.states, strict=True) if state in (ARRIVED, SENT)]
+
+    def open(self) -> None:
+        """A backward begins."""
+        self.tally.enter(AWAITED)
+        self.gradients.open()
+
+    def hold(self) -> None:
+        """Leave what is there for a later backward."""
+        self._advance(GradEvent.HOLD)
+        self.gradients.hold()
+
+    def launch(self) -> None:
+        """The message is complete: sum it."""
+        self._advance(GradEvent.REDUCE)
+        if not self.tally.awaited:  # otherwise backward is at its end, and what was awaited was missing
+            self.tally.enter(SENT)
+        self._hop.all_reduce(self.gradients.message, self.label, self.gradients.scaled_input)
 
     def progress(self) -> bool:
         """Do what can be done without waiting for another rank; whether the bucket is finished."""
-        if self.work is not None and self.work.progress():
+        if self.phase is GradPhase.REDUCING and self._hop.progress():
             self.finish()
-        return self.work is None
-
-    def abort(self) -> None:
-        """What is in flight is not wanted."""
-        work, self.work = self.work, None
-        if work is not None:
-            work.abort()
+        return self.phase is not GradPhase.REDUCING
 
     def finish(self) -> None:
         """Wait for the sum; nothing happens if that has been done, or nothing was launched."""
-        work, self.work = self.work, None
-        if work is not None:
-            work.wait()
-            self.gradients.finish()
+        if self.phase is not GradPhase.REDUCING:
+            return
+        try:
+            self._hop.wait()
+        except BaseException:
+            self._advance(GradEvent.DROP)
+            raise
+        self.gradients.finish()
+        self._advance(GradEvent.FINISH)
+
+    def close(self) -> None:
+        """The backward has ended, well or not: the next gradient belongs to another one."""
+        self.tally.enter(IDLE)
+        self.tally.awaited = len(self.members)
+        self.gradients.drop()
+
+    def drop(self) -> None:
+        """Nothing is in flight, and nothing is held."""
+        try:
+            self._hop.abort()
+        finally:
+            self._advance(GradEvent.DROP)

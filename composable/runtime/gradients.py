@@ -10,7 +10,7 @@ from composable.device.collectives import TagSequence
 from composable.device.user_hooks import call_hooks_after_accumulation
 from composable.errors import DifferentiationError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
-from composable.runtime.accumulation import Accumulation
+from composable.runtime.accumulation import Accumulation, Pass
 from composable.runtime.gradient_group import GradientGroup
 from composable.runtime.gradient_hooks import Watch
 
@@ -29,7 +29,6 @@ class UnitGradients:
 
     __slots__ = (
         "__weakref__",
-        "_held",
         "_label",
         "_lost",
         "_reduced",
@@ -55,7 +54,6 @@ class UnitGradients:
         self._label = ""
         self.rounds = 0
         self._reduced = False  # in this backward
-        self._held = False  # what it brought
         self._lost = False  # in a backward that raised, and `drop` has yet to be called
         self.accumulation = Accumulation()
         self.waiting: dict[int, nn.Parameter] = {}
@@ -92,9 +90,8 @@ class UnitGradients:
         self.watch.expecting = False
         self.rounds += self._reduced
         self._reduced = False
-        if self._held:
-            self._held = False
-            self.accumulation.count_pass()
+        if self.accumulation.holds:
+            self.accumulation.end_pass()
 
     @property
     def due(self) -> bool:
@@ -102,7 +99,7 @@ class UnitGradients:
         accumulation = self.accumulation
         if not accumulation.passes or self.phase is GradPhase.REDUCING:
             return False
-        return not (accumulation.keeps or accumulation.keeps_shards)
+        return accumulation.now is Pass.REDUCES
 
     def adopt(self, groups: tuple[GradientGroup, ...]) -> None:
         """The unit's parameters have been taken into other buffers."""
@@ -113,9 +110,10 @@ class UnitGradients:
 
     def settle(self) -> None:
         """The unit has been left: reduce what arrived, or hold it until a backward does."""
-        if self.accumulation.keeps:
+        now = self.accumulation.now
+        if now is Pass.HOLDS:
             self._hold()
-        elif self.accumulation.keeps_shards and self.replica_tags is not None:
+        elif now is Pass.HOLDS_SHARDS and self.replica_tags is not None:
             self._reduce_shards()
         else:
             self.reduce()
@@ -123,7 +121,7 @@ class UnitGradients:
     def _hold(self) -> None:
         self.finish()
         self.phase = advance_gradients(self.phase, GradEvent.HOLD, unit=self._unit)
-        self._held = True
+        self.accumulation.holds = True
         self.watch.expecting = False
         for each in self.groups:
             each.hold()
@@ -131,7 +129,7 @@ class UnitGradients:
     def _reduce_shards(self) -> None:
         """Launch the first hop of the reduction alone; what it brings is held."""
         tags = self._begin_reduction()
-        self._held = True
+        self.accumulation.holds = True
         for each in self.groups:
             each.reduce_shards(tags, self._label)
 
@@ -139,14 +137,14 @@ class UnitGradients:
         """Launch the reduction of what arrived; what did not counts as zero, and stays None if it did nowhere."""
         tags = self._begin_reduction()
         self._reduced = True
-        label, passes = self._label, self.accumulation.passes
+        label, accumulation = self._label, self.accumulation
+        passes = accumulation.passes
         if self.replica_tags is not None:
             self.replica_tags.decisions = passes
         if passes:
             label = f"{label} after {passes} {'backward' if passes == 1 else 'backwards'} under no_sync"
-            self.accumulation.end_window()
-            tags.steps.end_window()
-        self._held = False
+        if passes or accumulation.holds:
+            accumulation.end_window(tags.steps)
         for each in self.groups:
             each.reduce(tags, label)
 
@@ -188,26 +186,22 @@ class UnitGradients:
                 self.waiting[id(parameter)] = parameter
         self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self._unit)
 
-    def _in_window(self) -> bool:
-        accumulation = self.accumulation
-        return self._held or accumulation.passes > 0 or accumulation.keeps or accumulation.keeps_shards
-
     def lose(self) -> None:
         """A backward raised. Scopes may be others when the next forward finds it, and on other ranks when they have."""
         if not self._lost:
             self._lost = True
-            if self.tags is not None and self._in_window():
+            accumulation = self.accumulation
+            if self.tags is not None and (accumulation.in_window or accumulation.now is not Pass.REDUCES):
                 self.tags.steps.end_window()  # other ranks may leave it in another of its steps
 
     def drop(self) -> None:
         """After an error: nothing in flight, no unreduced gradient."""
         self.lose()
         self._lost = False
-        self.phase = GradPhase.EMPTY
+        self.phase = advance_gradients(self.phase, GradEvent.DROP, unit=self._unit)
         self.waiting = {}
-        self._held = False
+        self.accumulation.end_window(None)
         self._end_round()
-        self.accumulation.end_window()
         for each in self.groups:
             each.forget_gradients()
         for each in self.groups:

@@ -14,8 +14,7 @@ docs/decisions/0013-launch-points.md tells why units side by side cannot be in o
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Container, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Container, Sequence, Sized
 from functools import partial
 from operator import methodcaller
 from typing import Any, Final, Protocol
@@ -29,6 +28,7 @@ from composable.model.transaction import on_undo
 from composable.runtime.accumulation import Accumulation
 from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
 from composable.runtime.bucket import Bucket
+from composable.runtime.buckets import Buckets
 from composable.runtime.mesh_info import MeshInfo
 
 
@@ -38,16 +38,12 @@ class Member(Protocol):
     turn: int
 
     @property
-    def waits(self) -> bool:
-        """Whether it wants to know of backwards."""
+    def hooks(self) -> Sized:
+        """Those that tell of gradients; none where nobody wants to know of backwards."""
 
     @property
-    def buckets(self) -> Sequence[Bucket]:
+    def buckets(self) -> Buckets:
         """What it launches in every backward."""
-
-    @property
-    def has_launched(self) -> bool:
-        """Whether all buckets have been launched in this backward."""
 
     def begin(self, only: Container[Accumulation] | None = None) -> None:
         """A backward has been opened: what is not here at its end counts as zero.
@@ -55,18 +51,6 @@ class Member(Protocol):
         Args:
             only: there is no backward; those whose accumulation is among these launch what they hold.
         """
-
-    def launch_complete(self) -> None:
-        """Launch the buckets that are complete, up to the first that is not, or until many are in flight."""
-
-    def launch_rest(self) -> None:
-        """Launch all of them, or until many are in flight."""
-
-    def launch_again(self) -> None:
-        """Launch what has been launched, in another step."""
-
-    def landed(self, bucket: Bucket) -> None:
-        """One of them has been waited for."""
 
     def conclude(self) -> None:
         """All sums are there: tell other ranks, and let them tell, whatever is left."""
@@ -77,7 +61,7 @@ class Member(Protocol):
     def stop(self) -> None:
         """The backward raised: the next gradient belongs to another one."""
 
-    def reset(self) -> None:
+    def close(self) -> None:
         """Back to the state before a backward."""
 
     def deliver(self) -> None:
@@ -90,24 +74,27 @@ class Member(Protocol):
 _LAUNCH_COMPLETE: Final = methodcaller("launch_complete")
 _LAUNCH_REST: Final = methodcaller("launch_rest")
 
-# Orders in a backward that has been opened and not closed, by communicator, as backwards came to them: copies of a model share
+# Backwards that have been opened and not closed, by communicator, in the order in which that happened: copies of a model share
 # communicators.
-_LINES: Final[WeakKeyDictionary[Communicator, list[ref[LaunchOrder]]]] = WeakKeyDictionary()
+_LINES: Final[WeakKeyDictionary[Communicator, list[ref[OrderedBackward]]]] = WeakKeyDictionary()
 
 
 class LaunchOrder:
     """Some reducers that take part in each backward together, in the order in which they launch. See Note [One order].
 
-    A participant of the end of a backward, see `composable.runtime.backward_end`.
+    Attributes:
+        members: the reducers, in this order.
+        communicator: over which all of them communicate.
+        line: backwards over it that have been opened and not closed.
+        backward: the one of this order that has been opened and not closed: it runs, or has raised and not been forgotten.
     """
 
     def __init__(self, communicator: Communicator) -> None:
-        self._communicator = communicator
-        self._line = _LINES.setdefault(communicator, [])
+        self.communicator = communicator
+        self.line = _LINES.setdefault(communicator, [])
         self._places: dict[int, Member] = {}
-        self._members: tuple[Member, ...] = ()
-        self._first = 0  # of those that have not launched everything in this backward
-        self._backward: Callable[[], BackwardEnd | None] | None = None  # that was opened and not closed, while it runs
+        self.members: tuple[Member, ...] = ()
+        self.backward: OrderedBackward | None = None
 
     def put(self, place: int, member: Member) -> None:
         """From here on `member` launches behind those at lower places. Done between backwards."""
@@ -119,31 +106,22 @@ class LaunchOrder:
         self._sort()
 
     def __len__(self) -> int:
-        return len(self._members)
+        return len(self.members)
 
     def _sort(self) -> None:
-        self._members = tuple(self._places[place] for place in sorted(self._places))
+        self.members = tuple(self._places[place] for place in sorted(self._places))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LaunchOrder:
-        twin = memo[id(self)] = LaunchOrder(self._communicator)
+        twin = memo[id(self)] = LaunchOrder(self.communicator)
         return twin  # who is copied, too, puts a reducer of its own there
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    @property
-    def turn(self) -> int:
-        return min(member.turn for member in self._members)
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether one was opened and not closed: it runs, or has raised and not been forgotten."""
-        return self._backward is not None
-
     def open(self, *_: Any) -> None:
         """Backward has reached the module of one of them, or one of its parameters: all of them take part."""
-        if self._backward is not None and self._backward() is None:
+        if self.backward is not None and self.backward.end() is None:
             self.abort()
-        if self._backward is None and any(member.waits for member in self._members):
+        if self.backward is None and any(member.hooks for member in self.members):
             try:
                 self._open(end_of_backward())
             except BaseException:
@@ -156,25 +134,73 @@ class LaunchOrder:
         self._open(end, held)
 
     def _open(self, end: BackwardEnd, only: Container[Accumulation] | None = None) -> None:
-        steps = self._communicator.sums.steps
-        if end.join(self, steps, self._launch_again):
-            steps.look_ahead([self._communicator])
-        self._first = 0
-        self._line.append(ref(self))
-        self._backward = ref(end)  # before anything changes: whoever finds it open, and no backward, cleans up
-        for member in self._members:
+        steps, backward = self.communicator.sums.steps, OrderedBackward(self, ref(end))
+        if end.join(backward, steps, backward.launch_again):
+            steps.look_ahead([self.communicator])
+        self.backward = backward  # before anything changes: whoever finds it open, and no backward, cleans up
+        self.line.append(ref(backward))
+        for member in self.members:
             member.begin(only)
 
     def lose_backward(self) -> None:
         """It was about to be opened when something was raised: its end is to tell the other ranks."""
-        end_of_backward().join(self, self._communicator.sums.steps)
-        self._backward = gone
+        backward = self.backward or OrderedBackward(self, gone)
+        backward.end = gone
+        end_of_backward().join(backward, self.communicator.sums.steps)
+        self.backward = backward
         self.note_interrupt()
 
     def note_interrupt(self) -> None:
         """An error is on its way out of a hook."""
         if not isinstance(sys.exception(), Exception):
-            self._communicator.sums.steps.behind = True
+            self.communicator.sums.steps.behind = True
+
+    def launch_complete(self) -> None:
+        """Launch what may be launched by now."""
+        if self.backward is not None:
+            self.backward.launch_complete()
+
+    def close(self) -> None:
+        """Back to the state before a backward; what is in flight has been waited for."""
+        for member in self.members:
+            member.close()
+        backward = self.backward
+        self.line[:] = [reference for reference in self.line if reference() not in (backward, None)]
+        self.backward = None  # last: who is interrupted before finds that it is to be done again
+
+    def abort(self) -> None:
+        """If a backward raised: give up what is in flight and forget it."""
+        if self.backward is None:
+            return
+        for member in self.members:
+            member.buckets.drop()
+            member.forget()
+        self.close()
+
+
+class OrderedBackward:
+    """One backward of an order: who launches next, and what follows its end.
+
+    A participant of the end of a backward, see `composable.runtime.backward_end`.
+
+    Attributes:
+        end: of autograd's backward, as long as that runs.
+    """
+
+    __slots__ = ("__weakref__", "_first", "_order", "end")
+
+    def __init__(self, order: LaunchOrder, end: Callable[[], BackwardEnd | None]) -> None:
+        self._order = order
+        self.end = end
+        self._first = 0  # of the members that have not launched everything
+
+    @property
+    def turn(self) -> int:
+        return min(member.turn for member in self._order.members)
+
+    @property
+    def _is_open(self) -> bool:
+        return self._order.backward is self
 
     @torch.no_grad()
     def launch_complete(self) -> None:
@@ -184,63 +210,63 @@ class LaunchOrder:
     @torch.no_grad()
     def launch_rest(self) -> None:
         """Backward is at its end: what has not arrived counts as zero."""
-        if self.in_backward:
+        if self._is_open:
             self._launch(_LAUNCH_REST)
 
-    def _launch(self, launch: Callable[[Member], None]) -> None:
-        for order in self._up_to_this():
-            for member in order._members[order._first :]:
-                launch(member)
-                if not member.has_launched:
+    def _launch(self, launch: Callable[[Buckets], None]) -> None:
+        for backward in self._up_to_this():
+            for member in backward._order.members[backward._first :]:
+                launch(member.buckets)
+                if not member.buckets.has_launched:
                     return
-                order._first += 1
+                backward._first += 1
 
-    def _up_to_this(self) -> Sequence[LaunchOrder]:
+    def _up_to_this(self) -> Sequence[OrderedBackward]:
         """Those over the same communicator, of copies, that this backward came to before this one; and this one."""
-        end = self._backward() if self._backward is not None else None
+        end = self.end()
         before = []
-        for reference in self._line:
-            order = reference()
-            if order is self:
+        for reference in self._order.line:
+            backward = reference()
+            if backward is self:
                 break
-            if order is not None and end is not None and order._backward is not None and order._backward() is end:
-                before.append(order)
+            if backward is not None and end is not None and backward.end() is end:
+                before.append(backward)
         return (*before, self)
 
     @torch.no_grad()
-    def _launch_again(self) -> None:
-        for member in self._members:
-            member.launch_again()
+    def launch_again(self) -> None:
+        """What has been launched belongs to another step."""
+        for member in self._order.members:
+            member.buckets.launch_again()
 
     @torch.no_grad()
     def finish_backward(self) -> None:
         """See `composable.runtime.backward_end`: everybody is about to launch the same, in this order."""
-        if not self.in_backward:
+        if not self._is_open:
             return
-        for order in self._up_to_this():
-            order._finish_sums()
-        for member in self._members:
+        for backward in self._up_to_this():
+            backward._finish_sums()
+        order = self._order
+        for member in order.members:
             member.conclude()
-        self.reset()
-        self._communicator.sums.steps.behind = False
-        for member in self._members:
+        order.close()
+        order.communicator.sums.steps.behind = False
+        for member in order.members:
             member.deliver()
 
     def _finish_sums(self) -> None:
-        for member in self._members:
-            for bucket in member.buckets:
+        for member in self._order.members:
+            for bucket in member.buckets.each:
                 self.launch_rest()
                 self._finish(bucket, member)
-                member.landed(bucket)
 
     def _finish(self, bucket: Bucket, member: Member) -> None:
         while True:
             try:
-                bucket.finish()
+                member.buckets.finish(bucket)
                 return
             except CommunicationError as error:
-                end = self._backward() if self._backward is not None else None
-                steps, later = self._communicator.sums.steps, error.later_step
+                end, steps, later = self.end(), self._order.communicator.sums.steps, error.later_step
                 if end is None or later is None or not steps.by_backward or not steps.may_go_on_to(later):
                     member.refuse_others()
                     raise
@@ -248,31 +274,11 @@ class LaunchOrder:
 
     def leave_failed_backward(self) -> None:
         """The next forward, or backward, unwinds; who waits for this one is told."""
-        if self._backward is not None:
-            self._backward = gone
-        for member in self._members:
+        self.end = gone
+        order = self._order
+        for member in order.members:
             member.stop()
-        self._communicator.leave(self._communicator.sums, "its backward did not finish")
-
-    # --- ends -------------------------------------------------------------------------------------------------------
-
-    def reset(self) -> None:
-        """Back to the state before a backward; what is in flight has been waited for."""
-        for member in self._members:
-            member.reset()
-        self._line[:] = [reference for reference in self._line if reference() not in (self, None)]
-        self._backward = None  # last: who is interrupted before finds that it is to be done again
-
-    def abort(self) -> None:
-        """If a backward raised: give up what is in flight and forget it."""
-        if not self.in_backward:
-            return
-        for member in self._members:
-            for bucket in member.buckets:
-                with suppress(CommunicationError):  # the error that ended the backward has been reported already
-                    bucket.abort()
-            member.forget()
-        self.reset()
+        order.communicator.leave(order.communicator.sums, "its backward did not finish")
 
 
 class Unit(Protocol):

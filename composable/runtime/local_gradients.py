@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import nn
 
 from composable.device.collectives import Communicator
-from composable.runtime.accumulation import Accumulation
-
-logger = logging.getLogger("composable")
+from composable.runtime.accumulation import Accumulation, log_dropped
 
 
 class Forms(Protocol):
@@ -71,7 +68,7 @@ class LocalGradients:
         """A backward has left gradients of the parameters with the numbers `arrived`, and may have of all in `trained`."""
         self._trained.update({id(self._members[i]): None for i in trained})
         self._held.update({id(self._members[i]): None for i in arrived})
-        self.accumulation.count_pass()
+        self.accumulation.end_pass()
 
     def has(self, number: int) -> bool:
         """Whether that parameter has a gradient from an earlier backward."""
@@ -84,17 +81,12 @@ class LocalGradients:
 
     def end_window(self) -> None:
         """They have been summed over the ranks, or were dropped."""
-        if self.accumulation.passes:
-            self._communicator.sums.steps.end_window()
-        self.accumulation.end_window()
+        self.accumulation.end_window(self._communicator.sums.steps)
         self._trained, self._held = {}, {}
 
     def forget(self, arrived: Iterable[int]) -> None:
         """A step was lost: what it added to may be there by halves. Done twice is done once."""
-        passes = self.accumulation.passes
-        if passes:
-            backwards = "the backward" if passes == 1 else f"the {passes} backwards"
-            logger.warning("replicate(unit '%s'): the gradients of %s under no_sync were dropped", self._unit, backwards)
+        log_dropped(self.accumulation.passes, unit=f"replicate(unit '{self._unit}'): ")
         self._communicator.sums.steps.end_window()
         self.take_up()
         for i in arrived:

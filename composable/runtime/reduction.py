@@ -4,6 +4,12 @@ Note [The way of a gradient]
 It is copied in (cast, divided by the first factor), reduce-scattered over the shards, on a hybrid mesh all-reduced over the
 replicas, and landed (multiplied by the second factor, cast, added to what is there). What ranks say about who has a gradient at
 all goes the same way.
+
+Note [One division]
+Gradients are divided by all ranks that they are summed over, by the first factor before the first hop and by the second one
+after the last: nothing is divided in between. A reduce-scatter multiplies what it writes; what an all-reduce has summed is
+multiplied afterwards. Only where a factor rounds nothing, and the communicator reads what it sends anyway, it multiplies what
+goes into the last hop.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from composable.device.collectives import Communicator, ReducePart, TagSequence, Work
+from composable.device.collectives import Communicator, ReducePart, TagSequence
 from composable.device.flat_parameters import FlatParameters
 from composable.device.parameter_swap import like_parameter
 from composable.device.private import gradient_hooks
@@ -21,7 +27,7 @@ from composable.device.sharded_gradients import GradientRows, GradientShards
 from composable.device.user_hooks import hooked, with_hooks
 from composable.plan.layout import plan_reduction
 from composable.plan.scaling import scaling_of
-from composable.runtime.replica_sum import ReplicaSum
+from composable.runtime.hop import Hop
 
 
 class Reduction:
@@ -36,20 +42,20 @@ class Reduction:
     __slots__ = (
         "_carried",
         "_casts",
-        "_communicator",
         "_dtype",
+        "_last_hop",
         "_missing",
+        "_over_replicas",
+        "_over_shards",
         "_packed",
         "_plan",
         "_reordered",
-        "_replicas",
         "_rows",
         "_scale",
         "_scaling",
         "_sharded",
         "_shards",
         "_whole",
-        "_work",
         "flat"
     )  # fmt: skip
 
@@ -65,7 +71,6 @@ class Reduction:
     ) -> None:
         self.flat = flat
         self._sharded = sharded
-        self._communicator = communicator
         self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=communicator.capabilities.even_only)
         ranks = communicator.size * (1 if replicas is None else replicas.size)
         self._rows = GradientRows(flat, self._plan, communicator.size, source) if ranks > 1 or like is not None else None
@@ -73,14 +78,15 @@ class Reduction:
         self._casts = self._dtype != source
         reads = replicas is None or replicas.capabilities.reads_scaled_inputs
         self._scaling = scaling_of(flat.precision.reduce, ranks, reads_inputs=reads)
-        self._replicas = None if replicas is None else ReplicaSum(replicas, self._scaling)
+        self._over_shards = Hop(communicator)
+        self._over_replicas = None if replicas is None else Hop(replicas)
+        self._last_hop = self._over_replicas or self._over_shards
         # What parts of the first hop are multiplied by, and whether the terms may be; see Note [One division].
         last = replicas is None
         self._scale = (1.0 / self._scaling.after, self._scaling.input_factor is not None) if last else (1.0, False)
         self._packed: tuple[ReducePart, ...] = ()  # the message of rows, if there is one
         self._shards = GradientShards(flat, sharded, self._plan, like)
         self._carried: Sequence[Tensor | None] = ()  # shards that go into the second hop, too
-        self._work: Work | None = None
         self._missing: list[int] = []
         self._reordered = [(index, slot.order) for index, slot in enumerate(flat.layout.slots) if slot.order]
         self._whole: list[tuple[int, Tensor]] = []
@@ -118,7 +124,7 @@ class Reduction:
         if self._packed:
             rows.buffer.allocate()
             self._missing = rows.copy_in(gradients)
-        self._work = self._communicator.reduce_scatter(parts, scratch=self.flat.pool, label=label, tags=tags)
+        self._over_shards.reduce_scatter(parts, self.flat.pool, label, tags)
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         """`launch`, of a rank that is alone."""
@@ -138,15 +144,16 @@ class Reduction:
 
     def all_reduce(self, tags: TagSequence, label: str) -> None:
         """Wait for the first hop, and launch the second. Nothing happens without a `launch`."""
-        if self._work is None or self._rows is None or self._replicas is None:
+        if not self._over_shards.in_flight or self._rows is None or self._over_replicas is None:
             return
-        work, self._work = self._work, None
-        work.wait()
+        self._over_shards.wait()
         self._rows.buffer.free()
         if self._carried:
-            self._shards.add_shards(self._carried, self._communicator.size / self._scaling.before)
+            self._shards.add_shards(self._carried, self._over_shards.communicator.size / self._scaling.before)
             self._carried = ()
-        self._work = self._replicas.launch(self._shards.reduced, tags, label)
+        factor = self._scaling.input_factor
+        for sums in self._shards.reduced:
+            self._over_replicas.all_reduce(sums, label, None if factor is None else (sums, factor), tags)
 
     def finish(self) -> list[nn.Parameter]:
         """Wait for the mean and put it on the sharded parameters. Nothing happens without a `launch`.
@@ -160,10 +167,11 @@ class Reduction:
                 # To both dtypes, as where there are other ranks.
                 _add_gradient(self._sharded[index], gradient.to(self._dtype).to(self.flat.gradient_dtype))
             return with_hooks([self._sharded[index] for index, _ in whole])
-        if self._work is None or self._rows is None:
+        if not self._last_hop.in_flight or self._rows is None:
             return []
-        work, self._work = self._work, None
-        work.wait()
+        self._last_hop.wait()
+        if self._over_replicas is not None and self._scaling.input_factor is None and self._scaling.after != 1.0:
+            torch._foreach_mul_(self._shards.reduced, 1.0 / self._scaling.after)
         self._shards.take_from_row()
         delivered: Sequence[int] = self._plan.flagged
         if self._missing:
@@ -181,16 +189,15 @@ class Reduction:
 
     def release(self) -> None:
         """Give the memory of gradients back that nobody holds any more."""
-        if self._work is None:
+        if not self._over_shards.in_flight and not self._last_hop.in_flight:
             self._shards.release()
 
     def drop(self) -> None:
         """Forget what is in flight."""
-        work, self._work = self._work, None
         self._whole = []
         try:
-            if work is not None:
-                work.abort()
+            self._over_shards.abort()
+            self._last_hop.abort()
         finally:
             if self._rows is not None:
                 self._rows.buffer.free()

@@ -83,7 +83,7 @@ class ReplicatedUnit:
             if not recomputed:
                 reducer, self.shown.called = averaging.reducer, True
                 averaging.refuse_unfit()
-                refuse_inside(module, "replicate", averaging.name, reducer.parameters)
+                refuse_inside(module, "replicate", averaging.name, reducer.averaged.everyone)
                 averaging.order.abort()  # if the backward before this forward raised
                 reducer.prepare()
                 if steps.opened_here:

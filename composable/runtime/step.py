@@ -37,6 +37,7 @@ from torch import nn
 
 from composable.errors import CommunicationError, PhaseError
 from composable.plan.schedule import BackwardOrder
+from composable.runtime.accumulation import log_dropped
 from composable.runtime.backward_end import BackwardEnd, gone
 from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle
@@ -103,10 +104,7 @@ class Unit(Protocol):
 
 def reset(handles: Sequence[Handle]) -> None:
     """After an error: every unit is at rest, whatever it was at, and holds no gradients: some may be there by halves."""
-    held = max((handle.gradients.accumulation.passes for handle in handles), default=0)
-    if held:
-        backwards = "the backward" if held == 1 else f"the {held} backwards"
-        logger.warning("the gradients of %s under no_sync before it were dropped", backwards)
+    log_dropped(max((handle.gradients.accumulation.passes for handle in handles), default=0), when=" before it")
     for handle in handles:
         try:
             handle.reset()

@@ -82,6 +82,7 @@ USED_IN: Final = {
     "optim/step_on_shards.py": "__dict__",
     "plan/phases.py": "advance advance_gradients",
     "runtime/backward_end.py": "at_end_of_backward",
+    "runtime/bucket.py": "advance_gradients",
     "runtime/buffer_broadcast.py": "_buffers",
     "runtime/dtype_group.py": "untyped_storage _version",
     "runtime/gradient_hooks.py": "register_post_accumulate_grad_hook",

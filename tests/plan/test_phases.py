@@ -25,8 +25,8 @@ GRADIENTS = """\
 EMPTY        ARRIVING   HELD       REDUCING   -              -          EMPTY
 ARRIVING     ARRIVING   HELD       REDUCING   -              -          EMPTY
 HELD         ARRIVING   HELD       REDUCING   -              -          EMPTY
-REDUCING     -          -          -          ALL_REDUCING   EMPTY      -
-ALL_REDUCING -          -          -          -              EMPTY      -"""
+REDUCING     -          -          -          ALL_REDUCING   EMPTY      EMPTY
+ALL_REDUCING -          -          -          -              EMPTY      EMPTY"""
 
 
 def _cells(table: str) -> list[tuple[str, str, str]]:
@@ -84,7 +84,7 @@ def test_a_gradient_that_arrives_while_the_last_ones_are_reduced_is_refused_in_w
         str(refused.value),
         """\
 unit 'head': ARRIVE (autograd finished one parameter's gradient) is not possible while REDUCING (the reduction is in \
-flight). From here the legal events are ALL_REDUCE, FINISH.""",
+flight). From here the legal events are ALL_REDUCE, FINISH, DROP.""",
     )
 
 
@@ -133,5 +133,7 @@ stateDiagram-v2
     HELD --> EMPTY: DROP
     REDUCING --> ALL_REDUCING: ALL_REDUCE
     REDUCING --> EMPTY: FINISH
-    ALL_REDUCING --> EMPTY: FINISH""",
+    REDUCING --> EMPTY: DROP
+    ALL_REDUCING --> EMPTY: FINISH
+    ALL_REDUCING --> EMPTY: DROP""",
     )

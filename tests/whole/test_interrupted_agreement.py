@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from composable.device.collectives import Communicator, PointToPointCommunicator, communicator_like, communicators_wrapped_by
 from composable.errors import ComposableError
-from composable.runtime import reducer
+from composable.runtime import bucket_order
+from composable.runtime.bucket_hooks import BucketHooks
 from composable.runtime.reducer import Reducer
 from tests.helpers.compare import averaged_gradients
 from tests.helpers.means import Parts, assert_means, batch_of, twins
@@ -47,23 +48,26 @@ class _Interrupting:
         return found
 
 
-def _in_refill(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    whole = getattr(Reducer, when)
+def _in_refill(monkeypatch: pytest.MonkeyPatch, owner: type, when: str) -> None:
+    whole = getattr(owner, when)
 
-    def interrupted(self: Reducer, *args: Any) -> None:
+    def interrupted(self: Any, *args: Any) -> None:
         monkeypatch.undo()
         if when == "detach":
             whole(self, *args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Reducer, when, interrupted)
+    monkeypatch.setattr(owner, when, interrupted)
 
 
 _PLACES: Final[dict[str, tuple[str, bool]]] = {
     "before the second exchange": ("exchange of the order", False),
     "after the second exchange": ("exchange of the order", True),
 }
-_METHODS: Final[dict[str, str]] = {"before the buckets are filled anew": "_refill", "without hooks": "detach"}
+_METHODS: Final[dict[str, tuple[type, str]]] = {
+    "before the buckets are filled anew": (Reducer, "_refill"),
+    "without hooks": (BucketHooks, "detach"),
+}
 
 
 def _sockets(communicator: Communicator) -> Communicator:
@@ -83,11 +87,11 @@ def _steps_after(place: str, steps: int, *, by_sockets: bool = False, looks: boo
     said = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         if mine and place in _METHODS:
-            _in_refill(monkeypatch, _METHODS[place])
+            _in_refill(monkeypatch, *_METHODS[place])
         for step in range(steps):
             hidden = pytest.MonkeyPatch()
             if not looks and step == 1:
-                hidden.setattr(reducer, "known_to_others", lambda *_: None)
+                hidden.setattr(bucket_order, "known_to_others", lambda *_: None)
             for model in (plain, ours):
                 model.zero_grad()
             plain(batch_of(step), _ORDER).sum().backward()

@@ -8,7 +8,7 @@ from typing import Final
 import torch.distributed as dist
 
 from composable.device.collectives import Communicator, TagSequence, communicators_wrapped_by
-from composable.runtime.reducer import HOST_IN_FLIGHT
+from composable.runtime.buckets import HOST_IN_FLIGHT
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import averaged_gradients
 from tests.helpers.means import Parts, assert_means, batch_of, twins

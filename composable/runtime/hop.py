@@ -1,0 +1,61 @@
+"""One collective on the way of gradients, and what of it is in flight; knows no gradient, and not what follows.
+
+Note [Hops]
+A bucket of replicated gradients makes one hop, an all-reduce over all ranks. Rows of sharded ones make one, a reduce-scatter
+over the shards; on a hybrid mesh a second follows, an all-reduce of the shards over the replicas. Wherever it stands on the
+way, a hop is launched, looked after, waited for and given up alike, and each is in flight at most once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+
+from composable.device.collectives import Communicator, PollableWork, ReducePart, ScaledInput, Scratch, TagSequence, Work
+
+
+class Hop:
+    """A sum over the ranks of one communicator. What is launched is waited for, or aborted, before it is launched again."""
+
+    __slots__ = ("_works", "communicator")
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+        self._works: list[Work] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether it was launched, and neither waited for nor aborted since."""
+        return bool(self._works)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], scratch: Scratch, label: str, tags: TagSequence) -> None:
+        """Launch: each rank gets its chunk of the sums."""
+        self._works = [self.communicator.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)]
+
+    def all_reduce(
+        self,
+        message: Tensor,
+        label: str,
+        scaled_input: ScaledInput | None = None,
+        tags: TagSequence | None = None,
+    ) -> None:
+        """Launch one more: each rank gets the whole sum of the message, in place."""
+        self._works.append(self.communicator.all_reduce(message, label=label, scaled_input=scaled_input, tags=tags))
+
+    def progress(self) -> bool:
+        """Do this rank's part of all-reduces as far as no other rank has to be waited for; whether `wait` would return now."""
+        return all(cast(PollableWork, work).progress() for work in self._works)
+
+    def wait(self) -> None:
+        """The sums are there afterwards."""
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+    def abort(self) -> None:
+        """The sums are not wanted; nothing is written any more."""
+        works, self._works = self._works, []
+        for work in works:
+            work.abort()
