@@ -31,3 +31,24 @@ def call_hooks_after_accumulation(parameter: nn.Parameter) -> None:
     with torch.no_grad():
         for hook in list((hooks_after_accumulation(parameter) or {}).values()):
             hook(parameter)
+
+
+class WaitingHooks:
+    """Parameters with hooks that are called when a backward has ended, each once."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, nn.Parameter] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._waiting.update({id(parameter): parameter for parameter in parameters})
+
+    def call(self) -> None:
+        """Nobody waits afterwards, also if a hook raises."""
+        waiting, self._waiting = self._waiting, {}
+        for parameter in waiting.values():
+            call_hooks_after_accumulation(parameter)

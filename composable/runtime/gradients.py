@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import nn
-
 from composable.device.collectives import TagSequence
-from composable.device.user_hooks import call_hooks_after_accumulation
+from composable.device.user_hooks import WaitingHooks
 from composable.errors import DifferentiationError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.accumulation import Accumulation, Pass
@@ -22,7 +20,7 @@ class UnitGradients:
         accumulation: whether what arrives is reduced now.
         on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
         watch: what autograd calls when a gradient is there.
-        waiting: parameters with hooks to be called when this backward has ended, by their ids.
+        waiting: hooks of the user's to be called when this backward has ended: they find all of its gradients there.
         tags, replica_tags: of the two hops; the second is for hybrid meshes only.
         rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
     """
@@ -32,7 +30,6 @@ class UnitGradients:
         "_label",
         "_lost",
         "_reduced",
-        "_unit",
         "accumulation",
         "groups",
         "on_unexpected",
@@ -40,6 +37,7 @@ class UnitGradients:
         "replica_tags",
         "rounds",
         "tags",
+        "unit",
         "waiting",
         "watch"
     )  # fmt: skip
@@ -50,18 +48,18 @@ class UnitGradients:
         self.groups: tuple[GradientGroup, ...] = ()
         self.tags = tags
         self.replica_tags: TagSequence | None = None
-        self._unit = ""
+        self.unit = ""
         self._label = ""
         self.rounds = 0
         self._reduced = False  # in this backward
         self._lost = False  # in a backward that raised, and `drop` has yet to be called
         self.accumulation = Accumulation()
-        self.waiting: dict[int, nn.Parameter] = {}
+        self.waiting = WaitingHooks()
         self.watch = Watch(self._take_note)
 
     def rename(self, unit: str) -> None:
         """Take the unit's name for messages."""
-        self._unit = unit
+        self.unit = unit
         self._label = f"gradient reduction of unit '{unit}'"
 
     def expect(self) -> None:
@@ -72,19 +70,13 @@ class UnitGradients:
         """The first gradient that nobody expected. Others may follow; they are reduced with it."""
         self.finish()
         self.on_unexpected()
-        self.phase = advance_gradients(self.phase, GradEvent.ARRIVE, unit=self._unit)
+        self.phase = advance_gradients(self.phase, GradEvent.ARRIVE, unit=self.unit)
         self.watch.expecting = True
 
     def end(self) -> None:
         """Backward has ended, and whatever arrived was reduced."""
         self.finish()
         self._end_round()
-
-    def call_hooks(self) -> None:
-        """After `end`: hooks of the user's on sharded parameters, which find the gradients of the whole backward there."""
-        waiting, self.waiting = self.waiting, {}
-        for parameter in waiting.values():
-            call_hooks_after_accumulation(parameter)
 
     def _end_round(self) -> None:
         self.watch.expecting = False
@@ -110,28 +102,21 @@ class UnitGradients:
 
     def settle(self) -> None:
         """The unit has been left: reduce what arrived, or hold it until a backward does."""
-        now = self.accumulation.now
-        if now is Pass.HOLDS:
-            self._hold()
-        elif now is Pass.HOLDS_SHARDS and self.replica_tags is not None:
-            self._reduce_shards()
+        accumulation = self.accumulation
+        if accumulation.now is Pass.HOLDS:
+            self.finish()
+            self.phase = advance_gradients(self.phase, GradEvent.HOLD, unit=self.unit)
+            accumulation.holds = True
+            self.watch.expecting = False
+            for each in self.groups:
+                each.hold()
+        elif accumulation.now is Pass.HOLDS_SHARDS and self.replica_tags is not None:
+            tags = self._begin_reduction()  # of the first hop alone; what it brings is held
+            accumulation.holds = True
+            for each in self.groups:
+                each.reduce_shards(tags, self._label)
         else:
             self.reduce()
-
-    def _hold(self) -> None:
-        self.finish()
-        self.phase = advance_gradients(self.phase, GradEvent.HOLD, unit=self._unit)
-        self.accumulation.holds = True
-        self.watch.expecting = False
-        for each in self.groups:
-            each.hold()
-
-    def _reduce_shards(self) -> None:
-        """Launch the first hop of the reduction alone; what it brings is held."""
-        tags = self._begin_reduction()
-        self.accumulation.holds = True
-        for each in self.groups:
-            each.reduce_shards(tags, self._label)
 
     def reduce(self) -> None:
         """Launch the reduction of what arrived; what did not counts as zero, and stays None if it did nowhere."""
@@ -150,21 +135,11 @@ class UnitGradients:
 
     def _begin_reduction(self) -> TagSequence:
         self.finish()
-        self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self._unit)
+        self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self.unit)
         self.watch.expecting = False
         assert self.tags is not None, "no forward has opened it"
         self.tags.decisions = self.accumulation.passes
         return self.tags
-
-    def refuse_graph(self) -> None:
-        """Raise if a gradient arrived: it was made in a backward that builds a graph, and sharded gradients are in none."""
-        if any(each.holds_gradients for each in self.groups):
-            raise DifferentiationError(
-                f"backward(create_graph=True) brought gradients to parameters of unit '{self._unit}'. They are averaged over "
-                "the ranks and sharded outside of autograd's graph, so nothing could be differentiated through them. Ask for "
-                "gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True "
-                "out"
-            )
 
     def all_reduce(self) -> bool:
         """When the shards' sums have arrived, launch their sum over the replicas; False where there are none."""
@@ -173,7 +148,7 @@ class UnitGradients:
             return False
         for each in self.groups:
             each.all_reduce(tags, f"{self._label} over replicas")
-        self.phase = advance_gradients(self.phase, GradEvent.ALL_REDUCE, unit=self._unit)
+        self.phase = advance_gradients(self.phase, GradEvent.ALL_REDUCE, unit=self.unit)
         return True
 
     def finish(self) -> None:
@@ -182,9 +157,9 @@ class UnitGradients:
             return
         self.all_reduce()
         for each in self.groups:
-            for parameter in each.finish():
-                self.waiting[id(parameter)] = parameter
-        self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self._unit)
+            if waiting := each.finish():
+                self.waiting.add(waiting)
+        self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self.unit)
 
     def lose(self) -> None:
         """A backward raised. Scopes may be others when the next forward finds it, and on other ranks when they have."""
@@ -198,14 +173,24 @@ class UnitGradients:
         """After an error: nothing in flight, no unreduced gradient."""
         self.lose()
         self._lost = False
-        self.phase = advance_gradients(self.phase, GradEvent.DROP, unit=self._unit)
-        self.waiting = {}
+        self.phase = advance_gradients(self.phase, GradEvent.DROP, unit=self.unit)
+        self.waiting = WaitingHooks()
         self.accumulation.end_window(None)
         self._end_round()
         for each in self.groups:
             each.forget_gradients()
         for each in self.groups:
             each.drop_reduction()
+
+
+def refuse_graph(gradients: UnitGradients) -> None:
+    """Raise if a gradient arrived: it was made in a backward that builds a graph, and sharded gradients are in none."""
+    if any(each.holds_gradients for each in gradients.groups):
+        raise DifferentiationError(
+            f"backward(create_graph=True) brought gradients to parameters of unit '{gradients.unit}'. They are averaged over "
+            "the ranks and sharded outside of autograd's graph, so nothing could be differentiated through them. Ask for "
+            "gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
+        )
 
 
 def _ignore() -> None:

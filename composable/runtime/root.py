@@ -21,6 +21,7 @@ from composable.plan.schedule import ForwardOrder
 from composable.runtime.backward_end import end_of_backward
 from composable.runtime.buffer_broadcast import share_buffers
 from composable.runtime.divergence import catch_up, check_order, say_farewell
+from composable.runtime.gradients import refuse_graph
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import note_of_mixing
@@ -314,7 +315,7 @@ class Root:
         iteration.to_reduce.pop(index, None)
         handle = self.handles[index]
         if iteration.builds_graph:
-            handle.gradients.refuse_graph()
+            refuse_graph(handle.gradients)
         elif handle.parameters.trainable or handle.gradients.due:
             iteration.reducing.launch(handle.gradients, saves_memory=self._saves_memory)
 
@@ -342,7 +343,7 @@ class Root:
         else:
             self._conclude(iteration)
         for handle in [handle for handle in self.handles if handle.gradients.waiting]:
-            handle.gradients.call_hooks()
+            handle.gradients.waiting.call()
 
     def _conclude(self, iteration: Iteration) -> None:
         """A backward has ended that nothing follows before the next forward."""
