@@ -9,11 +9,10 @@ way, a hop is launched, looked after, waited for and given up alike, and each is
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 from torch import Tensor
 
-from composable.device.collectives import Communicator, PollableWork, ReducePart, ScaledInput, Scratch, TagSequence, Work
+from composable.device.collectives import Communicator, PollableWork, ReducePart, ScaledInput, Scratch, TagSequence
 
 
 class Hop:
@@ -23,7 +22,7 @@ class Hop:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._works: list[Work] = []
+        self._works: list[PollableWork] = []
 
     @property
     def in_flight(self) -> bool:
@@ -32,7 +31,8 @@ class Hop:
 
     def reduce_scatter(self, parts: Sequence[ReducePart], scratch: Scratch, label: str, tags: TagSequence) -> None:
         """Launch: each rank gets its chunk of the sums."""
-        self._works = [self.communicator.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)]
+        work = self.communicator.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
+        self._works = [work]  # type: ignore[list-item]  # it is never asked to progress
 
     def all_reduce(
         self,
@@ -46,7 +46,10 @@ class Hop:
 
     def progress(self) -> bool:
         """Do this rank's part of all-reduces as far as no other rank has to be waited for; whether `wait` would return now."""
-        return all(cast(PollableWork, work).progress() for work in self._works)
+        for work in self._works:  # noqa: SIM110 - a generator would cost more than what it asks
+            if not work.progress():
+                return False
+        return True
 
     def wait(self) -> None:
         """The sums are there afterwards."""
