@@ -57,6 +57,27 @@ class ForwardOrder:
         self._cursor = 0
 
 
+class CallNesting:
+    """Which units are called inside which others; modules need not hold what they call.
+
+    Attributes:
+        running: units that are called now, outermost first.
+        around: for each unit, those that have ever been running when it was called.
+    """
+
+    __slots__ = ("around", "running")
+
+    def __init__(self, units: int) -> None:
+        self.running: list[int] = []
+        self.around: tuple[dict[int, None], ...] = tuple([{} for _ in range(units)])
+
+    def enter(self, unit: int) -> None:
+        for outer in self.running:
+            if outer != unit:
+                self.around[unit][outer] = None
+        self.running.append(unit)
+
+
 class BackwardOrder:
     """The units whose forward has finished, newest last; backward walks it from the end.
 

@@ -94,7 +94,7 @@ def _refuse_in_between(sharded: Sequence[ShardedUnit], replicated: Sequence[Repl
             "returned; or leave it out, and run the last backward outside of no_sync"
         )
     for root in roots:
-        if root.iteration is not None and root.iteration.backward is not None:
+        if root.backward.is_open:
             root.abort("its backward did not finish")
 
 

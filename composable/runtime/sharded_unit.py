@@ -206,11 +206,11 @@ class ShardedUnit:
             return (args, kwargs) if self._edges is None else self._edges.inputs(args, kwargs)
         root = self._root_for_call(module)
         call.how = "opening"  # from here on the root knows
-        root.open_forward(handle, module)
+        root.forward.open(handle, module)
         call.how = "forward"
         if not self._left_to_run:
             self._left_to_run = list(self.modules)
-        root.enter(handle)
+        root.forward.enter(handle)
         handle.calls.begin()
         mesh = handle.mesh_info.mesh
         if mesh is not None and mesh.device_type != "cpu" and len(root.running) == 1:
@@ -234,8 +234,8 @@ class ShardedUnit:
             self._left_to_run.remove(module)
         try:
             refuse_recast(handle.parameters)
-            output = root.leave(handle, output, call.since, complete=not self._left_to_run and handle.calls.depth == 0)
-            root.close_forward()
+            complete = not self._left_to_run and handle.calls.depth == 0
+            output = root.forward.leave(handle, output, call.since, complete=complete)
         except BaseException:
             self._left_to_run = []
             root.on_error(handle)
@@ -262,7 +262,12 @@ class ShardedUnit:
             former.invalidate()
         if root is None:
             root = self._become_root(module)
-        if root.call is not None and (root.call is module or sys.exception() is not root.handled) and root.is_left(module):
+        forward = root.forward
+        if (
+            forward.call is not None
+            and (forward.call is module or sys.exception() is not forward.handled)
+            and forward.is_left(module)
+        ):
             root.recover_from_interrupt()
             at_rest = True
         if at_rest:
@@ -283,12 +288,11 @@ class ShardedUnit:
         membership.check()
         refuse_other_replicas((unit.name, unit.handle.mesh_info) for unit in units)
         for former in dict.fromkeys([unit.root or unit.former for unit in units]):
-            if former is not None and former.iteration is not None and former.iteration.lost_backward:
+            if former is not None and former.backward.iteration is not None and former.backward.iteration.lost_backward:
                 former.abort("its backward did not finish")
-        root = Root(module, units, membership)
         around = dict.fromkeys([module, *(each for unit in units for each in unit.modules)])
         replicated = {id(state): state for each in around for state in get_replicated_states(each)}
-        root.take_along(list(replicated.values()))
+        root = Root(module, units, membership, list(replicated.values()))
         for unit in reversed(units):  # this one last: until it has the root, a forward plans anew
             unit.root, unit.former = root, None
         return root
@@ -297,7 +301,7 @@ class ShardedUnit:
     def on_interrupt(self) -> None:
         root = self.root
         if root is not None:
-            unnoted = root.call is None and any(call.how == "entering" for call in self._calls)
+            unnoted = root.forward.call is None and any(call.how == "entering" for call in self._calls)
             self.settle()
             root.steps.behind = True
             if unnoted:

@@ -2,9 +2,10 @@
 
 Note [What an interrupt leaves]
 An interrupt may come between any two lines, and whoever is told of exceptions is not told of it. So a root notes in one
-assignment that a forward (`Root.call`) or a backward (`Iteration.backward`) is open before it changes anything, and takes the
-note back in one assignment when everything is at rest. A note of a call that is not on the stack, or of a backward that does
-not run, means that state is half changed: it is made anew from what cannot be, in steps that may be interrupted and done again.
+assignment that a forward (`RootForward.call`) or a backward (`Iteration.backward`) is open before it changes anything, and
+takes the note back in one assignment when everything is at rest. A note of a call that is not on the stack, or of a backward
+that does not run, means that state is half changed: it is made anew from what cannot be, in steps that may be interrupted and
+done again.
 docs/decisions/0018-interrupts.md has the whole story.
 
 Note [Launch points]

@@ -103,7 +103,7 @@ def _forward_order(root: Leaf) -> list[str]:
     for _ in range(2):
         root(torch.ones(4)).sum().backward()
     state = traversal.get_root_states(root)[0]
-    return [state.root.handles[index].fqn for index in state.root.order.recorded]
+    return [state.root.handles[index].fqn for index in state.root.forward.order.recorded]
 
 
 def test_unshards_come_in_the_same_order_by_hand_and_by_policy() -> None:

@@ -1,0 +1,171 @@
+"""One forward of one root: who is unsharded when, and what ranks check in the first one. Moves no bytes itself."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from composable.device.collectives import Steps
+from composable.errors import CommunicationError
+from composable.model.interrupts import calls_of
+from composable.plan.phases import Phase
+from composable.plan.schedule import CallNesting, ForwardOrder
+from composable.runtime.buffer_broadcast import share_buffers
+from composable.runtime.divergence import catch_up, check_order
+from composable.runtime.handle import Handle
+from composable.runtime.prefetch import gather_ahead
+from composable.runtime.preparation import Preparation
+from composable.runtime.readers import Readers
+from composable.runtime.root_backward import RootBackward
+from composable.runtime.step import refuse_doubtful, refuse_lost_backward
+from composable.runtime.sums_in_step import SumsInStep
+
+
+class RootForward:
+    """The forwards of one root's units, within that of the outermost one.
+
+    Attributes:
+        order: of the units, as recorded.
+        call: the outermost module whose forward is under way. See Note [What an interrupt leaves].
+        handled: the exception that was being handled when that began.
+    """
+
+    __slots__ = (
+        "_abort", "_backward", "_communicators", "_doubtful", "_handles", "_index", "_nesting", "_preparation", "_readers",
+        "_steps", "_sums", "_verified", "call", "handled", "order"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        nesting: CallNesting,
+        steps: Steps,
+        preparation: Preparation,
+        readers: Readers,
+        sums: SumsInStep,
+        backward: RootBackward,
+        abort: Callable[[str], None],
+    ) -> None:
+        self._handles = handles
+        self._index = {handle: index for index, handle in enumerate(handles)}
+        self._nesting = nesting
+        self._steps = steps
+        self._communicators = [each for handle in handles for each in handle.mesh_info.communicators]
+        self._preparation = preparation
+        self._readers = readers
+        self._sums = sums
+        self._backward = backward
+        self._abort = abort
+        self._verified = all(handle.mesh_info.all.size == 1 for handle in handles)
+        self._doubtful: tuple[Handle, ...] = ()  # showed unsharded parameters while users could act
+        self.order = ForwardOrder()
+        self.call: nn.Module | None = None
+        self.handled: BaseException | None = None
+
+    def open(self, handle: Handle, module: nn.Module) -> None:
+        """Called before every forward of a unit; the outermost one opens an iteration, or goes on with the open one."""
+        running, iteration = self._nesting.running, self._backward.iteration
+        if iteration is not None and iteration.backward is not None:
+            if running:
+                refuse_lost_backward(iteration, self._handles[0].name)
+            else:
+                self._abort("its backward did not finish")
+        index = self._index[handle]
+        if not running:
+            self.handled = sys.exception()
+            self.call = module  # before anything changes: whoever finds it, and no call, cleans up
+            try:
+                self._begin()
+            except Exception:
+                self._readers.leave_call()
+                self.call = None
+                raise
+        self._nesting.enter(index)
+
+    def _begin(self) -> None:
+        self._sums.claim()
+        self._steps.open(going_on=self._backward.iteration is not None)
+        self._steps.look_ahead(self._communicators)
+        doubtful, self._doubtful = self._doubtful, ()
+        refuse_doubtful(doubtful, self._handles)
+        self._preparation.prepare()  # this may raise
+        share_buffers(self._readers.enter_call())
+        self._backward.expect()
+
+    def enter(self, handle: Handle) -> None:
+        """`handle`'s module is about to compute."""
+        index = self._index[handle]
+        if not self._verified:
+            check_order(self._handles, index, handle.mesh_info)
+        self.order.record(index)
+        gather_ahead(self._handles, index, self.order)
+        while True:
+            try:
+                handle.wait_for_unshard()
+                return
+            except CommunicationError as error:
+                if not catch_up(self._handles, self._steps, error):
+                    raise
+                handle.unshard_in_step()
+
+    def leave(self, handle: Handle, output: Any, since: int, *, complete: bool) -> Any:
+        """`handle`'s module has computed `output`, in a call that began when autograd's next node had the number `since`.
+
+        Args:
+            complete: whether all modules of its unit have computed.
+
+        Returns:
+            What the caller gets.
+        """
+        keep = False
+        if torch.is_grad_enabled():
+            output, keep = handle.outputs.watch(output, since, count=True)
+            index, iteration = self._index[handle], self._backward.iteration
+            assert iteration is not None
+            iteration.finished.forward_finished(index)
+            if keep:
+                iteration.untracked[index] = None
+        if complete and not keep:
+            handle.settle_after_forward()
+        running = self._nesting.running
+        running.pop()
+        if not running:
+            self._close()
+        return output
+
+    def _close(self) -> None:
+        """The outermost forward has ended."""
+        refuse_lost_backward(self._backward.iteration, self._handles[0].name)
+        self._readers.leave_call()
+        if not self._verified:
+            mesh_info = next(handle.mesh_info for handle in self._handles if handle.mesh_info.all.size > 1)
+            check_order(self._handles, len(self._handles), mesh_info)
+            self._verified = True
+        self.order.complete()
+        for handle in self._handles:
+            if handle.phase is Phase.GATHERING and not handle.kept_by:
+                handle.reshard()  # prefetched for nothing
+            elif handle.phase is Phase.UNSHARDED and not torch.is_grad_enabled() and not handle.kept_by:
+                handle.reshard()  # no backward will come
+        iteration = self._backward.iteration
+        if not torch.is_grad_enabled() and iteration is not None and not (iteration.finished.next_units(1) or iteration.pinned):
+            self._backward.drop()
+        self._steps.behind = False
+        self.call = None
+
+    def is_left(self, entering: nn.Module | None = None) -> bool:
+        """Whether a forward was begun, and is neither ended nor under way; `entering` is about to be called."""
+        return self.call is not None and calls_of(self.call) <= (self.call is entering)
+
+    def doubt(self) -> None:
+        """Note the units whose modules show unsharded parameters: a `zero_grad` may have missed the sharded ones."""
+        self._doubtful += tuple([handle for handle in self._handles if not handle.parameters.swap.intact()])
+
+    def end(self) -> None:
+        """Nothing is under way any more."""
+        self._nesting.running.clear()
+        self.call = None
