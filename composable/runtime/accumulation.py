@@ -39,12 +39,13 @@ class Accumulation:
         holds: whether this pass is one of these so far. It counts when it ends.
     """
 
-    __slots__ = ("__weakref__", "_scopes", "holds", "now", "passes")
+    __slots__ = ("__weakref__", "_lost", "_scopes", "holds", "now", "passes")
 
     def __init__(self) -> None:
         self.now = Pass.REDUCES
         self.passes = 0
         self.holds = False
+        self._lost = False  # and not dropped yet
         self._scopes: dict[object, Pass] = {}
 
     def open_scope(self, scope: object, now: Pass) -> None:
@@ -69,18 +70,37 @@ class Accumulation:
         """Whether gradients are held, or would be if this pass ended."""
         return self.holds or self.passes > 0
 
-    def end_window(self, steps: Steps | None) -> None:
-        """What was held is being reduced, or was dropped.
+    def end_window(self, steps: Steps) -> None:
+        """What was held is being reduced.
 
         Args:
             steps: what counts the messages of all that take part; their window ends, too.
         """
         self.holds = False
         if self.passes:
-            if steps is not None:
+            steps.end_window()
+            self._close()
+
+    def lose(self, steps: Steps) -> None:
+        """A step was lost, and what is held with it; it is there until `drop`. Done twice is done once.
+
+        Scopes may be others when it is dropped, and on other ranks when they come to that; and other ranks may leave the
+        window in another of its steps.
+        """
+        if not self._lost:
+            self._lost = True
+            if self.in_window or self.now is not Pass.REDUCES:
                 steps.end_window()
-            self.passes = 0
-            _OPEN.pop(self, None)
+
+    def drop(self) -> None:
+        """Nothing is held any more."""
+        self._lost = False
+        self._close()
+
+    def _close(self) -> None:
+        self.holds = False
+        self.passes = 0
+        _OPEN.pop(self, None)
 
 
 _OPEN: Final[WeakKeyDictionary[Accumulation, None]] = WeakKeyDictionary()

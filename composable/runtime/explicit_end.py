@@ -65,7 +65,7 @@ def reduce_held(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedU
         steps.end_window()  # as it may have ended on a rank that lost what it held; or ranks ran different numbers of backwards
         steps.open()
     holders = [_Holder(h.name, h.gradients.accumulation, h.mesh_info.all, h.gradients.drop) for h in handles]
-    holders += [_Holder(u.name, u.reducer.local.accumulation, u.communicator, u.reducer.forget) for u in replicas]
+    holders += [_Holder(u.name, u.reducer.local.accumulation, u.communicator, u.reducer.drop) for u in replicas]
     _compare(holders)
     end = BackwardEnd()
     held = [handle for handle in handles if handle.gradients.accumulation.passes]

@@ -70,7 +70,7 @@ class ForwardSteps:
         why = f"raised {type(error).__name__}: {first_line(error)}" if isinstance(error, Exception) else "was interrupted"
         communicator.leave(sums, f"unit '{self._averaging.name}' {why}")
         for averaging in (self._averaging, *self._inside):
-            averaging.reducer.forget()
+            averaging.reducer.drop()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSteps:
         twin = memo[id(self)] = ForwardSteps(self._averaging)

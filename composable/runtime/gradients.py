@@ -28,7 +28,6 @@ class UnitGradients:
     __slots__ = (
         "__weakref__",
         "_label",
-        "_lost",
         "_reduced",
         "accumulation",
         "groups",
@@ -52,7 +51,6 @@ class UnitGradients:
         self._label = ""
         self.rounds = 0
         self._reduced = False  # in this backward
-        self._lost = False  # in a backward that raised, and `drop` has yet to be called
         self.accumulation = Accumulation()
         self.waiting = WaitingHooks()
         self.watch = Watch(self._take_note)
@@ -162,20 +160,16 @@ class UnitGradients:
         self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self.unit)
 
     def lose(self) -> None:
-        """A backward raised. Scopes may be others when the next forward finds it, and on other ranks when they have."""
-        if not self._lost:
-            self._lost = True
-            accumulation = self.accumulation
-            if self.tags is not None and (accumulation.in_window or accumulation.now is not Pass.REDUCES):
-                self.tags.steps.end_window()  # other ranks may leave it in another of its steps
+        """A backward raised; the next forward drops what is here."""
+        if self.tags is not None:
+            self.accumulation.lose(self.tags.steps)
 
     def drop(self) -> None:
         """After an error: nothing in flight, no unreduced gradient."""
         self.lose()
-        self._lost = False
         self.phase = advance_gradients(self.phase, GradEvent.DROP, unit=self.unit)
         self.waiting = WaitingHooks()
-        self.accumulation.end_window(None)
+        self.accumulation.drop()
         self._end_round()
         for each in self.groups:
             each.forget_gradients()

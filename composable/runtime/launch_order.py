@@ -58,7 +58,7 @@ class Member(Protocol):
     def refuse_others(self) -> None:
         """Raise if what it launches is not what another rank launches, as far as that has said so."""
 
-    def stop(self) -> None:
+    def lose(self) -> None:
         """The backward raised: the next gradient belongs to another one."""
 
     def close(self) -> None:
@@ -67,8 +67,8 @@ class Member(Protocol):
     def deliver(self) -> None:
         """Hand over the gradients."""
 
-    def forget(self) -> None:
-        """A backward raised: drop what is held."""
+    def drop(self) -> None:
+        """After an error: give up what is in flight, and forget what is held."""
 
 
 _LAUNCH_COMPLETE: Final = methodcaller("launch_complete")
@@ -173,8 +173,7 @@ class LaunchOrder:
         if self.backward is None:
             return
         for member in self.members:
-            member.buckets.drop()
-            member.forget()
+            member.drop()
         self.close()
 
 
@@ -277,7 +276,7 @@ class OrderedBackward:
         self.end = gone
         order = self._order
         for member in order.members:
-            member.stop()
+            member.lose()
         order.communicator.leave(order.communicator.sums, "its backward did not finish")
 
 

@@ -80,18 +80,19 @@ class LocalGradients:
         return [(p, name) for i, (p, name) in enumerate(zip(self._members, self._names, strict=True)) if self.has(i)]
 
     def end_window(self) -> None:
-        """They have been summed over the ranks, or were dropped."""
+        """They have been summed over the ranks."""
         self.accumulation.end_window(self._communicator.sums.steps)
         self._trained, self._held = {}, {}
 
-    def forget(self, arrived: Iterable[int]) -> None:
+    def drop(self, arrived: Iterable[int]) -> None:
         """A step was lost: what it added to may be there by halves. Done twice is done once."""
         log_dropped(self.accumulation.passes, unit=f"replicate(unit '{self._unit}'): ")
-        self._communicator.sums.steps.end_window()
+        self.accumulation.lose(self._communicator.sums.steps)
         self.take_up()
         for i in arrived:
             self._members[i].grad = None
         for parameter in self._members:
             if id(parameter) in self._held:
                 parameter.grad = None
-        self.end_window()
+        self._trained, self._held = {}, {}
+        self.accumulation.drop()  # last: after an interrupt it is done again

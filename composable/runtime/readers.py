@@ -106,4 +106,4 @@ class Readers:
         self.finish_backward()
         self.leave_call()
         for unit in self._units:
-            unit.averaging.reducer.forget()
+            unit.averaging.reducer.drop()

@@ -182,12 +182,14 @@ class Reducer:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """After an error: nothing is held. A backward that raised may have added to it by halves."""
+    def drop(self) -> None:
+        """After an error: nothing is in flight, and nothing is held. A backward that raised may have added to it by halves."""
+        self.buckets.drop()
         if self.local.accumulation.in_window:
-            self.local.forget(self._arrived())
+            self.local.drop(self._arrived())
 
-    def stop(self) -> None:
+    def lose(self) -> None:
+        """The backward raised; the next one, or the next forward, drops what it left."""
         self.agreement.lose_backward()
         for bucket in self.buckets.each:
             bucket.tally.enter(IDLE)
