@@ -97,9 +97,9 @@ gradients are still to come. Call it when backward() has returned; or leave it o
 outside of no_sync
 sharded, inside backward: PhaseError: reduce_gradients was called inside a backward, where gradients are still
 to come. Call it when backward() has returned; or leave it out, and run the last backward outside of no_sync
-replicated, step: PhaseError: replicate(unit '(root)'): parameter '0.weight': its gradient is this rank's alone:
-it was made under no_sync, and no backward since has averaged it over the ranks. Run the last backward before
-a step outside of no_sync, or call reduce_gradients(model), on all ranks
+replicated, step: PhaseError: replicate(unit '(root)'): parameter '0.weight': its gradient is this rank's
+alone: it was made under no_sync, and no backward since has averaged it over the ranks. Run the last backward
+before a step outside of no_sync, or call reduce_gradients(model), on all ranks
 replicated, clip: ClippingError: clip_grad_norm_: the gradient of parameter '0.weight' of unit '(root)' is
 this rank's alone: it was made under no_sync, and no backward since has averaged it over the ranks. Run the
 last backward before clipping outside of no_sync, or call reduce_gradients(model), on all ranks
