@@ -123,7 +123,7 @@ def _shared() -> Communicator:
 
 def _gather_parts(parts: list[GatherPart]) -> Move:
     communicator = _shared()
-    plan, tags = communicator.prepare(parts), communicator.open_tags()
+    plan, tags = communicator.prepare(parts), communicator.tags.open()
     return lambda: communicator.all_gather(plan, label="all-gather", tags=tags).wait
 
 
@@ -135,7 +135,7 @@ def gather_shared(shard: Tensor, whole: Tensor) -> Move:
 def reduce_shared(source: Tensor, out: Tensor) -> Move:
     """Every rank copies what the others own into memory that they see; they add it up from there, in the order of ranks."""
     communicator, pool = _shared(), MemoryPool()
-    tags, part = communicator.open_tags(), ReducePart(source, out.numel(), out)
+    tags, part = communicator.tags.open(), ReducePart(source, out.numel(), out)
     return lambda: communicator.reduce_scatter([part], scratch=pool, label="reduction", tags=tags).wait
 
 

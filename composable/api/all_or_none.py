@@ -47,7 +47,7 @@ def _who_failed(failure: str, communicators: Sequence[Communicator], label: str)
     """What every rank failed with, or nothing. Those who did have opened fewer tag sequences than the others."""
     texts = everybody_says(failure, communicators[0], label, _ROOM_FOR_ERRORS)
     for communicator in communicators:
-        communicator.open_tags_up_to(communicator.min_max([communicator.tags_opened], label=label)[1][0])
+        communicator.tags.open_up_to(communicator.min_max([communicator.tags.opened], label=label)[1][0])
     return texts
 
 

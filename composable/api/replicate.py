@@ -143,7 +143,7 @@ def replicate(
         mesh_info = _shared_ground(modules, over(communicator)) or over(communicator_of(spread.group, at, dedicated=True))
         backwards = backwards_of(spread.group)  # of which a rank may have run one more, in a model that failed
         backwards.catch_up(communicator.min_max([backwards.number], label="exchange of how many backwards there were")[1][0])
-        mesh_info.all.count_by(backwards)
+        mesh_info.all.tags.count_by(backwards)
     places = [place for _, place, _ in buffers]
     with all_or_none("replicate", communicator):
         _attach(modules, parameters, places, mesh_info, max(1, int(bucket_cap_mb * (1 << 20))))

@@ -60,7 +60,7 @@ def known_to_others(before: BucketOrder, communicator: Communicator, step: int, 
         count: of the parameters.
         place: of the unit among those that use the communicator.
     """
-    said = communicator.published(place)
+    said = communicator.store.published(place)
     if not said:
         return None
     since, numbers, order, strides = json.loads(said)
@@ -105,7 +105,7 @@ def agree_on_bucket_order(
     others = [i for i in before.order if i not in order]
     result = _agreement((*order, *others), {**before.strides, **agreed})
     text = _text_of(result.order, result.strides)
-    communicator.publish(f"[{communicator.sums.steps.number}, {count}, {text[1:]}", place)
+    communicator.store.publish(f"[{communicator.sums.steps.number}, {count}, {text[1:]}", place)
     return result
 
 

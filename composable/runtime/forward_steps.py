@@ -44,13 +44,13 @@ class ForwardSteps:
         """
         self.opened_here = opened_here
         for averaging in (self._averaging, *self._inside):
-            averaging.communicator.count_by(steps)
+            averaging.communicator.tags.count_by(steps)
 
     def open(self) -> None:
         """A forward begins, and with it a step."""
         communicator = self._averaging.communicator
         communicator.sums.steps.open()
-        communicator.sums.steps.look_ahead([communicator])
+        communicator.sums.steps.look_ahead([communicator.presence])
 
     def count(self) -> Forward:
         """A forward has ended that backward is to go through."""
@@ -68,7 +68,7 @@ class ForwardSteps:
             return
         error = sys.exception()
         why = f"raised {type(error).__name__}: {first_line(error)}" if isinstance(error, Exception) else "was interrupted"
-        communicator.leave(sums, f"unit '{self._averaging.name}' {why}")
+        communicator.presence.leave(sums, f"unit '{self._averaging.name}' {why}")
         for averaging in (self._averaging, *self._inside):
             averaging.reducer.drop()
 

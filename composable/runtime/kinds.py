@@ -59,7 +59,7 @@ class Kinds:
             place: of the unit among those that use the communicator.
         """
         if not self._told:
-            communicator.publish(json.dumps(self._rows), place, of_rank=True)
+            communicator.store.publish(json.dumps(self._rows), place, of_rank=True)
             self._told = True
 
     def refuse_others(self, communicator: Communicator, place: int, unit: str) -> None:
@@ -67,7 +67,7 @@ class Kinds:
         for rank in range(communicator.size):
             if rank == communicator.rank:
                 continue
-            said = communicator.published(place, rank)
+            said = communicator.store.published(place, rank)
             theirs = json.loads(said) if said else self._first
             if theirs != self._rows:
                 _refuse(unit, {communicator.rank: self._rows, rank: theirs})

@@ -136,7 +136,7 @@ class LaunchOrder:
     def _open(self, end: BackwardEnd, only: Container[Accumulation] | None = None) -> None:
         steps, backward = self.communicator.sums.steps, OrderedBackward(self, ref(end))
         if end.join(backward, steps, backward.launch_again):
-            steps.look_ahead([self.communicator])
+            steps.look_ahead([self.communicator.presence])
         self.backward = backward  # before anything changes: whoever finds it open, and no backward, cleans up
         self.line.append(ref(backward))
         for member in self.members:
@@ -277,7 +277,7 @@ class OrderedBackward:
         order = self._order
         for member in order.members:
             member.lose()
-        order.communicator.leave(order.communicator.sums, "its backward did not finish")
+        order.communicator.presence.leave(order.communicator.sums, "its backward did not finish")
 
 
 class Unit(Protocol):

@@ -35,7 +35,7 @@ class RootForward:
     """
 
     __slots__ = (
-        "_abort", "_backward", "_communicators", "_doubtful", "_handles", "_index", "_nesting", "_preparation", "_readers",
+        "_abort", "_backward", "_doubtful", "_handles", "_index", "_nesting", "_preparation", "_presences", "_readers",
         "_steps", "_sums", "_verified", "call", "handled", "order"
     )  # fmt: skip
 
@@ -54,7 +54,7 @@ class RootForward:
         self._index = {handle: index for index, handle in enumerate(handles)}
         self._nesting = nesting
         self._steps = steps
-        self._communicators = [each for handle in handles for each in handle.mesh_info.communicators]
+        self._presences = [each.presence for handle in handles for each in handle.mesh_info.communicators]
         self._preparation = preparation
         self._readers = readers
         self._sums = sums
@@ -89,7 +89,7 @@ class RootForward:
     def _begin(self) -> None:
         self._sums.claim()
         self._steps.open(going_on=self._backward.iteration is not None)
-        self._steps.look_ahead(self._communicators)
+        self._steps.look_ahead(self._presences)
         doubtful, self._doubtful = self._doubtful, ()
         refuse_doubtful(doubtful, self._handles)
         self._preparation.prepare()  # this may raise

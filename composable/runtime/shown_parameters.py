@@ -100,7 +100,7 @@ class ShownParameters:
             self._doubtful = False
             parameters, communicator = self._averaging.parameters, self._averaging.communicator
             held = zip(parameters.names, map(parameters.at_rest, parameters.registered), strict=False)
-            refuse_gradients_left(self._averaging.name, held, partial(communicator.leave, communicator.sums))
+            refuse_gradients_left(self._averaging.name, held, partial(communicator.presence.leave, communicator.sums))
         alone, self.around[reader] = not self.around, None
         if self._mixed is not None:
             self._mixed.show(reader)

@@ -40,7 +40,7 @@ class UnitTags:
 
     def _open(self, communicator: Communicator) -> TagSequence:
         """For messages of one kind: a rank that is one collective ahead must not take a gather for a reduction."""
-        tags = communicator.open_tags()
+        tags = communicator.tags.open()
         self._opened.append((communicator, tags))
         return tags
 
@@ -66,4 +66,4 @@ class UnitTags:
     def say_farewell(self, why: str) -> None:
         """Tell the other ranks that this one has left the step."""
         for communicator, tags in self._opened:
-            communicator.leave(tags, why)
+            communicator.presence.leave(tags, why)

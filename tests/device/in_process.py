@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from composable.device.collectives import Capabilities, GatherPart, ReducePart, TagSequence
+from composable.device.collectives import Capabilities, GatherPart, ReducePart
 
 
 class Seat:
@@ -16,9 +16,6 @@ class Seat:
         self.rank = rank
         self.size = size
         self.capabilities = Capabilities(even_only=even_only)
-
-    def open_tags(self) -> TagSequence:
-        return TagSequence(0)
 
     def prepare(self, parts: Sequence[GatherPart]) -> list[GatherPart]:
         return list(parts)

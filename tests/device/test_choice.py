@@ -46,7 +46,7 @@ def test_without_a_group_a_communicator_talks_to_nobody() -> None:
     assert tensor.tolist() == [1.0, 1.0]
     assert communicator.all_gather_ints([4, 5], label="") == [[4, 5]]
     assert communicator.min_max([4, 5], label="") == ([4, 5], [4, 5])
-    assert communicator.open_tags().next_tag() >= 0
+    assert communicator.tags.open().next_tag() >= 0
 
 
 @pytest.mark.host

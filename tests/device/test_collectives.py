@@ -76,7 +76,7 @@ def _gather_by_torch(shard: Tensor, size: int) -> Tensor:
 def _gather(kind: str) -> None:
     communicator = _communicator(kind)
     size, rank = communicator.size, communicator.rank
-    tags = communicator.open_tags()
+    tags = communicator.tags.open()
     for dtype in DTYPES:
         # A full last chunk, one that is partly padding, and ranks that have nothing at all.
         sizes = [(4, 4 * size), (3, 3 * size - 2), (5, 6), (1, 1), (2, 0)]
@@ -98,7 +98,7 @@ def _gather(kind: str) -> None:
 def _reduce(kind: str, early: bool = False) -> None:
     communicator = _communicator(kind)
     size, rank = communicator.size, communicator.rank
-    tags, scratch = communicator.open_tags(), MemoryPool()
+    tags, scratch = communicator.tags.open(), MemoryPool()
     for dtype in DTYPES:
         parts = []
         for index, (chunk, numel) in enumerate([(4, 4 * size), (3, 3 * size - 2), (2, 3)]):
@@ -176,7 +176,7 @@ def _mean(kind: str) -> int:
             dist.all_reduce(total)
             out = torch.full((5,), float("nan"))
             part = ReducePart(source, 5, out, factor / communicator.size)
-            communicator.reduce_scatter([part], scratch=MemoryPool(), label="", tags=communicator.open_tags()).wait()
+            communicator.reduce_scatter([part], scratch=MemoryPool(), label="", tags=communicator.tags.open()).wait()
             assert torch.equal(out, total[5 * communicator.rank :][:5] * factor / communicator.size)
     return scaling.call_count
 
@@ -192,7 +192,7 @@ def test_a_backend_that_averages_is_asked_for_means_and_for_nothing_else(pool: P
 def _in_flight(kind: str) -> None:
     communicator = _communicator(kind)
     size, rank = communicator.size, communicator.rank
-    tags = [communicator.open_tags() for _ in range(3)]
+    tags = [communicator.tags.open() for _ in range(3)]
     shards = [_numbers(4, 10 * unit + rank) for unit in range(3)]
     wholes = [torch.zeros(4 * size) for _ in shards]
     plans = [communicator.prepare([GatherPart(s, w, 4 * size)]) for s, w in zip(shards, wholes, strict=True)]
@@ -222,7 +222,7 @@ def test_pairs_of_units_that_ranks_launch_in_different_orders_are_not_mixed_up()
     """Tags name the unit and the step; so what arrives early waits for its own receiver."""
     communicator = _communicator("pairs")
     size, rank = communicator.size, communicator.rank
-    tags = [communicator.open_tags() for _ in range(2)]
+    tags = [communicator.tags.open() for _ in range(2)]
     wholes = [torch.zeros(2 * size) for _ in range(2)]
     plans = [
         communicator.prepare([GatherPart(torch.tensor([10.0 * unit + rank] * 2), wholes[unit], 2 * size)]) for unit in range(2)
@@ -242,7 +242,7 @@ def test_pairs_are_added_in_the_order_of_ranks_so_that_every_run_rounds_alike() 
     values = torch.randn(3, 300, generator=generator) * torch.tensor([[1.0], [1e4], [1e-4]])
     out = torch.empty(100)
     part = ReducePart(values[communicator.rank].clone(), 100, out)
-    communicator.reduce_scatter([part], scratch=MemoryPool(), label="", tags=communicator.open_tags()).wait()
+    communicator.reduce_scatter([part], scratch=MemoryPool(), label="", tags=communicator.tags.open()).wait()
     mine = values[:, 100 * communicator.rank : 100 * communicator.rank + 100]
     assert torch.equal(out, (mine[0] + mine[1]) + mine[2])
 
@@ -250,7 +250,7 @@ def test_pairs_are_added_in_the_order_of_ranks_so_that_every_run_rounds_alike() 
 @spmd(ranks=3)
 def test_a_reduction_gives_back_the_scratch_that_it_borrowed_and_leaves_its_source() -> None:
     communicator, scratch = _communicator("pairs"), MemoryPool()
-    tags = communicator.open_tags()
+    tags = communicator.tags.open()
     idle = []
     for _ in range(3):
         source = _numbers(6, communicator.rank)
@@ -270,7 +270,7 @@ def test_waiting_twice_is_as_good_as_waiting_once() -> None:
         communicator = _communicator(kind)
         out = torch.zeros(2)
         part = ReducePart(torch.ones(4), 2, out)
-        work = communicator.reduce_scatter([part], scratch=MemoryPool(), label="", tags=communicator.open_tags())
+        work = communicator.reduce_scatter([part], scratch=MemoryPool(), label="", tags=communicator.tags.open())
         work.wait()
         work.wait()
         assert out.tolist() == [2.0, 2.0]
@@ -316,7 +316,7 @@ def test_tags_do_not_repeat_but_their_lowest_bits_may() -> None:
 def test_channels_of_a_group_are_numbered_alike_on_every_rank() -> None:
     group = dist.new_group([0, 1])
     communicators = [PointToPointCommunicator(group, CPU), PointToPointCommunicator(group, CPU)]
-    tags = [communicators[i % 2].open_tags().next_tag() for i in range(4)]
+    tags = [communicators[i % 2].tags.open().next_tag() for i in range(4)]
     assert len(dict.fromkeys(tags)) == 4, "also when two communicators serve one group"
     assert communicators[0].all_gather_ints(tags, label="") == [tags, tags]
 
@@ -328,12 +328,12 @@ _LABEL = "all-gather of unit 'layers.3'"
 
 def _gather_alone(communicator: Communicator) -> None:
     plan = communicator.prepare([GatherPart(torch.ones(2), torch.empty(2 * communicator.size), 2 * communicator.size)])
-    communicator.all_gather(plan, label=_LABEL, tags=communicator.open_tags()).wait()
+    communicator.all_gather(plan, label=_LABEL, tags=communicator.tags.open()).wait()
 
 
 def _reduce_alone(communicator: Communicator) -> None:
     part = ReducePart(torch.ones(2 * communicator.size), 2, torch.empty(2))
-    communicator.reduce_scatter([part], scratch=MemoryPool(), label=_LABEL, tags=communicator.open_tags()).wait()
+    communicator.reduce_scatter([part], scratch=MemoryPool(), label=_LABEL, tags=communicator.tags.open()).wait()
 
 
 def _all_reduce_alone(communicator: Communicator) -> None:

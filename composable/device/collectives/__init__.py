@@ -18,8 +18,6 @@ from composable.device.collectives.communicator import (
     ReducePart,
     ScaledInput,
     Scratch,
-    Steps,
-    TagSequence,
     Work,
 )
 from composable.device.collectives.generic import GenericCommunicator
@@ -34,6 +32,7 @@ from composable.device.collectives.process_groups import (
     world_group,
 )
 from composable.device.collectives.scalars import reduce_numbers
+from composable.device.collectives.tags import Steps, TagSequence
 
 __all__ = [
     "PAIRS_UP_TO",

@@ -18,13 +18,13 @@ from composable.device.collectives.communicator import (
     ReducePart,
     ScaledInput,
     Scratch,
-    TagSequence,
     Work,
     failed,
     put_scaled_input,
     scale_sums,
 )
 from composable.device.collectives.generic import DIRECT_BYTES
+from composable.device.collectives.tags import TagSequence
 from composable.device.private import coalesced
 from composable.device.streams import Mark, Streams
 

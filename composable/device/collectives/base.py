@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.communicator import Capabilities, ReducePart, Steps, TagSequence, failed
+from composable.device.collectives.communicator import Capabilities, ReducePart, failed
 from composable.device.collectives.process_groups import backend_of
+from composable.device.collectives.tags import NoPresence, Presence, Steps, TagSequence
 from composable.device.private import read_from_store, write_to_store
 
 # torch 2.13 renamed these two; both names mean the same collective.
@@ -21,8 +22,8 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 _AVERAGING: Final = ("nccl", "fake")  # backends that divide sums by the number of ranks at no price, if asked to
 
 
-class _GroupTags:
-    """The tag sequences of a group."""
+class _Opened:
+    """The tag sequences that this rank has opened in a group."""
 
     def __init__(self) -> None:
         self.opened = 0
@@ -30,7 +31,7 @@ class _GroupTags:
         self.by_number: WeakValueDictionary[int, TagSequence] = WeakValueDictionary()
 
 
-_TAGS: WeakKeyDictionary[dist.ProcessGroup, _GroupTags] = WeakKeyDictionary()
+_TAGS: WeakKeyDictionary[dist.ProcessGroup, _Opened] = WeakKeyDictionary()
 
 
 def tags_of(group: dist.ProcessGroup, tag: int) -> TagSequence | None:
@@ -41,7 +42,59 @@ def tags_of(group: dist.ProcessGroup, tag: int) -> TagSequence | None:
 
 def backwards_of(group: dist.ProcessGroup) -> Steps:
     """What counts the backwards of all that sums over `group`, or over its like."""
-    return _TAGS.setdefault(group, _GroupTags()).backwards
+    return _TAGS.setdefault(group, _Opened()).backwards
+
+
+class GroupTags:
+    """The tag sequences of a group, and those of one communicator that count by the same steps.
+
+    Attributes:
+        counted: of sums, and of checks that belong to them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._known = _TAGS.setdefault(group, _Opened())
+        self.counted: list[TagSequence] = []
+
+    def open(self) -> TagSequence:
+        known = self._known
+        tags = TagSequence(known.opened)
+        known.opened += 1
+        known.by_number[tags.number] = tags
+        return tags
+
+    @property
+    def opened(self) -> int:
+        return self._known.opened
+
+    def open_up_to(self, count: int) -> None:
+        self._known.opened = count
+
+    def count_by(self, steps: Steps) -> None:
+        for tags in self.counted:
+            tags.steps = steps
+
+
+class GroupStore:
+    """What the ranks of a group found each other through, which keeps texts, too.
+
+    Args:
+        number: of the communicator in its group.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, rank: int, number: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._number = number
+
+    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
+        write_to_store(self._group, self._key(place, self._rank if of_rank else None), text)
+
+    def published(self, place: int, rank: int | None = None) -> str:
+        return read_from_store(self._group, self._key(place, rank))
+
+    def _key(self, place: int, rank: int | None) -> str:
+        return f"composable/{self._number}/{place}/{'all' if rank is None else rank}"
 
 
 class GroupCommunicator:
@@ -57,39 +110,11 @@ class GroupCommunicator:
         self.size = dist.get_world_size(group)
         self._averaging = backend_of(group, device) in _AVERAGING
         self._share = 1.0 / self.size
-        self.sums = self.open_tags()
-
-    def count_by(self, steps: Steps) -> None:
-        self.sums.steps = steps
-
-    def open_tags(self) -> TagSequence:
-        known = _TAGS.setdefault(self.group, _GroupTags())
-        tags = TagSequence(known.opened)
-        known.opened += 1
-        known.by_number[tags.number] = tags
-        return tags
-
-    @property
-    def tags_opened(self) -> int:
-        return _TAGS.setdefault(self.group, _GroupTags()).opened
-
-    def open_tags_up_to(self, count: int) -> None:
-        _TAGS.setdefault(self.group, _GroupTags()).opened = count
-
-    def leave(self, tags: TagSequence, why: str) -> None:
-        """Backends carry no messages of ours: who waits for this rank waits until its group's timeout."""
-
-    def latest_step(self, steps: Steps) -> int:
-        return steps.number
-
-    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
-        write_to_store(self.group, self._key(place, self.rank if of_rank else None), text)
-
-    def published(self, place: int, rank: int | None = None) -> str:
-        return read_from_store(self.group, self._key(place, rank))
-
-    def _key(self, place: int, rank: int | None) -> str:
-        return f"composable/{self.sums.number}/{place}/{'all' if rank is None else rank}"
+        self.tags = GroupTags(group)
+        self.sums = self.tags.open()
+        self.tags.counted.append(self.sums)
+        self.presence: Presence = NoPresence()
+        self.store = GroupStore(group, self.rank, self.sums.number)
 
     def release(self) -> None:
         """Backends keep what they keep."""

@@ -9,6 +9,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
+from composable.device.collectives.tags import Presence, TagSequence, TagSequences
 from composable.errors import CommunicationError, first_line
 
 
@@ -81,148 +82,6 @@ class PollableWork(Work, Protocol):
         """Do this rank's part as far as no other rank has to be waited for; whether `wait` would return at once."""
 
 
-class Steps:
-    """What tag sequences count their messages by: those of one step never meet those of another.
-
-    Whoever owns it opens a step at points that every rank comes to, wherever it left the step before.
-
-    Where gradients are accumulated over several steps, ranks leave the window of these in different ones. So a window that has
-    ended, well or not, takes all of its numbers with it, used or not: all ranks begin the next one with the same.
-    """
-
-    WINDOW: Final = 65537  # steps in a window at most; odd: numbers that lie a window apart differ in their lowest bits, too
-
-    __slots__ = (
-        "__weakref__", "_window_ended", "behind", "by_backward", "met", "met_in", "mutual", "number", "oldest", "told"
-    )  # fmt: skip
-
-    def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
-        self.number = number
-        self.by_backward = by_backward  # each backward is one: ranks may run forwards for themselves
-        self.oldest = number  # that is not over on this rank
-        self.met = -1  # the last step in which messages of every other rank of a group came
-        self.met_in: dict[int, int] = {}  # the same for each group, by a number of its own
-        self.told = -1  # the last step in which another rank was found to have left one
-        self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
-        self.behind = False  # maybe: an interrupt came, and others have opened more steps since
-        self._window_ended = False
-
-    @property
-    def next_number(self) -> int:
-        """Of the step that is opened next."""
-        return (self.number // self.WINDOW + 1) * self.WINDOW if self._window_ended else self.number + 1
-
-    def end_window(self) -> None:
-        """This step is the last of several that belong together, or they were given up. Done twice is done once."""
-        self._window_ended = True
-
-    def open(self, *, going_on: bool = False) -> None:
-        """A new step begins. Nothing is said in the ones before from here on.
-
-        Args:
-            going_on: something of the one before is still to come: a backward, if only in this step.
-        """
-        self.number = self.next_number
-        self._window_ended = False
-        if not going_on:
-            self.oldest = self.number
-
-    def look_ahead(self, communicators: Sequence[Communicator]) -> None:
-        """After an interrupt: a step that has just been opened is the one that others are in, as far as they have said so."""
-        if self.behind and self.number == self.oldest:
-            self.number = self.oldest = max(communicator.latest_step(self) for communicator in communicators)
-
-    def may_go_on_to(self, step: int) -> bool:
-        """Whether others are in a later one, after an interrupt, and nothing has come about in this one."""
-        return self.behind and self.met < self.number == self.oldest and step > self.number
-
-    def catch_up(self, number: int) -> None:
-        """Another rank, or what was counted apart so far, has come to step `number`; all before are over."""
-        if number > self.number:
-            self.number = number
-            self._window_ended = False
-        self.oldest = self.number
-
-
-class TagSequence:
-    """Tags that keep one unit's messages of one kind apart from all others in the same group.
-
-    A tag holds the sequence, a step, a number that runs within it and the part of the message, so that messages of another
-    unit, of another kind or of another step can never be taken for the expected ones: ranks that diverge wait (and time out by
-    name, or are told). Gathers and reductions are of different kinds, since a rank that left out a collective would otherwise
-    take the next one's bytes for it. Ranks that left a step at different places meet again in the next one.
-    The running number leaps with `decisions`, so that ranks which decide differently do not meet one message later either, and
-    with what was `agreed` before the step, so that those which do not know of it yet do not meet the others.
-    Tags do not repeat within 2^20 sequences and 2^31 messages a step. Backends whose tags are C ints get the
-    lowest 31 bits, which repeat after a thousand of either.
-    """
-
-    PARTS: Final = 1 << 10
-    LOWEST: Final = (1 << 31) - 1
-    BITS: Final = 62  # below the step
-    DIGESTS: Final = 1021
-    _FLAG: Final = 1 << 30  # apart from the small tags that users choose
-
-    _APART: Final = 1_000_003  # odd in the lowest bits, too: one decision more is many messages away
-    _STRIDE: Final = 101  # messages of one step and the next, where the lowest bits must tell them apart
-
-    __slots__ = ("__weakref__", "_apart", "_base", "_count", "_first", "_step", "agreed", "decisions", "number", "steps")
-
-    def __init__(self, number: int) -> None:
-        high, low = divmod(number, 1 << 10)
-        self.number = number % (1 << 20)
-        self.steps = Steps()
-        self.decisions = 0  # that ranks take by themselves and must take alike; if not, their messages do not meet
-        self.agreed = 0  # a number below `DIGESTS` for what the ranks have agreed on; it counts from the next step on
-        self._apart = 0
-        self._base = self._FLAG | low << 20 | (high % (1 << 10)) << 52
-        self._step = 0
-        self._count = 0
-        self._first = 0  # what had been decided at the first message of the step
-
-    def next_tag(self) -> int:
-        step = self.steps.number
-        if step != self._step:
-            self._step = step
-            self._count = 0
-            self._first = self.decisions
-            self._apart = self.agreed * self._APART + step * self._STRIDE
-        self._count += 1
-        count = self._count + self.decisions * self._APART + self._apart
-        return self._base | (count >> 10 & (1 << 21) - 1) << 31 | (count & (1 << 10) - 1) << 10 | step << self.BITS
-
-    def mark(self) -> tuple[int, int]:
-        """Where the next message stands."""
-        return self._step, self._count
-
-    def go_back_to(self, mark: tuple[int, int]) -> None:
-        """The next message has the tag that it had then: whoever has it already has it twice, and asks for it once."""
-        step, count = mark
-        self._count = count if step == self._step else 0
-
-    def has_come_to(self, tag: int) -> bool:
-        """Whether this rank has sent the message with this tag of the sequence, or one that comes after it."""
-        step = self.step_in(tag)
-        if step != self._step:
-            return step < self._step
-        count = tag >> 10 & (1 << 10) - 1 | (tag >> 31 & (1 << 21) - 1) << 10
-        first, last = (known * self._APART + self._apart for known in (self._first, self.decisions))
-        # Who decided otherwise before the step sends messages that this rank never comes to.
-        return first & self.LOWEST < count <= self._count + last & self.LOWEST
-
-    def farewell(self) -> int:
-        """A tag that no message has: of the step after this one, before which this rank says nothing any more."""
-        return self._base | (self.steps.number + 1) << self.BITS
-
-    @staticmethod
-    def number_in(tag: int) -> int:
-        return tag >> 20 & (1 << 10) - 1 | (tag >> 52 & (1 << 10) - 1) << 10
-
-    @staticmethod
-    def step_in(tag: int) -> int:
-        return tag >> TagSequence.BITS
-
-
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What communicators differ in. Callers ask for these, and never for the class of a communicator.
@@ -244,6 +103,21 @@ class Capabilities:
     saves_memory: bool = False
 
 
+class Store(Protocol):
+    """Texts that ranks leave for each other, which each looks up when it likes."""
+
+    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
+        """Leave `text`, in place of the last one, where all ranks can look it up.
+
+        Args:
+            place: of whoever leaves it among all who use the communicator.
+            of_rank: it is this rank's own; otherwise all leave the same.
+        """
+
+    def published(self, place: int, rank: int | None = None) -> str:
+        """What was left last, of all or as a rank's own; nothing where nothing was, or nothing can be."""
+
+
 class Communicator(Protocol):
     """What handles ask of a process group. Tests pass slow, recording or failing ones in its place."""
 
@@ -260,35 +134,14 @@ class Communicator(Protocol):
     def sums(self) -> TagSequence:
         """The tags of `all_reduce`."""
 
-    def count_by(self, steps: Steps) -> None:
-        """Sums, and checks of those who sum, belong to `steps` from now on."""
-
-    def open_tags(self) -> TagSequence:
-        """Tags for one unit's messages of one kind; all ranks open their sequences in one order."""
+    @property
+    def tags(self) -> TagSequences: ...
 
     @property
-    def tags_opened(self) -> int:
-        """How many this rank has opened in the group."""
+    def presence(self) -> Presence: ...
 
-    def open_tags_up_to(self, count: int) -> None:
-        """As if this rank had opened so many: a rank that failed has opened less than the others."""
-
-    def leave(self, tags: TagSequence, why: str) -> None:
-        """Tell the others, if the communicator `tells_of_leaving`, that this rank sends nothing more in the tags' step."""
-
-    def latest_step(self, steps: Steps) -> int:
-        """The last step in which others have said something so far, where the communicator `tells_of_leaving`."""
-
-    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
-        """Leave `text`, in place of the last one, where all ranks can look it up, each when it likes.
-
-        Args:
-            place: of whoever leaves it among all who use the communicator.
-            of_rank: it is this rank's own; otherwise all leave the same.
-        """
-
-    def published(self, place: int, rank: int | None = None) -> str:
-        """What was left last, of all or as a rank's own; nothing where nothing was, or nothing can be."""
+    @property
+    def store(self) -> Store: ...
 
     def release(self) -> None:
         """Return memory that is kept for messages to come. Not a collective; what is in flight is not affected."""

@@ -20,12 +20,12 @@ from composable.device.collectives.communicator import (
     ReducePart,
     ScaledInput,
     Scratch,
-    TagSequence,
     Work,
     failed,
     put_scaled_input,
     scale_sums,
 )
+from composable.device.collectives.tags import TagSequence
 from composable.device.private import as_real, launchers
 
 DIRECT_BYTES: Final = 1 << 20  # bytes in a shard from which its own message pays

@@ -15,12 +15,39 @@ from composable.device.collectives.communicator import (
     ReducePart,
     ScaledInput,
     Scratch,
-    Steps,
-    TagSequence,
     Work,
     put_scaled_input,
     scale_sums,
 )
+from composable.device.collectives.tags import NoPresence, Steps, TagSequence
+
+
+class _Tags:
+    """Messages that nobody gets need no numbers of their own."""
+
+    opened = 0
+
+    def __init__(self, sums: TagSequence) -> None:
+        self._sums = sums
+
+    def open(self) -> TagSequence:
+        return TagSequence(0)
+
+    def open_up_to(self, count: int) -> None:
+        return None
+
+    def count_by(self, steps: Steps) -> None:
+        self._sums.steps = steps
+
+
+class _Store:
+    """Nobody looks anything up."""
+
+    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
+        return None
+
+    def published(self, place: int, rank: int | None = None) -> str:
+        return ""
 
 
 class LocalCommunicator:
@@ -29,31 +56,12 @@ class LocalCommunicator:
     rank = 0
     size = 1
     capabilities = Capabilities()
-    tags_opened = 0
 
     def __init__(self) -> None:
-        self.sums = self.open_tags()
-
-    def open_tags_up_to(self, count: int) -> None:
-        return None
-
-    def count_by(self, steps: Steps) -> None:
-        self.sums.steps = steps
-
-    def open_tags(self) -> TagSequence:
-        return TagSequence(0)
-
-    def leave(self, tags: TagSequence, why: str) -> None:
-        return None
-
-    def latest_step(self, steps: Steps) -> int:
-        return steps.number
-
-    def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
-        return None
-
-    def published(self, place: int, rank: int | None = None) -> str:
-        return ""
+        self.sums = TagSequence(0)
+        self.tags = _Tags(self.sums)
+        self.presence = NoPresence()
+        self.store = _Store()
 
     def release(self) -> None:
         return None

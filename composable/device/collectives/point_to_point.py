@@ -23,12 +23,12 @@ from composable.device.collectives.communicator import (
     ReducePart,
     ScaledInput,
     Scratch,
-    TagSequence,
     Work,
     failed,
     put_scaled_input,
     scale_sums,
 )
+from composable.device.collectives.tags import TagSequence
 
 DIRECT_BYTES: Final = 512 << 10  # bytes in a shard from which its own message pays
 

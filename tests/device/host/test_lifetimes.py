@@ -59,7 +59,7 @@ def _gather(group: dist.ProcessGroup) -> tuple[Any, Tensor]:
     assert communicator is not None
     whole = torch.empty(100 * communicator.size)
     plan = communicator.prepare([GatherPart(torch.full((100,), float(communicator.rank)), whole, whole.numel())])
-    return communicator.all_gather(plan, label="gather", tags=communicator.open_tags()), whole
+    return communicator.all_gather(plan, label="gather", tags=communicator.tags.open()), whole
 
 
 # --- what failed ------------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ def test_a_group_that_was_destroyed_gives_its_memory_back_though_a_model_still_h
         work.wait()
     dist.barrier()
     communicator.all_reduce(torch.ones(1), label="").wait()
-    arena = communicator.host_group._arena  # type: ignore[attr-defined]
+    arena = communicator.host_group.presence._arena  # type: ignore[attr-defined]
     held = os.fstat(arena.identity.descriptor).st_blocks * 512
     dist.destroy_process_group(group)
     assert os.fstat(arena.identity.descriptor).st_blocks * 512 <= held - 2 * 16_000_000, "the last message may be read still"

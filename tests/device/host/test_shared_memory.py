@@ -210,7 +210,7 @@ def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
     """Blocks are used again, grow, and serve gathers, reductions and all-reduces in turns."""
     communicator = host_communicator(world_group(), CPU)
     assert communicator is not None
-    size, rank, tags, scratch = communicator.size, communicator.rank, communicator.open_tags(), MemoryPool()
+    size, rank, tags, scratch = communicator.size, communicator.rank, communicator.tags.open(), MemoryPool()
     for step, numel in enumerate([10, 100_000, 7, 1_000_000, 3, 700_001, 1_000_000, 50]):
         shard = torch.full((numel,), float(rank + step))
         whole = torch.empty(size * numel)
@@ -233,7 +233,7 @@ def test_messages_of_changing_sizes_arrive_whole_for_many_rounds() -> None:
 def test_messages_arrive_whole_after_memory_was_given_back() -> None:
     group = dist.new_group()
     communicator = communicator_of(group, CPU)
-    tags, shard, whole = communicator.open_tags(), torch.empty(100_000), torch.empty(200_000)
+    tags, shard, whole = communicator.tags.open(), torch.empty(100_000), torch.empty(200_000)
     plan = communicator.prepare([GatherPart(shard, whole, 200_000)])
     for step in range(4):
         shard.fill_(step + 10.0 * communicator.rank)
@@ -249,7 +249,7 @@ def test_messages_arrive_whole_after_memory_was_given_back() -> None:
 def test_a_gather_may_be_used_in_inference_mode_first_and_outside_of_it_later() -> None:
     communicator = host_communicator(dist.new_group(), CPU)
     assert communicator is not None
-    tags, whole = communicator.open_tags(), torch.empty(200)
+    tags, whole = communicator.tags.open(), torch.empty(200)
     plan = communicator.prepare([GatherPart(torch.ones(100), whole, 200)])
     for mode in (True, False):
         with torch.inference_mode(mode):
@@ -298,7 +298,7 @@ def test_a_later_step_in_one_group_does_not_give_back_a_block_that_another_group
     if rank != 1:
         across = host_communicator(columns, CPU)
     steps = Steps(1)
-    tags = [None if c is None else c.open_tags() for c in (both, across)]
+    tags = [None if c is None else c.tags.open() for c in (both, across)]
     for each in tags:
         if each is not None:
             each.steps = steps
@@ -344,7 +344,7 @@ def _use_and_leave() -> None:
     group = dist.new_group()
     communicator = host_communicator(group, CPU)
     assert communicator is not None
-    tags = communicator.open_tags()
+    tags = communicator.tags.open()
     for _ in range(SPARE_BLOCKS + 3):
         whole = torch.empty(2 * 100)
         plan = communicator.prepare([GatherPart(torch.ones(100), whole, 200)])

@@ -28,8 +28,6 @@ from composable.device.collectives.communicator import (
     ReducePart,
     ScaledInput,
     Scratch,
-    Steps,
-    TagSequence,
     Work,
     failed,
 )
@@ -38,6 +36,7 @@ from composable.device.collectives.host.gathers import GatherPlan, offsets, plan
 from composable.device.collectives.host.host_group import HostGroup
 from composable.device.collectives.host.pipes import Message
 from composable.device.collectives.host.shared_memory import Block
+from composable.device.collectives.tags import Steps, TagSequence
 from composable.plan.scaling import may_scale_inputs
 
 DIRECT_BYTES: Final = 32 << 10  # bytes in a shard from which copying it by itself pays; benchmarks/collectives.py
@@ -162,19 +161,11 @@ class HostCommunicator(GroupCommunicator):
         super().__init__(group, device)
         self.host_group = host_group
         self.dedicated = dedicated
-        self._broadcasts: TagSequence | None = self.open_tags() if dedicated else None
-        self._checks: TagSequence = self.open_tags() if dedicated else host_group.checks
-
-    def count_by(self, steps: Steps) -> None:
-        super().count_by(steps)
+        self.presence = host_group.presence
+        self._broadcasts: TagSequence | None = self.tags.open() if dedicated else None
+        self._checks: TagSequence = self.tags.open() if dedicated else host_group.checks
         if self._broadcasts is not None:
-            self._broadcasts.steps = self._checks.steps = steps
-
-    def leave(self, tags: TagSequence, why: str) -> None:
-        self.host_group.tell_leaving(tags, why)
-
-    def latest_step(self, steps: Steps) -> int:
-        return self.host_group.latest_step(steps)
+            self.tags.counted += [self._broadcasts, self._checks]
 
     def release(self) -> None:
         self.host_group.outbox.release()

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from composable.device.collectives.base import GroupCommunicator
-from composable.device.collectives.host.host_group import Connection, HostGroup
+from composable.device.collectives.host.host_group import HostGroup
 from composable.device.collectives.host.pipes import PipeReader, PipeWriter, Process
+from composable.device.collectives.host.presence import Connection
 from composable.device.collectives.host.shared_memory import UNKNOWN_HOST, Arena, Identity, Window
 
 T = TypeVar("T")
