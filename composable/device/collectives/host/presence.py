@@ -14,10 +14,14 @@ from composable.device.collectives.host.pipes import PipeReader, PipeWriter
 from composable.device.collectives.host.shared_memory import Arena, Window
 from composable.device.collectives.tags import Steps, TagSequence
 
-ACK: Final = 1  # added to a message's tag: what it told of has been read, or never will be
-_LEAVING: Final = 2  # added to a tag: where this rank says why it has left a step
-_TOLD: Final = 4  # added to that, if another rank had left the step before
-_MUTUAL: Final = 8  # added to that, if this rank and one that waits for it are both in the step
+
+class Mark:
+    """What is added to a tag, to say of a message what it is about."""
+
+    ACK: Final = 1  # what the message with the tag told of has been read, or never will be
+    LEAVING: Final = 2  # where this rank says why it has left a step
+    TOLD: Final = 4  # added to that, if another rank had left the step before
+    MUTUAL: Final = 8  # added to that, if this rank and one that waits for it are both in the step
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,8 @@ class HostPresence:
         if self._left.get(steps) == steps.number:
             return
         self._left[steps] = steps.number
-        tag = tags.farewell() + _LEAVING + (_TOLD if steps.told == steps.number else 0)
-        tag += _MUTUAL if steps.mutual == steps.number else 0
+        tag = tags.farewell() + Mark.LEAVING + (Mark.TOLD if steps.told == steps.number else 0)
+        tag += Mark.MUTUAL if steps.mutual == steps.number else 0
         with suppress(OSError, EOFError):  # who does not get it notices the end, or waits
             start, length = self._arena.write_note(self._notes, why.encode())  # who reads it, and when, is of no interest
             self._notes += 1
@@ -82,8 +86,8 @@ class HostPresence:
         latest = steps.number
         for connection in self._connections.values():
             tags = [tag for tag in connection.reader.pending() if self._steps_of(tag) is steps]
-            if any(TagSequence.step_in(tag) == steps.number and not tag & (ACK | _LEAVING) for tag in tags):
-                tags = [tag for tag in tags if tag & _LEAVING and not tag & _TOLD]
+            if any(TagSequence.step_in(tag) == steps.number and not tag & (Mark.ACK | Mark.LEAVING) for tag in tags):
+                tags = [tag for tag in tags if tag & Mark.LEAVING and not tag & Mark.TOLD]
             latest = max([latest, *map(TagSequence.step_in, tags)])
         return latest
 
@@ -96,7 +100,7 @@ class HostPresence:
         steps = self._steps_of(tag)
         if steps is not None:
             # In a later step it launches nothing of an earlier one any more, but it may have yet to read what it launched then.
-            last = steps.number if tag & ACK else TagSequence.step_in(tag)
+            last = steps.number if tag & Mark.ACK else TagSequence.step_in(tag)
             self._look_for_later(peer, steps, last, pending)
 
     def _steps_of(self, tag: int) -> Steps | None:
@@ -109,15 +113,15 @@ class HostPresence:
         gone_on = -1
         for other in pending:
             step = TagSequence.step_in(other)
-            if step <= steps.oldest or other & ACK or self._steps_of(other) is not steps:
+            if step <= steps.oldest or other & Mark.ACK or self._steps_of(other) is not steps:
                 continue
-            if other & _LEAVING:
+            if other & Mark.LEAVING:
                 message = self._connections[peer].reader.poll(other)
                 if message is not None:
                     steps.told = steps.number
                     why = self._connections[peer].window.read_note(*message).decode(errors="replace")
                     # Who was in this step together with this rank is not ahead of it, even if an interrupt came before.
-                    raise WentOn(f"rank {self._names[peer]} has left this step: {why}", None if other & _MUTUAL else step)
+                    raise WentOn(f"rank {self._names[peer]} has left this step: {why}", None if other & Mark.MUTUAL else step)
             gone_on = max(gone_on, step)
         if gone_on > last:
             steps.told = steps.number
