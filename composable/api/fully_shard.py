@@ -308,7 +308,7 @@ def _attach_unit(
         move_buffers(modules, mesh_info.device)
     for module in modules:
         on_undo(partial(detach, module, SHARD))
-        attach(module, SHARD, unit)
+        attach(module, SHARD, unit.bracket)
     for undo in refuse_wrapping(modules, "fully_shard", [owner for info in recipe.params for owner in info.owners]):
         on_undo(undo)
 

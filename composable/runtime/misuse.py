@@ -12,13 +12,14 @@ from typing import Final
 
 from torch import nn
 
+from composable.errors import ShardedParameterError
 from composable.runtime.handle import Handle
 
 _CALLING: Final = ("_call_impl", "_wrapped_call_impl", "__call__", "inner")  # how torch calls a module
 _MIXED: Final = "got mixed torch.Tensor and DTensor"  # what DTensor says when it meets a plain tensor
 
 
-def method_on_stack(modules: Sequence[nn.Module]) -> str:
+def _method_on_stack(modules: Sequence[nn.Module]) -> str:
     """The outermost method of one of `modules` that is running; empty when none is."""
     found = ""
     frame: FrameType | None = sys._getframe(1)
@@ -29,6 +30,23 @@ def method_on_stack(modules: Sequence[nn.Module]) -> str:
             found = code.co_name
         frame = frame.f_back
     return found
+
+
+def outside_of_a_call(handle: Handle, modules: Sequence[nn.Module], inside: nn.Module) -> ShardedParameterError:
+    """What to raise when `inside`, which has a parameter of the unit of `modules`, is called, and none of these is."""
+    infos = [param.info for param in handle.parameters.params]
+    name = next((info.fqn for info in infos if any(owner.module is inside for owner in info.owners)), "")
+    method = _method_on_stack(modules)
+    here = type(modules[0]).__name__
+    if method == "forward":
+        advice = "call model(x), not model.forward(x), or register_forward_method(model, 'forward')"
+    elif method:
+        advice = f"{here}.{method} is not a forward: call register_forward_method(module, '{method}') first"
+    else:
+        advice = f"call the annotated module ({here}) itself, or annotate '{name.rpartition('.')[0]}' as a unit"
+    return ShardedParameterError(
+        f"parameter '{name}' of unit '{handle.name}' is sharded and was used outside a forward call; {advice}"
+    )
 
 
 def _first_argument(frame: FrameType) -> object:

@@ -109,7 +109,7 @@ class Root:
         """A forward ended without a word. All of this may be interrupted, and done again."""
         self.steps.behind = True
         for unit in self.units:
-            unit.forget_calls()
+            unit.bracket.forget_calls()
         close_interrupted()
         self._readers.forget_calls()
         self.abort("its forward was interrupted")

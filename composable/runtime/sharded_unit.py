@@ -1,9 +1,7 @@
-"""What `fully_shard` leaves in the registry: a unit, and the bracket around its modules' forward. Decides no order."""
+"""What `fully_shard` leaves in the registry: how a unit is made, named, copied and removed. Decides no order."""
 
 from __future__ import annotations
 
-import copy
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,48 +13,31 @@ from torch.utils.hooks import RemovableHandle
 from composable.compilation import untraced
 from composable.device.memory import HOST_MEMORY
 from composable.device.parameter_swap import Owner, ShardedParam
-from composable.device.private import in_backward, next_node
-from composable.errors import ShardedParameterError
 from composable.model.hooks import Guard
 from composable.model.removed_hooks import refuse_removed_hooks
 from composable.model.transaction import is_rolling_back
-from composable.model.traversal import get_replicated_states, get_states, names_below
 from composable.runtime.accumulation import refuse_removal
-from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle, Recipe
-from composable.runtime.inputs import EdgeCasts, edge_casts, on_device
+from composable.runtime.inputs import EdgeCasts, edge_casts
 from composable.runtime.loading import StateDictHook
-from composable.runtime.membership import Membership
-from composable.runtime.mesh_info import refuse_other_replicas
-from composable.runtime.misuse import method_on_stack
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.originals import Originals
-from composable.runtime.recast import refuse_recast
 from composable.runtime.recurrent import WeightsInPlace
 from composable.runtime.removal import after_interrupt, remove_together
 from composable.runtime.root import Root
+from composable.runtime.sharded_bracket import ShardedBracket
 
 
 def _holding(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
     return [unit for unit in units if unit._handle is not None and unit._handle.parameters.groups]
 
 
-class _Call:
-    """One call of a unit's module: how it was entered, and the number of autograd's next node at that time."""
-
-    __slots__ = ("how", "since")
-
-    def __init__(self) -> None:
-        self.how = "entering"
-        self.since = next_node()
-
-
 class ShardedUnit:
-    """One fully sharded module, or several that were annotated as one. It is the state and the bracket in one object."""
+    """One fully sharded module, or several that were annotated as one."""
 
     __slots__ = (
-        "__weakref__", "_calls", "_edges", "_handle", "_left_to_run", "_loading", "enclosing", "former",
-        "guards", "in_place", "left_alone", "modules", "originals", "recipe", "root", "spare_name"
+        "__weakref__", "_handle", "_loading", "bracket", "edges", "enclosing", "former", "guards", "in_place", "left_alone",
+        "modules", "originals", "recipe", "root", "spare_name"
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -70,11 +51,10 @@ class ShardedUnit:
         self.spare_name = ""
         self.left_alone: list[Owner] = []  # places in its tree that are no unit's, and should not be
         self._handle: Handle | None = None
-        self._edges: EdgeCasts | None = None
+        self.edges: EdgeCasts | None = None
         self.originals = Originals()
         self._loading: list[RemovableHandle] = []
-        self._left_to_run: list[nn.Module] = []
-        self._calls: list[_Call] = []  # that are running
+        self.bracket = ShardedBracket(self)
 
     def initialize(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
         """Shard the parameters that `recipe` names."""
@@ -92,14 +72,14 @@ class ShardedUnit:
                 owners.setdefault(id(owner.module), owner.module)
         mine = [id(module) for module in modules]
         if handle.mesh_info.mesh is not None:
-            self.guards = [Guard(module, self._guard) for key, module in owners.items() if key not in mine]
+            self.guards = [Guard(module, self.bracket.called_inside) for key, module in owners.items() if key not in mine]
             hook = StateDictHook(self)
             self._loading = [owner.register_load_state_dict_pre_hook(hook) for owner in owners.values()]
         if handle.parameters.groups:
             self.in_place = [WeightsInPlace(module) for module in owners.values() if isinstance(module, nn.RNNBase)]
         swapped = [*(owners.values() if handle.parameters.groups else ()), *recipe.holders]
         for each in dict.fromkeys(swapped):
-            self._loading.append(each.register_state_dict_pre_hook(self._before_state_dict))
+            self._loading.append(each.register_state_dict_pre_hook(self.settle))
         handle.calls.guarded_by(self.guards)
 
     @property
@@ -107,7 +87,7 @@ class ShardedUnit:
         if self._handle is None:
             assert self.recipe is not None, "the unit is used before fully_shard has finished"
             self._handle = self.recipe.build(HOST_MEMORY)
-            self._edges = edge_casts(self.recipe.mp_policy)
+            self.edges = edge_casts(self.recipe.mp_policy)
             self._handle.rename(self.spare_name)
             self._handle.calls.guarded_by(self.guards)
         return self._handle
@@ -183,196 +163,24 @@ class ShardedUnit:
                     forget(parameter)
         self._handle = self.recipe = None  # last: what an interrupt ends is done again
 
-    # --- the bracket ------------------------------------------------------------------------------------------------
-
-    @property
     @untraced
-    def outermost(self) -> bool:
-        root = self.root
-        return root is not None and len(root.running) == 1
-
-    @untraced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        call = _Call()
-        self._calls.append(call)
-        handle = self.handle
-        if in_backward():
-            # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
-            call.how = "entering again"
-            handle.unshard_in_step()
-            handle.wait_for_unshard()
-            handle.calls.begin()
-            call.how = "recompute"
-            return (args, kwargs) if self._edges is None else self._edges.inputs(args, kwargs)
-        root = self._root_for_call(module)
-        call.how = "opening"  # from here on the root knows
-        root.forward.open(handle, module)
-        call.how = "forward"
-        if not self._left_to_run:
-            self._left_to_run = list(self.modules)
-        root.forward.enter(handle)
-        handle.calls.begin()
-        mesh = handle.mesh_info.mesh
-        if mesh is not None and mesh.device_type != "cpu" and len(root.running) == 1:
-            args, kwargs = on_device(args, kwargs, handle.parameters.device)
-        return (args, kwargs) if self._edges is None else self._edges.inputs(args, kwargs)
-
-    def leave(self, module: nn.Module, output: Any) -> Any:
-        call = self._calls.pop()
-        handle = self.handle
-        handle.calls.end()
-        root = self.root
-        assert root is not None
-        if self._edges is not None:
-            output = self._edges.output(output)
-        if call.how == "recompute":
-            refuse_recast(handle.parameters)
-            if torch.is_grad_enabled():
-                handle.outputs.watch(output, call.since, count=False)
-            return output
-        if module in self._left_to_run:
-            self._left_to_run.remove(module)
-        try:
-            refuse_recast(handle.parameters)
-            complete = not self._left_to_run and handle.calls.depth == 0
-            output = root.forward.leave(handle, output, call.since, complete=complete)
-        except BaseException:
-            self._left_to_run = []
-            root.on_error(handle)
-            raise
-        return output
-
-    def on_error(self, module: nn.Module) -> None:
-        call = self._calls.pop()
-        if call.how == "recompute":
-            self.handle.calls.end()  # checkpointing stops a recomputation by raising as soon as it has what it needs
-        elif call.how == "forward":
-            self.handle.calls.end()
-            self._left_to_run = []
-            assert self.root is not None
-            self.root.on_error(self.handle)
-
-    # --- the root ---------------------------------------------------------------------------------------------------
-
-    def _root_for_call(self, module: nn.Module) -> Root:
-        root = self.root
-        at_rest = root is None or not root.running
-        if root is not None and at_rest and root.membership.changed():
-            former, root = root, self._become_root(module)  # which may refuse what came
-            former.invalidate()
-        if root is None:
-            root = self._become_root(module)
-        forward = root.forward
-        if (
-            forward.call is not None
-            and (forward.call is module or sys.exception() is not forward.handled)
-            and forward.is_left(module)
-        ):
-            root.recover_from_interrupt()
-            at_rest = True
-        if at_rest:
-            root.check_hooks()
-            if self.enclosing is not None and (outer := self.enclosing()) is not None:
-                outer.check_hooks()
-        return root
-
-    def _become_root(self, module: nn.Module) -> Root:
-        """Plan this module and everything below it as one tree. A later forward of a module above plans anew."""
-        units: list[ShardedUnit] = get_states(module)
-        if self not in units:  # annotated in a list, and called through a member that does not hold the others
-            units = [self]
-        names = names_below(module)
-        for unit in units:
-            unit.handle.rename(names.get(id(unit.modules[0]), unit.handle.fqn))
-        membership = Membership(module, [unit for unit in units if unit.handle.mesh_info.mesh is not None])
-        membership.check()
-        refuse_other_replicas((unit.name, unit.handle.mesh_info) for unit in units)
-        for former in dict.fromkeys([unit.root or unit.former for unit in units]):
-            if former is not None and former.backward.iteration is not None and former.backward.iteration.lost_backward:
-                former.abort("its backward did not finish")
-        around = dict.fromkeys([module, *(each for unit in units for each in unit.modules)])
-        replicated = {id(state): state for each in around for state in get_replicated_states(each)}
-        root = Root(module, units, membership, list(replicated.values()))
-        for unit in reversed(units):  # this one last: until it has the root, a forward plans anew
-            unit.root, unit.former = root, None
-        return root
-
-    @untraced
-    def on_interrupt(self) -> None:
-        root = self.root
-        if root is not None:
-            unnoted = root.forward.call is None and any(call.how == "entering" for call in self._calls)
-            self.settle()
-            root.steps.behind = True
-            if unnoted:
-                root.steps.open()  # the others have
-                say_farewell(root.handles, "its forward was interrupted")
-        while self._calls:  # of a forward that goes on: somebody inside it caught the interrupt
-            self.on_error(self.modules[0])
-
-    def settle(self) -> None:
-        """Show what should be seen, if an interrupt has ended what was under way."""
+    def settle(self, *_: object) -> None:
+        """Show what should be seen, if an interrupt has ended what was under way. A hook, too, before state dicts are made."""
         if self.root is not None:
             self.root.settle()
-
-    @untraced
-    def _before_state_dict(self, *_: Any) -> None:
-        self.settle()
-
-    def forget_calls(self) -> None:
-        """No call of this unit's modules is under way any more."""
-        self._calls = [call for call in self._calls[-1:] if call.how == "entering"]
-        self._left_to_run = []
 
     def check_hooks(self) -> None:
         """Raise when somebody removed the hooks of one of this unit's modules."""
         refuse_removed_hooks(self.modules, self.name)
 
-    # --- misuse -----------------------------------------------------------------------------------------------------
-
-    def _guard(self, module: nn.Module) -> None:
-        """A module with parameters of this unit computes while no module of the unit itself is called."""
-        if self.handle.calls.depth:
-            return  # it is recomputed by itself, within the unit's backward
-        self.check_hooks()
-        if in_backward() and self.root is not None:
-            # Part of this unit is recomputed, and its outputs were not on the way here.
-            self.handle.outputs.on_backward(False)
-            return
-        infos = [param.info for param in self.params]
-        name = next((info.fqn for info in infos if any(owner.module is module for owner in info.owners)), "")
-        method = method_on_stack(self.modules)
-        here = type(self.modules[0]).__name__
-        if method == "forward":
-            advice = "call model(x), not model.forward(x), or register_forward_method(model, 'forward')"
-        elif method:
-            advice = f"{here}.{method} is not a forward: call register_forward_method(module, '{method}') first"
-        else:
-            advice = f"call the annotated module ({here}) itself, or annotate '{name.rpartition('.')[0]}' as a unit"
-        raise ShardedParameterError(
-            f"parameter '{name}' of unit '{self.name}' is sharded and was used outside a forward call; {advice}"
-        )
-
-    # --- copies -----------------------------------------------------------------------------------------------------
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedUnit:
-        twin = ShardedUnit()
-        memo[id(self)] = twin
-        # The copied modules are not whole yet: the twin makes its handle at its first use.
-        for name in ("modules", "guards", "recipe", "spare_name", "left_alone"):
-            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
-        return twin
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What a copy has, too. The copied modules are not whole yet: it makes its handle at its first use."""
+        fqn = self.spare_name if self._handle is None else self._handle.fqn
+        copied = {
             "modules": self.modules,
             "guards": self.guards,
             "recipe": self.recipe,
-            "spare_name": self.fqn,
+            "spare_name": fqn,
             "left_alone": self.left_alone,
         }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-        for name, value in state.items():
-            setattr(self, name, value)
+        return ShardedUnit, (), (None, copied)

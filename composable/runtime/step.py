@@ -86,6 +86,12 @@ class Iteration:
         return following
 
 
+class Bracket(Protocol):
+    """What a root asks of what is around its units' modules."""
+
+    def forget_calls(self) -> None: ...
+
+
 class Unit(Protocol):
     """What a root asks of its units."""
 
@@ -100,7 +106,8 @@ class Unit(Protocol):
 
     def check_hooks(self) -> None: ...
 
-    def forget_calls(self) -> None: ...
+    @property
+    def bracket(self) -> Bracket: ...
 
 
 def reset(handles: Sequence[Handle]) -> None:
