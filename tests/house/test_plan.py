@@ -19,6 +19,9 @@ DEMO: Final = "demo/"  # written as a user would write it: it may do what users 
 LONGEST: Final = 400
 # Rooms that ought to be two by now; none may join them, and they leave when they are.
 TOO_LONG: Final[tuple[str, ...]] = ()
+MOST: Final = 15
+# Classes that have several jobs; none may join them, and they leave when they are divided.
+TOO_MANY_METHODS: Final[tuple[str, ...]] = ()
 
 # Names that stand for powers: what modules hold, when we are called back, memory, time, changes of state.
 POWERS: Final = (
@@ -237,6 +240,26 @@ def test_every_room_says_what_it_is_for(room: str) -> None:
 def test_rooms_are_small() -> None:
     long = [room for room in rooms() if len(source(room).splitlines()) > LONGEST]
     assert tuple(long) == TOO_LONG
+
+
+@cache
+def methods_of_classes(room: str) -> dict[str, int]:
+    """How many methods each class of a room has, properties and the like among them."""
+    classes = [node for node in ast.walk(tree(room)) if isinstance(node, ast.ClassDef)]
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    return {each.name: len(dict.fromkeys(node.name for node in each.body if isinstance(node, kinds))) for each in classes}
+
+
+def test_classes_have_one_job() -> None:
+    """Whoever has more methods than a reader keeps in mind has two jobs, and can be divided by them."""
+    crowded = [f"{room} {name}" for room in rooms() for name, count in methods_of_classes(room).items() if count > MOST]
+    assert tuple(crowded) == TOO_MANY_METHODS
+
+
+def test_the_count_of_methods_finds_those_that_there_are() -> None:
+    counts = [count for room in rooms() for count in methods_of_classes(room).values()]
+    assert len(counts) > 150
+    assert max(counts) > MOST - 5
 
 
 THOUGHT: Final = ("errors.py", *(room for room in rooms() if room.startswith("plan/")))
