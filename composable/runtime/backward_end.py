@@ -57,11 +57,9 @@ class BackwardEnd:
             Whether this opens a step.
         """
         self._participants.append(participant)
-        if steps is None or not steps.by_backward:
-            return False
-        if launch_again is not None:
+        if steps is not None and launch_again is not None:
             self._again.append((steps, launch_again))
-        if steps in self.counted:
+        if steps is None or not steps.by_backward or steps in self.counted:
             return False
         inside = any(steps in end.counted for end in _RUNNING.values())
         number = steps.number if inside else steps.next_number
@@ -71,7 +69,7 @@ class BackwardEnd:
         return not inside
 
     def go_on(self, steps: Steps, number: int) -> None:
-        """After an interrupt: this backward belongs to a later step; what has been launched is launched again."""
+        """This backward belongs to a later step; what has been launched is launched again."""
         steps.catch_up(number)
         for counted, launch_again in self._again:
             if counted is steps:

@@ -9,6 +9,7 @@ Ranks that run different units in one step come to wait for each other, and are 
 An interrupt that reaches all ranks finds them in different forwards of the same step of the program, if gradients are
 accumulated, or before and after they have opened one. So their numbers differ afterwards. A rank that was interrupted, and
 finds the others in a later step before anything of its own has come about, goes on to theirs.
+So does one that has lost the step before to an error, as all have, if a window of accumulation has ended for others only.
 Where messages do not travel by themselves (sockets, NCCL) the group's timeout ends the waiting, by name.
 docs/decisions/0016-steps.md has the whole story.
 """
@@ -49,7 +50,7 @@ def say_farewell(handles: Sequence[Handle], why: str) -> None:
 
 
 def catch_up(handles: Sequence[Handle], steps: Steps, error: CommunicationError) -> bool:
-    """After an interrupt: go on to the step that others are in, see Note [Steps]. False if this is no time for it."""
+    """Go on to the step that others are in, see Note [Steps]. False if this is no time for it."""
     later = error.later_step
     if later is None or not steps.may_go_on_to(later):
         return False

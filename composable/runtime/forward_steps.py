@@ -12,6 +12,7 @@ from typing import Any
 
 from composable.device.collectives import Steps
 from composable.errors import first_line
+from composable.runtime.accumulation import Pass
 from composable.runtime.averaging import Averaging
 from composable.runtime.rounds import Forward
 
@@ -70,6 +71,8 @@ class ForwardSteps:
         why = f"raised {type(error).__name__}: {first_line(error)}" if isinstance(error, Exception) else "was interrupted"
         communicator.presence.leave(sums, f"unit '{self._averaging.name}' {why}")
         for averaging in (self._averaging, *self._inside):
+            if averaging.reducer.local.accumulation.now is Pass.HOLDS:
+                sums.steps.end_window()  # of which this may have been the first pass
             averaging.reducer.drop()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSteps:

@@ -266,7 +266,7 @@ class OrderedBackward:
                 return
             except CommunicationError as error:
                 end, steps, later = self.end(), self._order.communicator.sums.steps, error.later_step
-                if end is None or later is None or not steps.by_backward or not steps.may_go_on_to(later):
+                if end is None or later is None or not steps.may_go_on_to(later):
                     member.refuse_others()
                     raise
                 end.go_on(steps, later)

@@ -99,18 +99,17 @@ class RootForward:
     def enter(self, handle: Handle) -> None:
         """`handle`'s module is about to compute."""
         index = self._index[handle]
-        if not self._verified:
-            check_order(self._handles, index, handle.mesh_info)
         self.order.record(index)
-        gather_ahead(self._handles, index, self.order)
         while True:
             try:
+                if not self._verified:
+                    check_order(self._handles, index, handle.mesh_info)
+                gather_ahead(self._handles, index, self.order)
                 handle.wait_for_unshard()
                 return
             except CommunicationError as error:
                 if not catch_up(self._handles, self._steps, error):
                     raise
-                handle.unshard_in_step()
 
     def leave(self, handle: Handle, output: Any, since: int, *, complete: bool) -> Any:
         """`handle`'s module has computed `output`, in a call that began when autograd's next node had the number `since`.

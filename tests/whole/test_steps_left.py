@@ -104,10 +104,10 @@ def _leave(options: str, cases: list[str]) -> dict[str, tuple[list[float], list[
 # Who skips a backward tells nobody: its next forward may as well be one more of the same step, until others have left that.
 _SKIPPED: Final = ("after the last unit", "before backward")
 _TOLD: Final = re.compile(
-    r"CommunicationError: rank \d: the (all-gather|gradient reduction) of unit '\d?'( over replicas)? failed: "
+    r"CommunicationError: rank \d: the (all-gather|gradient reduction) of unit '(\d|\(root\))'( over replicas)? failed: "
     r"rank \d has left this step"
     r"( and gone on to a later one|: its backward did not finish"
-    r"|: unit '\d?' raised (Planned: as planned|CommunicationError: .*))\n"
+    r"|: unit '(\d|\(root\))' raised (Planned: as planned|CommunicationError: .*))\n"
 )
 
 

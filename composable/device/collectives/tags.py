@@ -18,7 +18,8 @@ class Steps:
     WINDOW: Final = 65537  # steps in a window at most; odd: numbers that lie a window apart differ in their lowest bits, too
 
     __slots__ = (
-        "__weakref__", "_window_ended", "behind", "by_backward", "met", "met_in", "mutual", "number", "oldest", "told"
+        "__weakref__", "_lost", "_lost_alike", "_window_ended", "behind", "by_backward", "met", "met_in", "mutual", "number",
+        "oldest", "overtaken", "told"
     )  # fmt: skip
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
@@ -28,9 +29,12 @@ class Steps:
         self.met = -1  # the last step in which messages of every other rank of a group came
         self.met_in: dict[int, int] = {}  # the same for each group, by a number of its own
         self.told = -1  # the last step in which another rank was found to have left one
+        self.overtaken = -1  # the last step in which that was not the one that this rank was in
         self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
         self.behind = False  # maybe: an interrupt came, and others have opened more steps since
         self._window_ended = False
+        self._lost = -2  # the first step that this rank left before its end, since messages of all ranks came
+        self._lost_alike = False  # whether it was the only one, and the one that the other ranks left
 
     @property
     def next_number(self) -> int:
@@ -57,9 +61,24 @@ class Steps:
         if self.behind and self.number == self.oldest:
             self.number = self.oldest = max(presence.latest_step(self) for presence in presences)
 
+    def lose(self) -> None:
+        """This rank leaves this step before its end. Done twice is done once."""
+        if self.met > self._lost:
+            self._lost, self._lost_alike = self.number, self.overtaken != self.number
+        elif self.number != self._lost:
+            self._lost_alike = False
+
     def may_go_on_to(self, step: int) -> bool:
-        """Whether others are in a later one, after an interrupt, and nothing has come about in this one."""
-        return self.behind and self.met < self.number == self.oldest and step > self.number
+        """Whether it is the one that others are in, and nothing has come about in this one.
+
+        After an interrupt it may be any. After an error by which all ranks lost a step, it may be one behind the window, where
+        that has ended for the others and not for this rank. Only if it is known that all lost the same: whoever has lost more
+        steps than another would bring other batches to this one.
+        """
+        if self.met >= self.number or self.number != self.oldest:
+            return False
+        lost_alike = self.met <= self._lost and self._lost_alike
+        return (self.behind and step > self.number) or (lost_alike and step // self.WINDOW > self.number // self.WINDOW)
 
     def catch_up(self, number: int) -> None:
         """Another rank, or what was counted apart so far, has come to step `number`; all before are over."""

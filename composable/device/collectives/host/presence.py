@@ -69,6 +69,7 @@ class HostPresence:
         if self._left.get(steps) == steps.number:
             return
         self._left[steps] = steps.number
+        steps.lose()
         tag = tags.farewell() + Mark.LEAVING + (Mark.TOLD if steps.told == steps.number else 0)
         tag += Mark.MUTUAL if steps.mutual == steps.number else 0
         with suppress(OSError, EOFError):  # who does not get it notices the end, or waits
@@ -119,12 +120,16 @@ class HostPresence:
                 message = self._connections[peer].reader.poll(other)
                 if message is not None:
                     steps.told = steps.number
+                    if step != steps.number + 1:
+                        steps.overtaken = steps.number
                     why = self._connections[peer].window.read_note(*message).decode(errors="replace")
-                    # Who was in this step together with this rank is not ahead of it, even if an interrupt came before.
-                    raise WentOn(f"rank {self._names[peer]} has left this step: {why}", None if other & Mark.MUTUAL else step)
+                    # It is this step that all lose, unless an interrupt came before. Who was in it together with this rank is
+                    # not ahead of it even then.
+                    ahead = steps.behind and not other & Mark.MUTUAL
+                    raise WentOn(f"rank {self._names[peer]} has left this step: {why}", step if ahead else None)
             gone_on = max(gone_on, step)
         if gone_on > last:
-            steps.told = steps.number
+            steps.told = steps.overtaken = steps.number
             raise WentOn(f"rank {self._names[peer]} has left this step and gone on to a later one", gone_on)
 
     def refuse_if_hopeless(self, peer: int, tag: int) -> None:

@@ -1,0 +1,120 @@
+"""Scopes of `no_sync` around forward alone or backward alone, and one rank that raises: ranks meet again in the next step."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import fully_shard, no_sync, replicate
+from composable.errors import CommunicationError
+from tests.helpers.leaving import Layer, Layers, Planned, leave
+from tests.helpers.world import Pool
+
+# Nobody should wait for as long; a test that does takes all of it and fails.
+_PATIENCE: Final = 45.0
+
+
+def _sharded(model: nn.Module, **options: Any) -> None:
+    fully_shard(model, policy={Layer}, **options)
+
+
+def _replicated(model: nn.Module, **options: Any) -> None:
+    replicate(model, **options)
+
+
+def _next_to_shards(model: Layers, **options: Any) -> None:
+    replicate(model[1], **options)
+    fully_shard(model, policy={Layer}, **options)
+
+
+def _around_shards(model: Layers, **options: Any) -> None:
+    fully_shard(model[2], **options)
+    replicate(model, **options)
+
+
+_SCHEMES: Final[dict[str, Callable[..., None]]] = {
+    "sharded": _sharded,
+    "replicated": _replicated,
+    "next to shards": _next_to_shards,
+    "around shards": _around_shards,
+}
+_APART: Final = {1: 0, 3: 1}
+_IN_A_ROW: Final = {1: 0, 2: 0, 3: 1}
+
+
+def _train(model: nn.Module, scope: str, lost: Mapping[int, int], fails: int | None) -> tuple[list[Tensor], dict[int, str]]:
+    """Parameters after six steps of three micro-batches each, and what steps ended with.
+
+    Args:
+        scope: what `no_sync` is around.
+        lost: steps, and the micro-batch in whose forward a rank raises.
+        fails: the rank that raises; None for one process that leaves those steps out.
+    """
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    errors = {}
+    for step in range(6):
+        batches = torch.randn(3, 4, 8, generator=generator)
+        if fails is None and step in lost:
+            continue
+        try:
+            for number, x in enumerate(batches):
+                holds = fails is not None and number < 2
+                failing = fails == dist.get_rank() and lost.get(step) == number
+                with no_sync(model) if holds and scope in ("forward", "both") else nullcontext():
+                    if failing:
+                        with model[2].register_forward_pre_hook(lambda *_: leave()):
+                            model(x)
+                    y = model(x)
+                    if scope == "both":
+                        y.square().mean().backward()
+                if scope != "both":
+                    with no_sync(model) if holds and scope == "backward" else nullcontext():
+                        y.square().mean().backward()
+            optimizer.step()
+        except (Planned, CommunicationError) as error:
+            errors[step] = f"{type(error).__name__}: {error}"
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()], errors
+
+
+def _lose(scheme: str, scope: str, lost: Mapping[int, int]) -> None:
+    torch.manual_seed(0)
+    model = Layers()
+    plain = copy.deepcopy(model)
+    group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
+    _SCHEMES[scheme](model, mesh=group)
+    found, errors = _train(model, scope, lost, 0)
+    assert [*errors] == [*lost], errors
+    for error in errors.values():
+        assert error.startswith("Planned: as planned" if dist.get_rank() == 0 else "CommunicationError: rank "), errors
+    expected, _ = _train(plain, scope, lost, None)
+    whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in found]
+    torch.testing.assert_close(whole, expected)
+    dist.barrier(group)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("scope", ["forward", "backward", "both"])
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_a_forward_that_raises_costs_all_ranks_one_step_wherever_the_scope_is(pool: Pool, scheme: str, scope: str) -> None:
+    pool.run(2, _lose, scheme, scope, _APART)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_steps_lost_in_a_row_cost_all_ranks_the_same(pool: Pool, scheme: str) -> None:
+    pool.run(2, _lose, scheme, "both", _IN_A_ROW)
+
+
+@pytest.mark.host
+def test_four_ranks_meet_again_where_a_scope_is_around_backward_alone(pool: Pool) -> None:
+    pool.run(4, _lose, "next to shards", "backward", _APART)
