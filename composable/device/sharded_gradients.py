@@ -21,7 +21,7 @@ from composable.device.private import (
     gradient_hooks,
     local_of,
 )
-from composable.device.use_flags import UseFlags
+from composable.device.unused_parameters import UseFlags
 from composable.device.user_hooks import hooked, with_hooks
 from composable.plan.layout import ReduceLayout, Slot
 from composable.plan.routes import Route

@@ -7,12 +7,19 @@ small parameters are `PACKED`: they share one message that lands in a staging ar
 along another dimension, whose pieces are not contiguous in the whole. A `WHOLE` parameter is not cut at all (it has no
 dimension to cut, or there is only one rank): its unsharded form *is* the memory that the sharded one lives in, unless modules
 compute in another dtype than the one it rests in.
+From which size on a message of its own pays depends on how bytes travel: every communicator has it as `direct_bytes` of its
+capabilities, mostly one of the numbers here.
 """
 
 from __future__ import annotations
 
 import math
 from enum import Enum
+from typing import Final
+
+# Bytes in a shard from which its own message pays; benchmarks/collectives.py.
+DIRECT_BYTES_OF_COLLECTIVES: Final = 1 << 20
+DIRECT_BYTES_OF_SOCKETS: Final = 512 << 10
 
 
 class Route(Enum):

@@ -19,11 +19,11 @@ from composable.model.transaction import is_rolling_back
 from composable.runtime.accumulation import refuse_removal
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.inputs import EdgeCasts, edge_casts
+from composable.runtime.joint_removal import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
 from composable.runtime.optimizers import Form, forget, note
 from composable.runtime.originals import Originals
 from composable.runtime.recurrent import WeightsInPlace
-from composable.runtime.removal import after_interrupt, remove_together
 from composable.runtime.root import Root
 from composable.runtime.sharded_bracket import ShardedBracket
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from composable.device.use_flags import UseFlags
+from composable.device.unused_parameters import UseFlags
 from composable.runtime.rounds import NUMBERS, Round
 
 _EVERYTHING: Final = -1  # as a parameter of which a rank has a gradient if it has one for every parameter

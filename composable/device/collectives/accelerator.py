@@ -23,10 +23,10 @@ from composable.device.collectives.communicator import (
     put_scaled_input,
     scale_sums,
 )
-from composable.device.collectives.generic import DIRECT_BYTES
 from composable.device.collectives.tags import TagSequence
 from composable.device.private import coalesced
 from composable.device.streams import Mark, Streams
+from composable.plan.routes import DIRECT_BYTES_OF_COLLECTIVES
 
 
 class _OnStream:
@@ -52,7 +52,7 @@ class _OnStream:
 class AcceleratorCommunicator(GroupCommunicator):
     """An accelerator's tensor collectives, many in one launch, each kind on a stream of its own."""
 
-    capabilities = Capabilities(DIRECT_BYTES, even_only=True, ordered=True, saves_memory=True)
+    capabilities = Capabilities(DIRECT_BYTES_OF_COLLECTIVES, even_only=True, ordered=True, saves_memory=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         super().__init__(group, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import starmap
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,14 +27,13 @@ from composable.device.collectives.communicator import (
 )
 from composable.device.collectives.tags import TagSequence
 from composable.device.private import as_real, launchers
-
-DIRECT_BYTES: Final = 1 << 20  # bytes in a shard from which its own message pays
+from composable.plan.routes import DIRECT_BYTES_OF_COLLECTIVES
 
 
 class GenericCommunicator(GroupCommunicator):
     """Plain tensor collectives; `async_op` keeps those of a host backend off this thread."""
 
-    capabilities = Capabilities(DIRECT_BYTES, even_only=True, ordered=True)
+    capabilities = Capabilities(DIRECT_BYTES_OF_COLLECTIVES, even_only=True, ordered=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)

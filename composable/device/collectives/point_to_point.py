@@ -8,7 +8,7 @@ gloo's own collectives take over.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,14 +29,13 @@ from composable.device.collectives.communicator import (
     scale_sums,
 )
 from composable.device.collectives.tags import TagSequence
-
-DIRECT_BYTES: Final = 512 << 10  # bytes in a shard from which its own message pays
+from composable.plan.routes import DIRECT_BYTES_OF_SOCKETS
 
 
 class PointToPointCommunicator(GroupCommunicator):
     """gloo: every pair of ranks exchanges exactly the bytes that it must, straight between shard and unsharded buffer."""
 
-    capabilities = Capabilities(DIRECT_BYTES, ordered=True)
+    capabilities = Capabilities(DIRECT_BYTES_OF_SOCKETS, ordered=True)
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composable.device.use_flags import UseFlags
+from composable.device.unused_parameters import UseFlags
 
 _CPU = torch.device("cpu")
 
