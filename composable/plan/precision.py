@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-REAL: Final = ("float64", "float32", "bfloat16", "float16")  # what can be asked for, and what can be cast
+REAL: Final = ("float64", "float32", "bfloat16", "float16")  # what is cast; what a policy may ask for stands in config.py
 
 
 @dataclass(frozen=True, slots=True)

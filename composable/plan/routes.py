@@ -8,7 +8,7 @@ along another dimension, whose pieces are not contiguous in the whole. A `WHOLE`
 dimension to cut, or there is only one rank): its unsharded form *is* the memory that the sharded one lives in, unless modules
 compute in another dtype than the one it rests in.
 From which size on a message of its own pays depends on how bytes travel: every communicator has it as `direct_bytes` of its
-capabilities, mostly one of the numbers here.
+capabilities: one of the numbers here, or that of `device/collectives/host/communicator.py`.
 """
 
 from __future__ import annotations
