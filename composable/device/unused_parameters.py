@@ -48,4 +48,4 @@ class UseFlags:
             summed: what all ranks wrote, added up.
         """
         flags = summed.tolist()
-        return [parameter for parameter in missing if not flags[self._places[parameter]] > 0]
+        return [parameter for parameter in missing if not flags[self._places[parameter]]]

@@ -122,7 +122,11 @@ class Bucket:
         self._advance(GradEvent.REDUCE)
         if not self.tally.awaited:  # otherwise backward is at its end, and what was awaited was missing
             self.tally.enter(SENT)
-        self._hop.all_reduce(self.gradients.message, self.label, self.gradients.scaled_input)
+        try:
+            self._hop.all_reduce(self.gradients.message, self.label, self.gradients.scaled_input)
+        except BaseException:
+            self._advance(GradEvent.DROP)  # or it would be finished without having been summed
+            raise
 
     def progress(self) -> bool:
         """Do what can be done without waiting for another rank; whether the bucket is finished."""

@@ -24,14 +24,14 @@ _version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quick
 _address: Final = Tensor.data_ptr
 
 
-_DTYPES: Final = 61  # numbers for what the dtypes of a unit may be, apart by more than a step gathers anew
-_APART: Final = 16
+_DIGESTS: Final = 61
+_REGATHERS: Final = 16  # more than a step gathers a unit anew: tags count both in one number
 
 
-def print_of_dtypes(groups: Sequence[DtypeGroup]) -> int:
+def digest_of_dtypes(groups: Sequence[DtypeGroup]) -> int:
     """A number for the dtypes of a unit: who has cast a model alone must not take another rank's bytes for values of his."""
     dtypes = ", ".join(str(group.flat.dtype) for group in groups)
-    return zlib.crc32(dtypes.encode()) % _DTYPES * _APART
+    return zlib.crc32(dtypes.encode()) % _DIGESTS * _REGATHERS
 
 
 class DtypeGroup:

@@ -13,7 +13,7 @@ from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import ParamInfo, ShardedParam
 from composable.errors import PhaseError, unit_name
 from composable.plan.phases import Event, Phase, advance
-from composable.runtime.dtype_group import print_of_dtypes
+from composable.runtime.dtype_group import digest_of_dtypes
 from composable.runtime.gradients import UnitGradients
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.outputs import UnitOutputs
@@ -78,7 +78,7 @@ class Handle:
         self.outputs = UnitOutputs(self.parameters, self.versions)
         self._gathered = (self.versions.seen, 0)  # the edition of the shards when they were gathered
         self._gathered_anew = 0  # how often, because they had changed
-        self._dtypes = print_of_dtypes(self.parameters.groups)
+        self._dtypes = digest_of_dtypes(self.parameters.groups)
         self.rename("")
 
     def rename(self, fqn: str) -> None:
@@ -108,7 +108,7 @@ class Handle:
             self.reshard()  # into the old buffers
             parameters.rebuild()
             self.gradients.adopt(parameters.gradient_groups)
-            self._dtypes = print_of_dtypes(parameters.groups)
+            self._dtypes = digest_of_dtypes(parameters.groups)
 
     def drop_if_stale(self) -> None:
         """Free what was gathered, if it may no longer be what the shards say; see Note [Stale parameters]."""

@@ -106,7 +106,8 @@ class Reducer:
     def _make_buckets(self) -> Buckets:
         parameters, names, order = self.averaged.everyone, self.averaged.names, self.agreement
         grouped = grouped_in_order(order.of_parameters(), parameters, self._cap_bytes)
-        held = GradPhase.HELD if self.local.accumulation.passes else GradPhase.EMPTY
+        holds = self.local.accumulation.passes and self._pass is not Pass.REDUCES
+        held = GradPhase.HELD if holds else GradPhase.EMPTY
         buckets, trailer = [], None
         for number, members in enumerate(grouped, start=1):
             first = parameters[members[0]]

@@ -35,8 +35,9 @@ class UnitTags:
                 self._gradients.replica_tags = self._open(mesh_info.replicate)
             if mesh_info.post_forward is not None:
                 self.gather_post_forward = self._open(mesh_info.post_forward)
-            self.gather = self._open(mesh_info.shard)  # last: what an interrupt ends is done again
-            self.count_by(self.gather.steps)
+            gather = self._open(mesh_info.shard)
+            self.count_by(gather.steps)
+            self.gather = gather  # last: what an interrupt ends is done again
 
     def _open(self, communicator: Communicator) -> TagSequence:
         """For messages of one kind: a rank that is one collective ahead must not take a gather for a reduction."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable import fully_shard, remove
+from composable import fully_shard, remove, replicate
 from tests.helpers.refusals import refused, same_on_all
 from tests.helpers.world import Pool, current_device, need_devices
 
@@ -52,6 +54,47 @@ def _integers() -> None:
     torch.testing.assert_close(model(x), plain(x))
     remove(model, fully_shard)
     torch.testing.assert_close(model(x), plain(x))
+
+
+class Waves(nn.Module):
+    """Complex parameters, the second of which only some ranks use, and a third one nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Parameter(torch.randn(5, 3, dtype=torch.complex64)) for _ in range(3))
+
+    def forward(self, x: Tensor, *, both: bool) -> Tensor:
+        out = torch.view_as_real(x.to(torch.complex64) @ self.first).square().sum()
+        return out + torch.view_as_real(x.to(torch.complex64) @ self.second).square().sum() if both else out
+
+
+def _complex(verb: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = Waves().to(current_device())
+    model = verb(copy.deepcopy(plain))
+    x = torch.randn(4, 5, device=current_device())
+    for _ in range(2):
+        plain.zero_grad()
+        model.zero_grad()
+        for rank in range(dist.get_world_size()):
+            (plain(x, both=rank == 0) / dist.get_world_size()).backward()
+        model(x, both=dist.get_rank() == 0).backward()
+        for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+            if one.grad is None:
+                assert other.grad is None, name
+                continue
+            assert other.grad is not None, name
+            ours = other.grad.full_tensor() if isinstance(other.grad, DTensor) else other.grad
+            torch.testing.assert_close(ours, one.grad, msg=name)
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_complex_parameters_train_and_may_be_left_out(
+    pool: Pool, ranks: int, verb: Callable[..., nn.Module], device: str
+) -> None:
+    need_devices(device, ranks)
+    pool.run(ranks, _complex, verb, device=device)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -78,9 +78,9 @@ def test_a_forward_on_the_meta_device_is_refused_by_name_and_trains_once_there_a
     assert said[0] == said[1]
     units = {
         "fully_shard": ["weight' of unit '0", "weight' of unit '1"],
-        "replicate": ["0.weight' of unit 'root", "1.weight' of unit 'root"],
+        "replicate": ["0.weight' of unit '(root)", "1.weight' of unit '(root)"],
     }
-    expected = units.get(verb, ["1.weight' of unit '", "1.weight' of unit '"])
+    expected = units.get(verb, ["1.weight' of unit '(root)", "1.weight' of unit '(root)"])
     for text, where in zip(said[0], expected, strict=False):
         assert text.startswith(f"PhaseError: parameter '{where}'"), text
 
