@@ -151,13 +151,17 @@ class Averaging:
         if self.current is not None:
             self.order.open()
 
-    def detach(self) -> None:
-        """The unit is removed: nothing is averaged any more."""
+    def leave(self) -> None:
+        """The unit is removed: it has no parameters from here on, and no ranks; who is around it may go on asking it."""
         if self.current is not None:
             self.current.hooks.detach()
             self.current = None
         self.order.take_out(self.place)
         strike_off(self)
+        self.held = frozenset()
+        self.mesh_info = MeshInfo.over_one_dimension(None, LocalCommunicator())
+        self.order, self.place = LaunchOrder(self.mesh_info.all), 0
+        self.parameters.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Averaging:
         twin = memo[id(self)] = Averaging(ReplicatedParameters())

@@ -48,6 +48,14 @@ class PairedPlaces:
         self.owners = tuple(owners)
         self._names = tuple(names)
         self._found: tuple[Pair | None, ...] = (None,) * len(owners)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Nothing is known of what is registered: `build` is to be done, or done again."""
+        self.pairs: tuple[Pair, ...] = ()
+        self._params: list[ShardedParam] = []
+        self.swap = ParameterSwap(())
+        self._built = False
 
     def tie(self, owners: Sequence[Owner], names: Sequence[str]) -> None:
         """Other places of the parameters, in modules of sharded units; see Note [Tied to what is sharded]."""
@@ -60,7 +68,7 @@ class PairedPlaces:
 
     def build(self) -> None:
         """Register DTensors in all places, made or found."""
-        self._built = True
+        self._built = False
         before = self._found
         self._keep_ties()
         # Sparse gradients are for an optimizer that takes nothing else.
@@ -92,6 +100,7 @@ class PairedPlaces:
         self._at_rest = self._registered()
         held = zip(self._found, self._at_rest, strict=True)
         self._computing = [parameter if pair is None else pair.plain for pair, parameter in held]
+        self._built = True  # last: after an interrupt it is done again
 
     def _keep_ties(self) -> None:
         """What came to one of several tied places comes to all of them."""
@@ -176,6 +185,8 @@ class PairedPlaces:
 
     def leave(self) -> None:
         """Register the plain parameters for good."""
+        if not self._built:
+            self.build()  # which an interrupt has left half done
         for name, pair in zip(self._names, self._found, strict=True):
             if pair is not None:
                 forget(pair.plain)
@@ -198,6 +209,5 @@ class PairedPlaces:
         twin._mesh, twin._unit, twin._names = self._mesh, self._unit, self._names
         twin._own, twin._tied_to = self._own, self._tied_to
         twin.owners = copy.deepcopy(self.owners, memo)
-        twin.pairs = ()
-        twin._built = False
+        twin._forget()
         return twin

@@ -43,6 +43,10 @@ class ReplicatedParameters:
         self.lookups = tuple(is_sparse_lookup(owner.module) for owner in owners)
         self.names = tuple(names)
 
+    def clear(self) -> None:
+        """The unit is removed, and has none any more."""
+        self.owners, self.names, self.lookups, self.pairs, self._places = (), (), (), None, None
+
     @property
     def registered(self) -> list[nn.Parameter]:
         """The parameters that the modules compute with, as they hold them now, tied ones as often as they are registered."""

@@ -164,7 +164,8 @@ class ReplicatedUnit:
     def restore(self) -> None:
         """Undo: the parameters stay as they are, or are plain again, and nothing is reduced any more."""
         self.shown.leave()
-        self.averaging.detach()
+        self.averaging.leave()
+        self.buffers = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedUnit:
         twin = memo[id(self)] = ReplicatedUnit()

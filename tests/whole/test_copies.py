@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any, Final
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from composable import checkpoint, fully_shard, registry, remove, replicate
 from composable.errors import CommunicationError, PhaseError
+from composable.runtime import paired_places
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import (
     anatomy,
@@ -341,3 +343,25 @@ def test_a_step_that_one_rank_left_is_over_for_all_also_after_a_copy_ran(pool: P
     """Sums of replicated units would go on in the copy's step otherwise, and meet those that were left over."""
     need_devices(device, 2)
     pool.run(2, _leave_a_step_after_a_copy_ran, device=device)
+
+
+def _interrupt_the_first_forward_of_a_copy() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(current_device())
+    plain = copy.deepcopy(model)
+    replicate(model[0])
+    fully_shard(model)
+    twin = copy.deepcopy(model)
+    rows = torch.arange(8.0, device=current_device()).view(2, 4)
+    with patch.object(paired_places, "ShardedParam", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        twin(rows[dist.get_rank()])
+    twin(rows[dist.get_rank()]).square().sum().backward()
+    plain(rows).square().sum(1).mean().backward()
+    for ours, theirs in zip(twin.parameters(), plain.parameters(), strict=True):
+        assert isinstance(ours.grad, DTensor)
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def test_a_copy_goes_on_after_an_interrupt_while_it_looks_at_its_parameters_for_the_first_time(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _interrupt_the_first_forward_of_a_copy, device=device)
