@@ -72,8 +72,11 @@ class ReplicatedParameters:
             raise PhaseError(still_on_meta(self.name_of(late), unit))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedParameters:
+        modules, owners, pairs = copy.deepcopy((self.modules, self.owners, self.pairs), memo)
+        if id(self) in memo:  # copying modules leads here, and to whoever makes a reducer of what is copied by then
+            done: ReplicatedParameters = memo[id(self)]
+            return done
         twin = memo[id(self)] = ReplicatedParameters()
-        for name in ("modules", "owners", "pairs"):
-            setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
+        twin.modules, twin.owners, twin.pairs = modules, owners, pairs
         twin.names, twin.lookups = self.names, self.lookups
         return twin
