@@ -200,7 +200,7 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
 
 
 def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, verbs: list[str]) -> UnitRow:
-    return _plain_row(name, type(module).__name__, verbs, unit.averaging.averaged, unit.averaging.communicator.size)
+    return _plain_row(name, type(module).__name__, verbs, unit.averaging.owned_at_rest, unit.averaging.communicator.size)
 
 
 def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: list[nn.Parameter], ranks: int) -> UnitRow:

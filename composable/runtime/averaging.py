@@ -29,7 +29,7 @@ _COPIED: Final = ("parameters", "name", "_fqn", "mesh_info", "_cap_bytes", "orde
 class Averaging:
     """Averages the gradients of `parameters`, from the annotation on, whether their modules are called or not.
 
-    A unit in the sense of `composable.runtime.ownership`, and of `composable.runtime.launch_order`.
+    A `Holder` of `composable.runtime.ownership`, and a `Launcher` of `composable.runtime.launch_order`.
 
     Attributes:
         name: what the unit is called in messages.
@@ -80,10 +80,10 @@ class Averaging:
         return self.current
 
     @property
-    def averaged(self) -> list[nn.Parameter]:
+    def owned_at_rest(self) -> list[nn.Parameter]:
         """The parameters that this unit averages the gradients of, as users see them between steps."""
-        averaged = self.reducer.averaged
-        mine = [parameter for i, parameter in enumerate(averaged.everyone) if i not in averaged.elsewhere]
+        parameters = self.reducer.parameters
+        mine = [parameter for i, parameter in enumerate(parameters.everyone) if i not in parameters.elsewhere]
         return list(map(self.parameters.at_rest, mine))
 
     def renew(self, registered: Sequence[nn.Parameter]) -> Reducer:
@@ -124,8 +124,8 @@ class Averaging:
 
     def follow(self) -> None:
         """Another unit has come to hold, or holds no longer, parameters that this one holds, too."""
-        averaged = None if self.current is None else self.current.averaged
-        if averaged is not None and averaged.elsewhere != owned_elsewhere(self, averaged.everyone):
+        parameters = None if self.current is None else self.current.parameters
+        if parameters is not None and parameters.elsewhere != owned_elsewhere(self, parameters.everyone):
             self.renew(self.parameters.registered)
 
     def check_step(self, optimizer: Optimizer) -> None:

@@ -16,11 +16,10 @@ from composable.device.collectives import Communicator, GatherPart, TagSequence,
 from composable.device.elastic_buffer import ElasticBuffer
 from composable.device.flat_parameters import FlatParameters
 from composable.device.parameter_swap import ShardedParam
-from composable.device.private import innermost, outside_transforms
+from composable.device.private import innermost, outside_transforms, version_of
 from composable.plan.precision import resolve
 from composable.runtime.mesh_info import MeshInfo
 
-_version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quicker than any other way to ask many
 _address: Final = Tensor.data_ptr
 
 
@@ -56,7 +55,7 @@ class DtypeGroup:
         ]
         self._watched_ones = tuple([self.unsharded[index] for index in self._watched])
         self._is_watched = [index in self._watched for index in range(len(members))]
-        self._versions = list(map(_version, self._watched_ones))  # but for those that all had in common since
+        self._versions = list(map(version_of, self._watched_ones))  # but for those that all had in common since
         self._outdated = 0  # how many these are
         self._writes = sum(self._versions)  # all together
         self._for_user = False  # whether what is gathered is the user's to write to
@@ -142,7 +141,7 @@ class DtypeGroup:
 
     def _find_writes(self) -> Sequence[str]:
         before = [version + self._outdated for version in self._versions]
-        self._versions, self._outdated = list(map(_version, self._watched_ones)), 0
+        self._versions, self._outdated = list(map(version_of, self._watched_ones)), 0
         self._writes = sum(self._versions)
         if self._for_user:
             return ()
@@ -187,7 +186,7 @@ class DtypeGroup:
 
     def free(self) -> Sequence[str]:
         """Only the shards remain. Names the parameters whose unsharded ones were written to in place: that is lost."""
-        written = () if sum(map(_version, self._watched_ones)) == self._writes else self._find_writes()
+        written = () if sum(map(version_of, self._watched_ones)) == self._writes else self._find_writes()
         self._full.free()
         if self._has_messages:
             self.flat.end_gather()

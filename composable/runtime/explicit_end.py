@@ -84,7 +84,9 @@ def reduce_held(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedU
 
 def _refuse_in_between(sharded: Sequence[ShardedUnit], replicated: Sequence[ReplicatedUnit]) -> None:
     roots: dict[Root, None] = {unit.root: None for unit in sharded if unit.root is not None}
-    named = [(unit.name, unit.modules) for unit in sharded] + [(unit.averaging.name, unit.modules) for unit in replicated]
+    named = [(unit.name, unit.modules) for unit in sharded] + [
+        (unit.averaging.name, unit.parameters.modules) for unit in replicated
+    ]
     running = next((name for name, modules in named if any(calls_of(module) for module in modules)), None)
     running = next((root.handles[0].name for root in roots if root.running), running)
     if in_backward() or running is not None:

@@ -25,12 +25,12 @@ class GradientGroup:
     Attributes:
         trainable: for each parameter, as `follow` was told.
         trains: whether any of them gets a gradient.
-        worth_releasing: reductions whose gradients' memory is large enough.
+        large_reductions: reductions whose gradients' memory is large enough.
     """
 
     __slots__ = (
         "_alone", "_communicator", "_flat", "_held", "_like_summands", "_reduction", "_reductions", "_replicas", "_unsharded",
-        "_wanted", "sharded", "trainable", "trains", "worth_releasing"
+        "_wanted", "large_reductions", "sharded", "trainable", "trains"
     )  # fmt: skip
 
     def __init__(
@@ -49,7 +49,7 @@ class GradientGroup:
         self._like_summands = partial(summand_over_replicas_like, mesh_info.shard_dim)
         self.trainable: tuple[bool, ...] = ()
         self.trains = False
-        self.worth_releasing: list[Reduction] = []
+        self.large_reductions: list[Reduction] = []
         self._reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool], Reduction] = {}
         self._reduction: Reduction | None = None  # of what is trainable now
         self._held: HeldGradients | None = None  # while gradients of earlier backwards are
@@ -149,7 +149,7 @@ class GradientGroup:
             reduction = Reduction(self._flat, self.sharded, self._communicator, trainable, source, *hops)
             self._reductions[trainable, source, held] = reduction
             if reduction.worth_releasing:
-                self.worth_releasing.append(reduction)
+                self.large_reductions.append(reduction)
         return reduction
 
     def all_reduce(self, tags: TagSequence, label: str) -> None:

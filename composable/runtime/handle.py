@@ -95,7 +95,7 @@ class Handle:
     def refresh(self) -> None:
         """Before a forward of the root: nothing is kept that nobody holds, or that may be out of date."""
         for group in self.gradients.groups:
-            for reduction in group.worth_releasing:
+            for reduction in group.large_reductions:
                 reduction.release()
         self._gathered_anew = 0
         if self.phase is not Phase.SHARDED:

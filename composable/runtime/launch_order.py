@@ -280,8 +280,8 @@ class OrderedBackward:
         order.communicator.presence.leave(order.communicator.sums, "its backward did not finish")
 
 
-class Unit(Protocol):
-    """A replicated unit."""
+class Launcher(Protocol):
+    """What launches the sums of a replicated unit."""
 
     mesh_info: MeshInfo | None
     order: LaunchOrder
@@ -291,9 +291,9 @@ class Unit(Protocol):
         """Belong to `order` from here on, and communicate over what all in it communicate over; nothing if it was removed."""
 
 
-def launch_together(units: Sequence[Unit]) -> None:
+def launch_together(units: Sequence[Launcher]) -> None:
     """Units on and below a module that is being annotated, outer ones first, until that is taken back. See Note [One order]."""
-    families: dict[Any, list[Unit]] = {}
+    families: dict[Any, list[Launcher]] = {}
     for unit in dict.fromkeys(units):
         if unit.mesh_info is not None and unit.mesh_info.all.capabilities.ordered:
             families.setdefault(unit.mesh_info.place, []).append(unit)
@@ -306,7 +306,7 @@ def launch_together(units: Sequence[Unit]) -> None:
                 unit.launch_in(order, place, mesh_info)
 
 
-def _apart(order: LaunchOrder, before: Sequence[tuple[Unit, LaunchOrder, int, MeshInfo | None]]) -> None:
+def _apart(order: LaunchOrder, before: Sequence[tuple[Launcher, LaunchOrder, int, MeshInfo | None]]) -> None:
     for unit, last, place, mesh_info in before:
         if unit.order is order:
             unit.launch_in(last, place, mesh_info)

@@ -26,11 +26,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from composable.runtime.reducer import Reducer
 
 _numbers: Final = count()
-_enrolled: Final[list[weakref.ref[Unit]]] = []
+_enrolled: Final[list[weakref.ref[Holder]]] = []
 
 
-class Unit(Protocol):
-    """A replicated unit.
+class Holder(Protocol):
+    """What holds the parameters of a replicated unit.
 
     Attributes:
         number: units are numbered in the order of annotation; a copy has the number of its original.
@@ -57,17 +57,17 @@ def next_number() -> int:
     return next(_numbers)
 
 
-def enroll(unit: Unit) -> None:
+def enroll(unit: Holder) -> None:
     _enrolled.append(weakref.ref(unit, _enrolled.remove))
 
 
-def strike_off(unit: Unit) -> None:
+def strike_off(unit: Holder) -> None:
     """`unit` owns nothing any more."""
     _enrolled[:] = [reference for reference in _enrolled if reference() is not unit]
     tell_the_next(unit, unit.held)
 
 
-def units() -> Iterator[Unit]:
+def units() -> Iterator[Holder]:
     """All units that live, in the order in which they were annotated or copied."""
     for reference in tuple(_enrolled):
         unit = reference()
@@ -75,7 +75,7 @@ def units() -> Iterator[Unit]:
             yield unit
 
 
-def owned_elsewhere(unit: Unit, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
+def owned_elsewhere(unit: Holder, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
     """Indices of `parameters` that an earlier unit averages, or that stand before in the same list."""
     earlier = [other.held for other in units() if other.number < unit.number]
     seen: dict[int, None] = {}
@@ -88,7 +88,7 @@ def owned_elsewhere(unit: Unit, parameters: Sequence[nn.Parameter]) -> frozenset
     return frozenset(found)
 
 
-def holder_of(parameter: nn.Parameter) -> Unit | None:
+def holder_of(parameter: nn.Parameter) -> Holder | None:
     """The unit that owns `parameter`; None for one that no replicated unit holds."""
     holders = [unit for unit in units() if id(parameter) in unit.held]
     return min(holders, key=attrgetter("number"), default=None)
@@ -101,7 +101,7 @@ def local_gradients() -> Iterator[tuple[nn.Parameter, str, str]]:
             yield parameter, unit.name, name
 
 
-def tell_the_next(unit: Unit, changed: frozenset[int]) -> None:
+def tell_the_next(unit: Holder, changed: frozenset[int]) -> None:
     """`unit` has come to hold parameters, or holds them no longer: units that came later may own less, or more."""
     for other in units() if changed else ():
         if other.number > unit.number and not changed.isdisjoint(other.held):

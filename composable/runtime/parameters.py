@@ -14,7 +14,7 @@ from composable.device.buffer_swap import swap_of
 from composable.device.collectives import TagSequence
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import ShardedParam, keep_gradients_in
-from composable.device.private import as_tensors
+from composable.device.private import as_tensors, version_of
 from composable.plan.precision import Precision
 from composable.runtime.gradient_group import GradientGroup
 from composable.runtime.group_builder import GroupBuilder
@@ -26,7 +26,6 @@ from composable.runtime.restoring import restore
 Versions = list[list[int]]  # of each group's shards
 
 _requires_grad: Final = attrgetter("requires_grad")
-_version: Final = Tensor._version.__get__  # type: ignore[attr-defined]  # quicker than any other way to ask many
 
 
 class UnitParameters:
@@ -119,7 +118,7 @@ class UnitParameters:
     def versions(self) -> Versions:
         """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""
         with as_tensors():
-            return [list(map(_version, group.counted)) for group in self.groups]
+            return [list(map(version_of, group.counted)) for group in self.groups]
 
     def outdate(self, before: Versions, now: Versions) -> None:
         """Unsharded parameters count as written to where the sharded ones were."""

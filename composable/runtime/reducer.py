@@ -1,6 +1,6 @@
 """Averages the gradients of parameters while backward runs: what `replicate` runs on. Knows no modules.
 
-What it consists of: the parameters (`averaged`), hooks on them, the buckets that they fill and the order of these that ranks
+What it consists of: the parameters, hooks on them, the buckets that they fill and the order of these that ranks
 agree on, rows of sparse gradients, and what is held of earlier backwards.
 """
 
@@ -44,7 +44,7 @@ class Reducer:
         last: the reducer before this one.
 
     Attributes:
-        averaged: the parameters.
+        parameters: as they were found.
         local: what is held of earlier backwards.
         hooks: on the parameters.
         buckets: what it launches in every backward.
@@ -79,22 +79,24 @@ class Reducer:
             tuple(parameters), names, unit, communicator, forms, last.local if last is not None else None
         )
         frozen = self.local.frozen
-        self.averaged: AveragedParameters = AveragedParameters(
+        self.parameters: AveragedParameters = AveragedParameters(
             parameters,
             names,
             frozen=frozen,
             elsewhere=elsewhere,
             sparse=sparse,
-            before=last.averaged.kinds if last is not None else None,
+            before=last.parameters.kinds if last is not None else None,
         )
         # Ranks replace parameters one by one, but what they have agreed on stands until they agree again.
-        same = last is not None and len(last.averaged.everyone) == len(parameters)
+        same = last is not None and len(last.parameters.everyone) == len(parameters)
         known = last.agreement.order if last is not None and same else BucketOrder()
-        self.agreement: OrderAgreement = OrderAgreement(self.averaged.dense, known, communicator, unit, len(parameters), place)
+        self.agreement: OrderAgreement = OrderAgreement(
+            self.parameters.dense, known, communicator, unit, len(parameters), place
+        )
         self._round = Round(forwards, communicator, unit, self.local.accumulation)
-        slots = self.averaged.sparse
+        slots = self.parameters.sparse
         self._rows = SparseGradients([parameters[i] for i in slots], [names[i] for i in slots], communicator, unit)
-        self.hooks = BucketHooks(self.averaged, frozen, together, unit)
+        self.hooks = BucketHooks(self.parameters, frozen, together, unit)
         self.buckets: Buckets = self._make_buckets() if communicator.size > 1 else Buckets(self.local, self._round)
         if communicator.size > 1:
             self.hooks.attach(self.buckets.each, self._rows, self.agreement)
@@ -104,7 +106,7 @@ class Reducer:
     # --- buckets ----------------------------------------------------------------------------------------------------
 
     def _make_buckets(self) -> Buckets:
-        parameters, names, order = self.averaged.everyone, self.averaged.names, self.agreement
+        parameters, names, order = self.parameters.everyone, self.parameters.names, self.agreement
         grouped = grouped_in_order(order.of_parameters(), parameters, self._cap_bytes)
         holds = self.local.accumulation.passes and self._pass is not Pass.REDUCES
         held = GradPhase.HELD if holds else GradPhase.EMPTY
@@ -112,7 +114,7 @@ class Reducer:
         for number, members in enumerate(grouped, start=1):
             first = parameters[members[0]]
             if number == len(grouped):
-                trailer = Trailer(self.averaged.dense, self._round, first.dtype, first.device)
+                trailer = Trailer(self.parameters.dense, self._round, first.dtype, first.device)
             gradients = GradientBucket(
                 [parameters[i] for i in members],
                 [order.order.strides.get(i) for i in members],
@@ -130,7 +132,7 @@ class Reducer:
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these are still the parameters, of the same kinds, and as trainable as they were."""
-        return self.averaged.are(parameters) and not self.local.outdated
+        return self.parameters.are(parameters) and not self.local.outdated
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -141,14 +143,14 @@ class Reducer:
             self._pass = Pass.REDUCES if accumulation in only else Pass.SPARES
         accumulation.holds = self._pass is Pass.HOLDS
         self.local.take_up()
-        kinds = self.averaged.kinds
+        kinds = self.parameters.kinds
         self._communicator.sums.agreed = self._round.agreed = (self.agreement.order.digest + kinds.digest) % TagSequence.DIGESTS
         kinds.tell(self._communicator, self._place)
         self.buckets.open(self._pass)
 
     def conclude(self) -> None:
         if self._pass is Pass.HOLDS:
-            self.local.hold(self._arrived(), (*self.averaged.dense, *self.averaged.sparse))
+            self.local.hold(self._arrived(), (*self.parameters.dense, *self.parameters.sparse))
         if self._pass is not Pass.REDUCES:
             return
         try:
@@ -157,7 +159,7 @@ class Reducer:
             self.local.end_window()
 
     def _arrived(self) -> list[int]:
-        return [*self.buckets.arrived, *(self.averaged.sparse[slot] for slot in self._rows.arrived)]
+        return [*self.buckets.arrived, *(self.parameters.sparse[slot] for slot in self._rows.arrived)]
 
     def _conclude_sums(self) -> None:
         agreement, buckets = self.agreement, self.buckets
@@ -168,18 +170,18 @@ class Reducer:
                 agreement.sure = not agreement.recording
             complete = buckets.settle() if agreement.recording or buckets.awaited else False
             if agreement.recording and complete:
-                agreement.agree({i: gradient_strides(self.averaged.everyone[i]) for i in self.averaged.dense})
+                agreement.agree({i: gradient_strides(self.parameters.everyone[i]) for i in self.parameters.dense})
                 self._adopt()
-        if self.averaged.sparse:
-            self._rows.average([self.local.has(i) for i in self.averaged.sparse])
+        if self.parameters.sparse:
+            self._rows.average([self.local.has(i) for i in self.parameters.sparse])
 
     def refuse_others(self) -> None:
-        self.averaged.kinds.refuse_others(self._communicator, self._place, self.unit)
+        self.parameters.kinds.refuse_others(self._communicator, self._place, self.unit)
 
     def deliver(self) -> None:
         if self._forms is not None:
             held = self._pass is not Pass.REDUCES
-            self._forms.deliver([self.averaged.everyone[i] for i in self.averaged.dense], held=held)
+            self._forms.deliver([self.parameters.everyone[i] for i in self.parameters.dense], held=held)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 

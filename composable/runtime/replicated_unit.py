@@ -27,7 +27,7 @@ from composable.runtime.rounds import Forward
 from composable.runtime.shown_parameters import ShownParameters
 from composable.runtime.wrappers import refuse_inside
 
-_COPIED: Final = ("modules", "buffers", "parameters", "averaging", "shown", "forward_steps", "_readers")
+_COPIED: Final = ("buffers", "parameters", "averaging", "shown", "forward_steps", "_readers")
 
 
 class ReplicatedUnit:
@@ -38,7 +38,6 @@ class ReplicatedUnit:
     """
 
     def __init__(self) -> None:
-        self.modules: tuple[nn.Module, ...] = ()
         self.buffers: tuple[Owner, ...] = ()
         self.parameters = ReplicatedParameters()
         self.averaging = Averaging(self.parameters)
@@ -56,7 +55,6 @@ class ReplicatedUnit:
         mesh_info: MeshInfo,
         cap_bytes: int,
     ) -> None:
-        self.modules = tuple(modules)
         self.buffers = tuple(buffers)
         self.parameters.initialize(modules, owners, names)
         self.averaging.initialize(mesh_info, cap_bytes)
@@ -83,7 +81,7 @@ class ReplicatedUnit:
             if not recomputed:
                 reducer, self.shown.called = averaging.reducer, True
                 averaging.refuse_unfit()
-                refuse_inside(module, "replicate", averaging.name, reducer.averaged.everyone)
+                refuse_inside(module, "replicate", averaging.name, reducer.parameters.everyone)
                 averaging.order.abort()  # if the backward before this forward raised
                 reducer.prepare()
                 if steps.opened_here:
@@ -138,7 +136,7 @@ class ReplicatedUnit:
 
     def settle(self) -> None:
         """Show what should be seen, if an interrupt has ended what was under way."""
-        if self._depth and not any(calls_of(module) for module in self.modules):
+        if self._depth and not any(calls_of(module) for module in self.parameters.modules):
             self._readers.forget_calls()
 
     def _enter_backward(self, forward: Forward | None, *_: Any) -> None:

@@ -43,8 +43,6 @@ class Unit(Planned, Protocol):
 
     edges: EdgeCasts | None
 
-    def settle(self) -> None: ...
-
 
 class ShardedBracket:
     """The calls of one unit's modules. It is copied with its unit, without the calls."""

@@ -43,11 +43,11 @@ def refuse_unaveraged(
         at_rest: what users see of such a parameter between steps.
     """
     if has_backward:
-        late = [(at_rest(parameter), name) for parameter, name in reducer.averaged.trainable()]
+        late = [(at_rest(parameter), name) for parameter, name in reducer.parameters.trainable()]
         refuse_step(optimizer, unit, late, UNFINISHED if in_backward() else RAISED)
         return
     if not reducer.fits([parameter for parameter, _ in registered]):
-        refuse_step(optimizer, unit, reducer.averaged.missed(registered), REPLACED)
+        refuse_step(optimizer, unit, reducer.parameters.missed(registered), REPLACED)
     if reducer.local.accumulation.passes:
         refuse_step(optimizer, unit, reducer.local.named(), HELD)
 
