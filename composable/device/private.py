@@ -255,9 +255,6 @@ def set_local(tensor: DTensor, local: torch.Tensor) -> None:
 # whether its class answers in torch's place, which it does not. Nothing of the user's may run inside. There is no public way.
 as_tensors: Callable[[], AbstractContextManager[Any]] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
 
-# The version counter of a tensor. The getter itself, made in C: quicker than any other way to ask many.
-version_of: Callable[[torch.Tensor], int] = torch.Tensor._version.__get__  # type: ignore[attr-defined]
-
 # A parameter's hooks of either kind, None or an ordered dict. Autograd calls them for gradients that it accumulates itself;
 # nothing public tells of them. Getters made in C, because they run for every parameter in every backward.
 gradient_hooks: Callable[[torch.Tensor], OrderedDict[int, Any] | None] = attrgetter("_backward_hooks")

@@ -25,14 +25,14 @@ class BucketHooks:
     """These hooks.
 
     Args:
-        parameters: that they are on.
+        averaged: the parameters.
         frozen: numbers of those that nothing is expected of any more.
         order: is told when gradients come.
         unit: its name.
     """
 
-    def __init__(self, parameters: AveragedParameters, frozen: Container[int], order: LaunchOrder, unit: str) -> None:
-        self._parameters = parameters
+    def __init__(self, averaged: AveragedParameters, frozen: Container[int], order: LaunchOrder, unit: str) -> None:
+        self._averaged = averaged
         self._frozen = frozen
         self._order = order
         self._unit = unit
@@ -48,13 +48,13 @@ class BucketHooks:
         self._buckets = buckets
         complete, failed = weakly(self._order.launch_complete), weakly(self._order.note_interrupt)
         unexpected = weakly(self._unexpected)
-        parameters = self._parameters.everyone
+        parameters = self._averaged.everyone
         for number, bucket in enumerate(buckets):
             for slot, i in enumerate(bucket.members):
                 hook = bucket.tally.hook(slot, complete, partial(unexpected, number), failed)
                 if i not in self._frozen:
                     self._handles.append(call_when_accumulated(parameters[i], agreement.noting(i, hook)))
-        for slot, i in enumerate(self._parameters.sparse):
+        for slot, i in enumerate(self._averaged.sparse):
             if i not in self._frozen:
                 self._handles.append(call_when_accumulated(parameters[i], rows.hook(slot, weakly(self._order.open))))
 
@@ -62,7 +62,7 @@ class BucketHooks:
         """On one rank, what has arrived is complete."""
         self._forms = forms
         deliver = weakly(self._deliver)
-        trainable = [self._parameters.everyone[i] for i in self._parameters.dense if i not in self._frozen]
+        trainable = [self._averaged.everyone[i] for i in self._averaged.dense if i not in self._frozen]
         self._handles = [call_when_accumulated(parameter, deliver) for parameter in trainable]
 
     def _deliver(self, parameter: nn.Parameter) -> None:
@@ -80,7 +80,7 @@ class BucketHooks:
         self._order.open()
         bucket = self._buckets[number]
         if bucket.tally.states[slot] == SENT:
-            name = self._parameters.names[bucket.members[slot]]
+            name = self._averaged.names[bucket.members[slot]]
             raise PhaseError(
                 f"replicate(unit '{self._unit}'): parameter '{name}' got a second gradient in one backward, after its first "
                 "had been sent. Reentrant checkpointing of a shared parameter does this; use checkpoint(module)."

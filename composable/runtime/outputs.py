@@ -55,10 +55,10 @@ class UnitOutputs:
         on_backward: called when backward is about to go through an output, and told whether it builds a graph.
     """
 
-    __slots__ = ("_parameters", "on_backward", "pending", "unit", "versions")
+    __slots__ = ("_unit_parameters", "on_backward", "pending", "unit", "versions")
 
     def __init__(self, parameters: UnitParameters, versions: ShardVersions) -> None:
-        self._parameters = parameters
+        self._unit_parameters = parameters
         self.versions = versions
         self.unit = ""
         self.pending = 0
@@ -83,7 +83,7 @@ class UnitOutputs:
             What the caller gets, and whether the parameters must outlive forward.
         """
         opaque: list[Any] = []
-        parameters = self._parameters
+        parameters = self._unit_parameters
         entry = Entry(self, count)
         made_here = partial(made_since, since)
         found = aliased = seen = given = False

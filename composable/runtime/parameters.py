@@ -14,8 +14,9 @@ from composable.device.buffer_swap import swap_of
 from composable.device.collectives import TagSequence
 from composable.device.memory import MemoryPool
 from composable.device.parameter_swap import ShardedParam, keep_gradients_in
-from composable.device.private import as_tensors, version_of
+from composable.device.private import as_tensors
 from composable.plan.precision import Precision
+from composable.runtime.dtype_group import version_of
 from composable.runtime.gradient_group import GradientGroup
 from composable.runtime.group_builder import GroupBuilder
 from composable.runtime.mesh_info import MeshInfo

@@ -18,10 +18,10 @@ class ShardVersions:
         seen: the same object until somebody writes to a shard.
     """
 
-    __slots__ = ("_gradients", "_parameters", "seen")
+    __slots__ = ("_gradients", "_unit_parameters", "seen")
 
     def __init__(self, parameters: UnitParameters, gradients: UnitGradients) -> None:
-        self._parameters = parameters
+        self._unit_parameters = parameters
         self._gradients = gradients
         self.seen: Versions = []
 
@@ -31,20 +31,20 @@ class ShardVersions:
         Returns:
             The edition of the shards: what is gathered of another one is out of date.
         """
-        now = self._parameters.versions()
+        now = self._unit_parameters.versions()
         if now != self.seen:
-            self._parameters.outdate(self.seen, now)
+            self._unit_parameters.outdate(self.seen, now)
             self.seen = now
         return self.seen, self._gradients.rounds
 
     def tell_of_writes(self, before: Versions, unit: str) -> None:
         """Backward is about to go through a forward of `unit` whose parameters were written to since."""
-        if not self._parameters.groups:
+        if not self._unit_parameters.groups:
             raise PhaseError(
                 f"fully_shard was removed from unit '{unit}' between a forward and its backward: the parameters that this "
                 "backward goes to are no longer the module's. Run the backward first, or the forward again"
             )
-        names = self._parameters.written_since(before)
+        names = self._unit_parameters.written_since(before)
         logger.warning(
             "unit '%s': %s changed between a forward and its backward, by an optimizer's step, by load_state_dict or in place. "
             "If that backward needs the former values, autograd refuses it ('modified by an inplace operation'), as it does "

@@ -15,10 +15,10 @@ class UnitCalls:
         depth: calls of the unit's modules that are running, and its backward.
     """
 
-    __slots__ = ("_guards", "_parameters", "_running", "depth")
+    __slots__ = ("_guards", "_running", "_unit_parameters", "depth")
 
     def __init__(self, parameters: UnitParameters) -> None:
-        self._parameters = parameters
+        self._unit_parameters = parameters
         self._guards = GuardRow(())
         self._running = 0  # calls alone
         self.depth = 0
@@ -31,13 +31,13 @@ class UnitCalls:
         """Modules compute with the unsharded parameters from here on; nests."""
         self.depth += 1
         if self.depth == 1:
-            self._parameters.swap.show()
+            self._unit_parameters.swap.show()
 
     def hide(self) -> None:
         """Modules hold the sharded parameters again, whether or not the unsharded ones still exist."""
         self.depth = max(0, self.depth - 1)
         if self.depth == 0:
-            self._parameters.swap.hide()
+            self._unit_parameters.swap.hide()
 
     def begin(self) -> None:
         """`show`, for a call of one of its modules: the modules inside, too, are called as they should be."""
@@ -56,6 +56,6 @@ class UnitCalls:
     def set_to(self, running: int) -> None:
         """Whatever was shown or hidden before: show for so many calls, and no backward."""
         if not running:
-            self._parameters.swap.hide()
+            self._unit_parameters.swap.hide()
             self._guards.stand()
         self.depth = self._running = running

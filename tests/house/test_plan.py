@@ -91,7 +91,6 @@ USED_IN: Final = {
     "runtime/gradient_hooks.py": "register_post_accumulate_grad_hook",
     "runtime/gradients.py": "advance_gradients",
     "runtime/handle.py": "advance",
-    "runtime/parameters.py": "_version",
     "runtime/replicated_parameters.py": "_parameters",
     "runtime/resting_form.py": "_version",
 }
