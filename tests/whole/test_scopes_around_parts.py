@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, Final
@@ -47,7 +47,8 @@ _SCHEMES: Final[dict[str, Callable[..., None]]] = {
     "around shards": _around_shards,
 }
 _APART: Final = {1: 0, 3: 1}
-_IN_A_ROW: Final = {1: 0, 2: 0, 3: 1}
+_IN_A_ROW: Final = ({1: 0, 2: 0, 3: 1}, {1: 2, 2: 0}, {1: 0, 2: 2}, {1: 2, 2: 2})
+_REDUCING_FIRST: Final = ({1: 2, 2: 0}, {1: 2, 2: 2})
 
 
 def _train(model: nn.Module, scope: str, lost: Mapping[int, int], fails: int | None) -> tuple[list[Tensor], dict[int, str]]:
@@ -112,7 +113,43 @@ def test_a_forward_that_raises_costs_all_ranks_one_step_wherever_the_scope_is(po
 @pytest.mark.host
 @pytest.mark.parametrize("scheme", _SCHEMES)
 def test_steps_lost_in_a_row_cost_all_ranks_the_same(pool: Pool, scheme: str) -> None:
-    pool.run(2, _lose, scheme, "both", _IN_A_ROW)
+    pool.run(2, _lose, scheme, "both", _IN_A_ROW[0])
+
+
+def _lose_alike(scope: str, lost: Mapping[int, int]) -> bool:
+    """Whether steps lost by replicas cost nothing else; if not, every later one fails on all ranks."""
+    torch.manual_seed(0)
+    model = Layers()
+    plain = copy.deepcopy(model)
+    _replicated(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)))
+    found, errors = _train(model, scope, lost, 0)
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, [*errors])
+    assert of_all == [of_all[0]] * len(of_all), errors
+    if [*errors] == [*lost]:
+        torch.testing.assert_close(found, _train(plain, scope, lost, None)[0])
+        return True
+    assert [*errors] == [*range(min(lost), 6)], errors
+    return False
+
+
+def _lose_all_alike(scope: str, patterns: Sequence[Mapping[int, int]]) -> list[bool]:
+    return [_lose_alike(scope, lost) for lost in patterns]
+
+
+@pytest.mark.host
+def test_replicas_that_lose_any_steps_in_a_row_with_a_scope_around_both_halves_lose_nothing_else(pool: Pool) -> None:
+    assert pool.run(2, _lose_all_alike, "both", _IN_A_ROW) == [[True] * len(_IN_A_ROW)] * 2
+
+
+@pytest.mark.host
+def test_replicas_that_lose_steps_in_a_row_with_a_scope_around_forward_meet_again_or_fail_by_name(pool: Pool) -> None:
+    pool.run(2, _lose_all_alike, "forward", _IN_A_ROW)
+
+
+@pytest.mark.host
+def test_replicas_that_lose_a_reducing_micro_batch_first_meet_again_with_a_scope_around_backward(pool: Pool) -> None:
+    assert pool.run(2, _lose_all_alike, "backward", _REDUCING_FIRST) == [[True] * len(_REDUCING_FIRST)] * 2
 
 
 @pytest.mark.host

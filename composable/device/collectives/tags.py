@@ -18,8 +18,8 @@ class Steps:
     WINDOW: Final = 65537  # steps in a window at most; odd: numbers that lie a window apart differ in their lowest bits, too
 
     __slots__ = (
-        "__weakref__", "_lost", "_lost_alike", "_window_ended", "behind", "by_backward", "met", "met_in", "mutual", "number",
-        "oldest", "overtaken", "told"
+        "__weakref__", "_window_ended", "behind", "by_backward", "left", "left_by", "met", "met_in", "mutual", "number",
+        "oldest", "told"
     )  # fmt: skip
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
@@ -29,12 +29,11 @@ class Steps:
         self.met = -1  # the last step in which messages of every other rank of a group came
         self.met_in: dict[int, int] = {}  # the same for each group, by a number of its own
         self.told = -1  # the last step in which another rank was found to have left one
-        self.overtaken = -1  # the last step in which that was not the one that this rank was in
         self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
         self.behind = False  # maybe: an interrupt came, and others have opened more steps since
         self._window_ended = False
-        self._lost = -2  # the first step that this rank left before its end, since messages of all ranks came
-        self._lost_alike = False  # whether it was the only one, and the one that the other ranks left
+        self.left: list[int] = []  # steps that this rank left before their end, as far as others may not know of them
+        self.left_by: dict[int, list[int]] = {}  # the same of other processes, where it has been told; the steps after these
 
     @property
     def next_number(self) -> int:
@@ -63,22 +62,29 @@ class Steps:
 
     def lose(self) -> None:
         """This rank leaves this step before its end. Done twice is done once."""
-        if self.met > self._lost:
-            self._lost, self._lost_alike = self.number, self.overtaken != self.number
-        elif self.number != self._lost:
-            self._lost_alike = False
+        if self.number not in self.left:
+            self.left.append(self.number)
+
+    def meet(self, step: int, group: int) -> None:
+        """Messages of every other rank of the group with the number `group` have come in `step`."""
+        self.met = self.met_in[group] = step
+        if self.left:
+            everywhere = min(self.met_in.values())
+            self.left = [number for number in self.left if number >= everywhere]
 
     def may_go_on_to(self, step: int) -> bool:
         """Whether it is the one that others are in, and nothing has come about in this one.
 
         After an interrupt it may be any. After an error by which all ranks lost a step, it may be one behind the window, where
-        that has ended for the others and not for this rank. Only if it is known that all lost the same: whoever has lost more
-        steps than another would bring other batches to this one.
+        that has ended for the others and not for this rank.
         """
         if self.met >= self.number or self.number != self.oldest:
             return False
-        lost_alike = self.met <= self._lost and self._lost_alike
-        return (self.behind and step > self.number) or (lost_alike and step // self.WINDOW > self.number // self.WINDOW)
+        return (self.behind and step > self.number) or self.window_of(step) > self.window_of(self.number)
+
+    @classmethod
+    def window_of(cls, step: int) -> int:
+        return step // cls.WINDOW
 
     def catch_up(self, number: int) -> None:
         """Another rank, or what was counted apart so far, has come to step `number`; all before are over."""

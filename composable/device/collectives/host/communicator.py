@@ -126,8 +126,7 @@ class _Transfer:
         self._block.settled = True
 
     def _note_met(self) -> None:
-        steps = self._steps
-        steps.met = steps.met_in[self._host_group.number] = TagSequence.step_in(self._tag)
+        self._steps.meet(TagSequence.step_in(self._tag), self._host_group.number)
 
     def abort(self) -> None:
         if self._receive is not None:

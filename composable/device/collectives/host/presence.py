@@ -120,8 +120,7 @@ class HostPresence:
                 message = self._connections[peer].reader.poll(other)
                 if message is not None:
                     steps.told = steps.number
-                    if step != steps.number + 1:
-                        steps.overtaken = steps.number
+                    steps.left_by.setdefault(self._connections[peer].process, []).append(step)
                     why = self._connections[peer].window.read_note(*message).decode(errors="replace")
                     # It is this step that all lose, unless an interrupt came before. Who was in it together with this rank is
                     # not ahead of it even then.
@@ -129,8 +128,23 @@ class HostPresence:
                     raise WentOn(f"rank {self._names[peer]} has left this step: {why}", step if ahead else None)
             gone_on = max(gone_on, step)
         if gone_on > last:
-            steps.told = steps.overtaken = steps.number
-            raise WentOn(f"rank {self._names[peer]} has left this step and gone on to a later one", gone_on)
+            steps.told = steps.number
+            mine, theirs = self._losses(peer, steps, gone_on)
+            # Whoever has lost more steps than another would bring other batches to this one.
+            known = steps.behind or mine == theirs > 0
+            raise WentOn(f"rank {self._names[peer]} has left this step and gone on to a later one", gone_on if known else None)
+
+    def _losses(self, peer: int, steps: Steps, last: int) -> tuple[int, int]:
+        """How many steps this rank and `peer` have left before `last`, since they met in one."""
+        process = self._connections[peer].process
+        met, told = -1, dict.fromkeys(steps.left_by.get(process, ()))
+        for presence in list(_ALL.values()):  # other groups may have met, and been told, too
+            for connection in presence._connections.values():
+                if connection.process == process and not presence._closed:
+                    met = max(met, steps.met_in.get(presence.number, -1))
+                    tags = [tag for tag in connection.reader.pending() if tag & Mark.LEAVING and not tag & Mark.ACK]
+                    told.update({TagSequence.step_in(tag): None for tag in tags if presence._steps_of(tag) is steps})
+        return len([step for step in steps.left if met <= step < last]), len([step for step in told if met < step <= last])
 
     def refuse_if_hopeless(self, peer: int, tag: int) -> None:
         """After some time: look at what `peer` sends and waits for in other groups, too, if steps are shared with them."""
