@@ -161,10 +161,13 @@ def names_below(root: nn.Module) -> Mapping[int, str]:
 
 
 class TreeWatch:
-    """Tells quickly whether modules came, went or were exchanged below `root`, or the number of parameters changed."""
+    """Tells quickly whether modules came, went or were exchanged below `root`, the number of parameters changed, or `replicate`
+    was removed from a module."""
 
     def __init__(self, root: nn.Module) -> None:
         modules = [module for _, module in walk(root, stop=(REPLICATE,))]
+        below = {id(child): child for module in modules for child in module.children()}
+        self._replicated = [child for child in below.values() if REPLICATE in registry(child)]
         # Live views, flattened and compared in C: it is asked before every forward of a root.
         self._children = [module._modules.values() for module in modules]
         self._parameters = [module._parameters for module in modules]
@@ -174,7 +177,7 @@ class TreeWatch:
         return list(chain.from_iterable(self._children)), sum(map(len, self._parameters))
 
     def changed(self) -> bool:
-        return self._before != self._now()
+        return self._before != self._now() or not all(REPLICATE in registry(module) for module in self._replicated)
 
 
 def registered_parameters(root: nn.Module) -> Iterator[tuple[Place, nn.Parameter]]:

@@ -23,7 +23,7 @@ from composable.runtime.rounds import Forwards
 from composable.runtime.sparse import only_looked_up
 from composable.runtime.unaveraged import refuse_unaveraged
 
-_COPIED: Final = ("parameters", "name", "_fqn", "mesh_info", "_cap_bytes", "order", "place", "forwards")
+_COPIED: Final = ("parameters", "name", "_fqn", "mesh_info", "_cap_bytes", "order", "place", "forwards", "_newcomers")
 
 
 class Averaging:
@@ -51,7 +51,7 @@ class Averaging:
         self.current: Reducer | None = None
         self._cap_bytes = 0
         self._on_meta = False  # whether parameters had no values when the reducer was made
-        self._newcomers: Newcomers | None = None  # of a copy, from its first call on
+        self._newcomers = Newcomers(())
 
     def initialize(self, mesh_info: MeshInfo, cap_bytes: int) -> None:
         self.look_up_name()
@@ -116,7 +116,6 @@ class Averaging:
     def refuse_unfit(self) -> None:
         """Raise for parameters that came later and that nothing averages, or that have no values yet."""
         if self.communicator.size > 1:
-            self._newcomers = self._newcomers or Newcomers(self.parameters.modules)
             self._newcomers.refuse(self.held, self.name)
         if self._on_meta:
             self.parameters.refuse_meta(self.name)

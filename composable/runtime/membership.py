@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from torch import nn
 
@@ -112,7 +113,8 @@ class Newcomers:
         Args:
             held: ids of parameters whose gradients are averaged, wherever they are registered.
         """
-        if not any(tree.changed() for tree in self._trees) and not any(p.requires_grad for p in self._frozen):
+        seen = self._trees and not any(tree.changed() for tree in self._trees)
+        if seen and not any(parameter.requires_grad for parameter in self._frozen):
             return
         came = [
             (place, parameter)
@@ -128,3 +130,11 @@ class Newcomers:
                 )
         self._frozen = [parameter for _, parameter in came]
         self._trees = [TreeWatch(module) for module in self._annotated]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Newcomers:
+        """Of modules that are not whole yet: the first call looks at them."""
+        twin = memo[id(self)] = Newcomers(())
+        twin._annotated = copy.deepcopy(self._annotated, memo)
+        places = copy.deepcopy([*self._known.values()], memo)
+        twin._known = {(id(place.module), place.name): place for place in places}
+        return twin
