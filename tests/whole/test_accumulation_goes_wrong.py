@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from datetime import timedelta
 from textwrap import fill
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
@@ -17,28 +17,12 @@ from torch import Tensor, nn
 
 from composable import clip_grad_norm_, fully_shard, no_sync, reduce_gradients, remove, replicate, step_on_shards
 from composable.errors import CommunicationError, ComposableError, RanksDisagreeError
-from tests.helpers.leaving import Layer, Layers, Planned, in_backward, in_the_third_layer, leave
+from tests.helpers.annotated import PATIENCE, next_to_shards, replicated, sharded
+from tests.helpers.leaving import Layers, Planned, in_backward, in_the_third_layer, leave
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device
 
-# Nobody should wait for as long; a test that does takes all of it and fails.
-_PATIENCE: Final = 45.0
-
-
-def _sharded(model: nn.Module, **options: Any) -> None:
-    fully_shard(model, policy={Layer}, **options)
-
-
-def _replicated(model: nn.Module, **options: Any) -> None:
-    replicate(model, **options)
-
-
-def _mixed(model: Layers, **options: Any) -> None:
-    replicate(model[1], **options)
-    fully_shard(model, policy={Layer}, **options)
-
-
-_SCHEMES: Final[dict[str, Callable[..., None]]] = {"sharded": _sharded, "replicated": _replicated, "mixed": _mixed}
+_SCHEMES: Final[dict[str, Callable[..., None]]] = {"sharded": sharded, "replicated": replicated, "mixed": next_to_shards}
 
 
 def _step(model: nn.Module, x: Tensor) -> None:
@@ -195,7 +179,7 @@ def _lose(scheme: str) -> None:
         torch.manual_seed(0)
         model = Layers()
         plain = copy.deepcopy(model)
-        group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
+        group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
         _SCHEMES[scheme](model, mesh=group)
         found, errors = _train(model, where, lambda _: False)
         case = f"{scheme}, {where.__name__}, rank {dist.get_rank()}: {errors}"
@@ -217,7 +201,7 @@ def test_a_rank_that_loses_what_it_holds_costs_all_ranks_one_step(pool: Pool, sc
 
 def _lose_before(scheme: str) -> None:
     model = Layers()
-    _SCHEMES[scheme](model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)))
+    _SCHEMES[scheme](model, mesh=dist.new_group(timeout=timedelta(seconds=PATIENCE)))
     x = torch.ones(2, 8)
     for _ in range(2):
         with pytest.raises((Planned, CommunicationError)):
@@ -237,7 +221,7 @@ def test_a_scope_has_no_say_in_a_step_that_was_lost_before_it(pool: Pool, scheme
 def _hold_alone(scheme: str) -> list[str]:
     """How four windows of three micro-batches end, the first of which differs between the ranks."""
     model = Layers()
-    _SCHEMES[scheme](model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)))
+    _SCHEMES[scheme](model, mesh=dist.new_group(timeout=timedelta(seconds=PATIENCE)))
     x, ends = torch.ones(2, 8), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for window in range(4):

@@ -15,24 +15,9 @@ from torch import Tensor, nn
 
 from composable import fully_shard, no_sync, replicate
 from composable.errors import CommunicationError
-from tests.helpers.leaving import Layer, Layers, Planned, leave
+from tests.helpers.annotated import PATIENCE, next_to_shards, replicated, sharded
+from tests.helpers.leaving import Layers, Planned, leave
 from tests.helpers.world import Pool
-
-# Nobody should wait for as long; a test that does takes all of it and fails.
-_PATIENCE: Final = 45.0
-
-
-def _sharded(model: nn.Module, **options: Any) -> None:
-    fully_shard(model, policy={Layer}, **options)
-
-
-def _replicated(model: nn.Module, **options: Any) -> None:
-    replicate(model, **options)
-
-
-def _next_to_shards(model: Layers, **options: Any) -> None:
-    replicate(model[1], **options)
-    fully_shard(model, policy={Layer}, **options)
 
 
 def _around_shards(model: Layers, **options: Any) -> None:
@@ -41,9 +26,9 @@ def _around_shards(model: Layers, **options: Any) -> None:
 
 
 _SCHEMES: Final[dict[str, Callable[..., None]]] = {
-    "sharded": _sharded,
-    "replicated": _replicated,
-    "next to shards": _next_to_shards,
+    "sharded": sharded,
+    "replicated": replicated,
+    "next to shards": next_to_shards,
     "around shards": _around_shards,
 }
 _APART: Final = {1: 0, 3: 1}
@@ -91,7 +76,7 @@ def _lose(scheme: str, scope: str, lost: Mapping[int, int]) -> None:
     torch.manual_seed(0)
     model = Layers()
     plain = copy.deepcopy(model)
-    group = dist.new_group(timeout=timedelta(seconds=_PATIENCE))
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
     _SCHEMES[scheme](model, mesh=group)
     found, errors = _train(model, scope, lost, 0)
     assert [*errors] == [*lost], errors
@@ -121,7 +106,7 @@ def _lose_alike(scope: str, lost: Mapping[int, int]) -> bool:
     torch.manual_seed(0)
     model = Layers()
     plain = copy.deepcopy(model)
-    _replicated(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)))
+    replicated(model, mesh=dist.new_group(timeout=timedelta(seconds=PATIENCE)))
     found, errors = _train(model, scope, lost, 0)
     of_all: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_all, [*errors])
