@@ -13,7 +13,7 @@ from torch import Tensor
 
 from composable.device.collectives.base import GroupCommunicator
 from composable.device.collectives.host.pipes import Message
-from composable.device.collectives.host.presence import Connection, HostPresence, Mark
+from composable.device.collectives.host.presence import Connection, HostPresence, TagBit
 from composable.device.collectives.host.shared_memory import Arena, Block, Outbox
 from composable.device.collectives.tags import Steps, TagSequence
 from composable.device.private import timeout_of, when_destroyed
@@ -28,7 +28,7 @@ class Acks:
 
     def __init__(self, group: HostGroup, tag: int) -> None:
         self._group = group
-        self._tag = tag + Mark.ACK
+        self._tag = tag + TagBit.ACK
         self._left = list(group.peers)
 
     def finished(self) -> bool:
@@ -62,7 +62,7 @@ class AcksOfSome(Acks):
     def _has_finished(self, peer: int) -> bool:
         if super()._has_finished(peer):
             return True
-        tag = self._tag - Mark.ACK
+        tag = self._tag - TagBit.ACK
         # In this group: others have other ranks, and a later step there tells nothing of those who have yet to come to it here.
         past = self._steps.met_in.get(self._group.number, -1) > TagSequence.step_in(tag)  # all that the peer sent is here
         if peer not in self._launched and self._group.poll(peer, tag) is not None:
@@ -127,7 +127,7 @@ class HostGroup:
         """Tell everybody that their block has been read."""
         for peer in self.peers:
             with suppress(BrokenPipeError):  # who has ended does not need its memory any more
-                self._send(peer, tag + Mark.ACK)
+                self._send(peer, tag + TagBit.ACK)
 
     def poll(self, peer: int, tag: int) -> Message | None:
         """The message that `peer` has sent, if it has."""
@@ -173,7 +173,7 @@ class HostGroup:
         block.settled = True
         for peer in self.peers:
             with suppress(OSError, EOFError):
-                self._send(peer, tag + Mark.ACK)
+                self._send(peer, tag + TagBit.ACK)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from composable.device.collectives.host.shared_memory import Arena, Window
 from composable.device.collectives.tags import Steps, TagSequence
 
 
-class Mark:
+class TagBit:
     """What is added to a tag, to say of a message what it is about."""
 
     ACK: Final = 1  # what the message with the tag told of has been read, or never will be
@@ -70,8 +70,8 @@ class HostPresence:
             return
         self._left[steps] = steps.number
         steps.lose()
-        tag = tags.farewell() + Mark.LEAVING + (Mark.TOLD if steps.told == steps.number else 0)
-        tag += Mark.MUTUAL if steps.mutual == steps.number else 0
+        tag = tags.farewell() + TagBit.LEAVING + (TagBit.TOLD if steps.told == steps.number else 0)
+        tag += TagBit.MUTUAL if steps.mutual == steps.number else 0
         with suppress(OSError, EOFError):  # who does not get it notices the end, or waits
             start, length = self._arena.write_note(self._notes, why.encode())  # who reads it, and when, is of no interest
             self._notes += 1
@@ -87,8 +87,8 @@ class HostPresence:
         latest = steps.number
         for connection in self._connections.values():
             tags = [tag for tag in connection.reader.pending() if self._steps_of(tag) is steps]
-            if any(TagSequence.step_in(tag) == steps.number and not tag & (Mark.ACK | Mark.LEAVING) for tag in tags):
-                tags = [tag for tag in tags if tag & Mark.LEAVING and not tag & Mark.TOLD]
+            if any(TagSequence.step_in(tag) == steps.number and not tag & (TagBit.ACK | TagBit.LEAVING) for tag in tags):
+                tags = [tag for tag in tags if tag & TagBit.LEAVING and not tag & TagBit.TOLD]
             latest = max([latest, *map(TagSequence.step_in, tags)])
         return latest
 
@@ -101,7 +101,7 @@ class HostPresence:
         steps = self._steps_of(tag)
         if steps is not None:
             # In a later step it launches nothing of an earlier one any more, but it may have yet to read what it launched then.
-            last = steps.number if tag & Mark.ACK else TagSequence.step_in(tag)
+            last = steps.number if tag & TagBit.ACK else TagSequence.step_in(tag)
             self._look_for_later(peer, steps, last, pending)
 
     def _steps_of(self, tag: int) -> Steps | None:
@@ -114,9 +114,9 @@ class HostPresence:
         gone_on = -1
         for other in pending:
             step = TagSequence.step_in(other)
-            if step <= steps.oldest or other & Mark.ACK or self._steps_of(other) is not steps:
+            if step <= steps.oldest or other & TagBit.ACK or self._steps_of(other) is not steps:
                 continue
-            if other & Mark.LEAVING:
+            if other & TagBit.LEAVING:
                 message = self._connections[peer].reader.poll(other)
                 if message is not None:
                     steps.told = steps.number
@@ -124,7 +124,7 @@ class HostPresence:
                     why = self._connections[peer].window.read_note(*message).decode(errors="replace")
                     # It is this step that all lose, unless an interrupt came before. Who was in it together with this rank is
                     # not ahead of it even then.
-                    ahead = steps.behind and not other & Mark.MUTUAL
+                    ahead = steps.behind and not other & TagBit.MUTUAL
                     raise WentOn(f"rank {self._names[peer]} has left this step: {why}", step if ahead else None)
             gone_on = max(gone_on, step)
         if gone_on > last:
@@ -142,7 +142,7 @@ class HostPresence:
             for connection in presence._connections.values():
                 if connection.process == process and not presence._closed:
                     met = max(met, steps.met_in.get(presence.number, -1))
-                    tags = [tag for tag in connection.reader.pending() if tag & Mark.LEAVING and not tag & Mark.ACK]
+                    tags = [tag for tag in connection.reader.pending() if tag & TagBit.LEAVING and not tag & TagBit.ACK]
                     told.update({TagSequence.step_in(tag): None for tag in tags if presence._steps_of(tag) is steps})
         return len([step for step in steps.left if met <= step < last]), len([step for step in told if met < step <= last])
 
