@@ -38,6 +38,7 @@ from composable.model.traversal import (
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.handle import Recipe
 from composable.runtime.launch_order import launch_together
+from composable.runtime.membership import places_of_replicas
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.sharded_unit import ShardedUnit
 from composable.runtime.shown_parameters import rest_as_dtensors
@@ -324,11 +325,12 @@ def _holders_of_buffers(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
 
 
 def _leave_alone(modules: Sequence[nn.Module], left_out: Collection[int]) -> None:
-    """Note where parameters are that are no unit's on purpose, since others that no unit has are refused when they train."""
+    """Note where parameters are that are not its own on purpose, since others that no unit has are refused when they train."""
     unit = fully_shard.state(modules[0])
     assert unit is not None
     places = [place for module in modules for place, parameter in registered_parameters(module) if id(parameter) in left_out]
     unit.left_alone += [Owner(place.module, place.name) for place in places]
+    unit.replicated_inside = places_of_replicas(modules)
 
 
 def _name_units(modules: Sequence[nn.Module]) -> None:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 from torch import nn
 
 from composable.device.parameter_swap import Owner, ShardedParam
 from composable.errors import ForeignParameterError
-from composable.model.traversal import Place, TreeWatch, registered_parameters
+from composable.model.traversal import Place, TreeWatch, get_replicated_states, registered_parameters
 
 _CURE: Final = "call remove(module, fully_shard), change the module, and annotate it again"
 _CURE_OF_REPLICAS: Final = "call remove(module, replicate), change the module, and annotate it again"
+_HAD_ITS_OWN: Final = "was replicated by an annotation of its own, which was removed"
+_AS_IT_IS: Final = "to train it as it is, name it in ignored_params there"
 
 
 class Member(Protocol):
@@ -30,6 +32,18 @@ class Member(Protocol):
 
     @property
     def left_alone(self) -> Sequence[Owner]: ...
+
+    @property
+    def replicated_inside(self) -> Sequence[Owner]: ...
+
+
+def places_of_replicas(modules: Sequence[nn.Module]) -> list[Owner]:
+    """Where replicated units below `modules` have their parameters now; asked while the verb runs that annotates these."""
+    return [owner for each in modules for unit in get_replicated_states(each) for owner in unit.parameters.owners]
+
+
+def _among(place: Place, owners: Sequence[Owner]) -> bool:
+    return any(owner.module is place.module and owner.name == place.name for owner in owners)
 
 
 class Membership:
@@ -58,13 +72,21 @@ class Membership:
             if id(parameter) in home:
                 _refuse_tie(place.fqn, *home[id(parameter)])
             if parameter.requires_grad:
-                raise ForeignParameterError(
-                    f"parameter '{place.fqn}' ({type(place.module).__name__}) came into the model after fully_shard was "
-                    f"called: nothing shards it, and every rank would train its own. To have it sharded, {_CURE}; to train it "
-                    "as it is, name it in ignored_params there"
-                )
+                self._refuse(place)
             frozen.append(parameter)
         self._frozen = frozen
+
+    def _refuse(self, place: Place) -> NoReturn:
+        seen = f"parameter '{place.fqn}' ({type(place.module).__name__})"
+        if _among(place, [owner for member in self._members for owner in member.replicated_inside]):
+            raise ForeignParameterError(
+                f"{seen} {_HAD_ITS_OWN}: fully_shard around it does not shard it, and every rank would train its own. To have "
+                f"it sharded, call remove(module, fully_shard), too, and annotate that module again; {_AS_IT_IS}"
+            )
+        raise ForeignParameterError(
+            f"{seen} came into the model after fully_shard was called: nothing shards it, and every rank would train its own. "
+            f"To have it sharded, {_CURE}; {_AS_IT_IS}"
+        )
 
     def check_ties(self) -> None:
         """Raise if one of the units' places holds a sharded parameter of another place."""
@@ -102,6 +124,7 @@ class Newcomers:
         self._trees = [TreeWatch(module) for module in modules]
         found = [place for place, _ in self._registered()]
         self._known = {(id(place.module), place.name): place for place in found}  # and kept: ids of what is gone come again
+        self._replicated_inside = places_of_replicas(modules)
         self._frozen: list[nn.Parameter] = []
 
     def _registered(self) -> list[tuple[Place, nn.Parameter]]:
@@ -123,18 +146,27 @@ class Newcomers:
         ]
         for place, parameter in came:
             if parameter.requires_grad:
-                raise ForeignParameterError(
-                    f"parameter '{place.fqn}' of unit '{unit}' ({type(place.module).__name__}) came into the module after "
-                    "replicate was called: nothing averages its gradient, and every rank would train its own. To have it "
-                    f"replicated, {_CURE_OF_REPLICAS}; to train it as it is, name it in ignored_params there"
-                )
+                self._refuse(place, unit)
         self._frozen = [parameter for _, parameter in came]
         self._trees = [TreeWatch(module) for module in self._annotated]
+
+    def _refuse(self, place: Place, unit: str) -> NoReturn:
+        seen = f"parameter '{place.fqn}' of unit '{unit}' ({type(place.module).__name__})"
+        if _among(place, self._replicated_inside):
+            raise ForeignParameterError(
+                f"{seen} {_HAD_ITS_OWN}: replicate around it does not average its gradient, and every rank would train its "
+                "own. To have it replicated, call remove(module, replicate) on the module of that unit, too, and annotate that "
+                f"module again; {_AS_IT_IS}"
+            )
+        raise ForeignParameterError(
+            f"{seen} came into the module after replicate was called: nothing averages its gradient, and every rank would "
+            f"train its own. To have it replicated, {_CURE_OF_REPLICAS}; {_AS_IT_IS}"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Newcomers:
         """Of modules that are not whole yet: the first call looks at them."""
         twin = memo[id(self)] = Newcomers(())
-        twin._annotated = copy.deepcopy(self._annotated, memo)
+        twin._annotated, twin._replicated_inside = copy.deepcopy((self._annotated, self._replicated_inside), memo)
         places = copy.deepcopy([*self._known.values()], memo)
         twin._known = {(id(place.module), place.name): place for place in places}
         return twin

@@ -37,7 +37,7 @@ class ShardedUnit:
 
     __slots__ = (
         "__weakref__", "_handle", "_loading", "bracket", "edges", "enclosing", "former", "guards", "in_place", "left_alone",
-        "modules", "originals", "recipe", "root", "spare_name"
+        "modules", "originals", "recipe", "replicated_inside", "root", "spare_name"
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -50,6 +50,7 @@ class ShardedUnit:
         self.recipe: Recipe | None = None
         self.spare_name = ""
         self.left_alone: list[Owner] = []  # places in its tree that are no unit's, and should not be
+        self.replicated_inside: list[Owner] = []  # places in its tree that replicated units had when it was annotated
         self._handle: Handle | None = None
         self.edges: EdgeCasts | None = None
         self.originals = Originals()
@@ -182,5 +183,6 @@ class ShardedUnit:
             "recipe": self.recipe,
             "spare_name": fqn,
             "left_alone": self.left_alone,
+            "replicated_inside": self.replicated_inside,
         }
         return ShardedUnit, (), (None, copied)
