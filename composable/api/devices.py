@@ -8,15 +8,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer
 
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Place
 from composable.errors import AnnotationError
 from composable.model.traversal import REPLICATE, SHARD, ManagedParameter, walk
 
 
-def buffers_of(modules: Sequence[nn.Module]) -> list[tuple[str, Owner, Tensor]]:
+def buffers_of(modules: Sequence[nn.Module]) -> list[tuple[str, Place, Tensor]]:
     """FQN, place and value of every buffer in `modules` that is in no annotated module below them, at all of its places."""
     return [
-        (f"{fqn}.{name}".strip("."), Owner(below, name), buffer)
+        (f"{fqn}.{name}".strip("."), Place(below, name), buffer)
         for root in modules
         for fqn, below in walk(root, stop=(SHARD, REPLICATE))
         for name, buffer in below._buffers.items()
@@ -25,7 +25,7 @@ def buffers_of(modules: Sequence[nn.Module]) -> list[tuple[str, Owner, Tensor]]:
 
 
 def refuse_elsewhere(
-    verb: str, parameters: Sequence[ManagedParameter], buffers: Sequence[tuple[str, Owner, Tensor]], device: torch.device
+    verb: str, parameters: Sequence[ManagedParameter], buffers: Sequence[tuple[str, Place, Tensor]], device: torch.device
 ) -> None:
     """Refuse tensors that are not on `device`; those that are on meta will be.
 
@@ -53,7 +53,7 @@ def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
 
 
 def _named(
-    parameters: Sequence[ManagedParameter], buffers: Sequence[tuple[str, Owner, Tensor]]
+    parameters: Sequence[ManagedParameter], buffers: Sequence[tuple[str, Place, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
     yield from ((managed.fqn, managed.parameter) for managed in parameters)
     yield from ((fqn, buffer) for fqn, _, buffer in buffers)

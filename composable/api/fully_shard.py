@@ -20,7 +20,7 @@ from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_taken
 from composable.api.ties import tied_to_replicated
 from composable.config import SYNC_MODES, AfterForward, MixedPrecisionPolicy, after_forward
-from composable.device.parameter_swap import Owner, ParamInfo
+from composable.device.parameter_swap import ParamInfo, Place
 from composable.errors import AnnotationError, unit_name
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach, detach
@@ -174,7 +174,7 @@ def fully_shard(
             _leave_alone(each, left_out)
         _name_units(modules)
         replicated = [state for each in modules for state in get_replicated_states(each)]
-        ties = [(shown, Owner(place.module, place.name), place.fqn) for shown, managed in tied for place in managed.places]
+        ties = [(shown, Place(place.module, place.name), place.fqn) for shown, managed in tied for place in managed.places]
         rest_as_dtensors([unit.shown for unit in replicated], mesh_info.mesh, ties)
         launch_together([unit.averaging for unit in replicated])
     return module
@@ -310,13 +310,13 @@ def _attach_unit(
     for module in modules:
         on_undo(partial(detach, module, SHARD))
         attach(module, SHARD, unit.bracket)
-    for undo in refuse_wrapping(modules, "fully_shard", [owner for info in recipe.params for owner in info.owners]):
+    for undo in refuse_wrapping(modules, "fully_shard", [place for info in recipe.params for place in info.places]):
         on_undo(undo)
 
 
 def _info(managed: ManagedParameter, cut_dim: int | None) -> ParamInfo:
-    owners = tuple(Owner(place.module, place.name) for place in managed.places)
-    return ParamInfo(managed.fqn, owners, cut_dim, managed.parameter.stride())
+    places = tuple(Place(place.module, place.name) for place in managed.places)
+    return ParamInfo(managed.fqn, places, cut_dim, managed.parameter.stride())
 
 
 def _holders_of_buffers(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
@@ -329,7 +329,7 @@ def _leave_alone(modules: Sequence[nn.Module], left_out: Collection[int]) -> Non
     unit = fully_shard.state(modules[0])
     assert unit is not None
     places = [place for module in modules for place, parameter in registered_parameters(module) if id(parameter) in left_out]
-    unit.left_alone += [Owner(place.module, place.name) for place in places]
+    unit.left_alone += [Place(place.module, place.name) for place in places]
     unit.replicated_inside = places_of_replicas(modules)
 
 

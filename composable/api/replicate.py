@@ -16,7 +16,7 @@ from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_other_mesh, refuse_taken
 from composable.config import SYNC_MODES
 from composable.device.collectives import LocalCommunicator, Steps, backwards_of, communicator_of
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Place
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach, detach
@@ -201,18 +201,18 @@ def _ignored_inside(module: nn.Module, ignored: Iterable[Any]) -> list[Any]:
 def _attach(
     modules: Sequence[nn.Module],
     parameters: Sequence[ManagedParameter],
-    buffers: Sequence[Owner],
+    buffers: Sequence[Place],
     mesh_info: MeshInfo,
     cap_bytes: int,
 ) -> None:
     unit = _unit_of(modules)
-    places = [place for p in parameters for place in p.places]
-    owners = [Owner(place.module, place.name) for place in places]
+    named = [place for p in parameters for place in p.places]
+    places = [Place(place.module, place.name) for place in named]
     on_undo(unit.restore)
     unit.initialize(
         modules,
-        owners,
-        [place.fqn for place in places],
+        places,
+        [place.fqn for place in named],
         buffers,
         mesh_info,
         cap_bytes,
@@ -220,7 +220,7 @@ def _attach(
     for each in modules:
         on_undo(partial(detach, each, REPLICATE))
         attach(each, REPLICATE, unit)
-    for undo in refuse_wrapping(modules, "replicate", owners):
+    for undo in refuse_wrapping(modules, "replicate", places):
         on_undo(undo)
     inside = _inside(modules)
     unit.contain(inside)

@@ -19,8 +19,8 @@ from composable.plan.routes import Route
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
-    """A place in the module tree where a parameter is registered."""
+class Place:
+    """A place in the module tree where a parameter, or a buffer, is registered."""
 
     module: nn.Module
     name: str
@@ -37,13 +37,13 @@ class ParamInfo:
 
     Attributes:
         fqn: below the annotated module.
-        owners: every place where it is registered (tied weights: several).
+        places: every place where it is registered (tied weights: several).
         cut_dim: the dimension that is cut; None for what has no dimensions, or is not cut.
         stride: of the parameter before it was sharded.
     """
 
     fqn: str
-    owners: tuple[Owner, ...]
+    places: tuple[Place, ...]
     cut_dim: int | None = None
     stride: tuple[int, ...] = ()
 
@@ -55,31 +55,31 @@ class ShardedParam:
     __slots__ = ("by_setattr", "info", "registries", "sharded", "unsharded")
 
     def __init__(self, info: ParamInfo, sharded: nn.Parameter) -> None:
-        owners = info.owners
+        places = info.places
         self.info = info
         self.sharded = sharded
         self.unsharded: nn.Parameter = sharded
         # Modules that keep books on their own parameters (RNNs: a flat list) must hear of the change.
-        self.by_setattr = tuple(o for o in owners if type(o.module).__setattr__ is not nn.Module.__setattr__)
-        self.registries = tuple((o.module._parameters, o.name) for o in owners if o not in self.by_setattr)
+        self.by_setattr = tuple(place for place in places if type(place.module).__setattr__ is not nn.Module.__setattr__)
+        self.registries = tuple((place.module._parameters, place.name) for place in places if place not in self.by_setattr)
 
     @property
     def registered(self) -> Tensor | None:
         """What the module holds now."""
-        owner = self.info.owners[0]
-        return owner.module._parameters.get(owner.name)
+        place = self.info.places[0]
+        return place.module._parameters.get(place.name)
 
     @property
     def held(self) -> list[Tensor | None]:
         """What each of the places holds now."""
-        return [owner.module._parameters.get(owner.name) for owner in self.info.owners]
+        return [place.module._parameters.get(place.name) for place in self.info.places]
 
     def replace(self, parameter: nn.Parameter) -> None:
         """Put `parameter` where the current one stands, whatever it is."""
         for registry, name in self.registries:
             registry[name] = parameter
-        for owner in self.by_setattr:
-            setattr(owner.module, owner.name, parameter)
+        for place in self.by_setattr:
+            setattr(place.module, place.name, parameter)
 
 
 class ParameterSwap:
@@ -93,7 +93,7 @@ class ParameterSwap:
             (registry, name, param.sharded, param.unsharded) for param in params for registry, name in param.registries
         )
         self._by_setattr = tuple(
-            (owner.module, owner.name, param.sharded, param.unsharded) for param in params for owner in param.by_setattr
+            (place.module, place.name, param.sharded, param.unsharded) for param in params for place in param.by_setattr
         )
         self.strays = False  # whether `hide` found a parameter that is neither form of ours
 

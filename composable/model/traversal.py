@@ -27,8 +27,8 @@ class UnitState(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """One registration of a parameter."""
+class NamedPlace:
+    """A place in the module tree where a parameter is registered, and its FQN."""
 
     module: nn.Module
     name: str
@@ -40,7 +40,7 @@ class ManagedParameter:
     """A parameter that an annotation takes charge of, with every place where it is registered (tied weights: several)."""
 
     parameter: nn.Parameter
-    places: tuple[Place, ...]
+    places: tuple[NamedPlace, ...]
 
     @property
     def fqn(self) -> str:
@@ -84,14 +84,14 @@ def managed_parameters(
         ignored: ids of parameters to leave alone.
         units_below: modules that are about to become units of their own.
     """
-    found: dict[int, tuple[nn.Parameter, list[Place]]] = {}
+    found: dict[int, tuple[nn.Parameter, list[NamedPlace]]] = {}
     for prefix, root in modules:
         for name, module in walk(root, prefix, stop=(SHARD, REPLICATE), into=units_below):
             for parameter_name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in ignored:
                     continue
                 fqn = f"{name}.{parameter_name}" if name else parameter_name
-                found.setdefault(id(parameter), (parameter, []))[1].append(Place(module, parameter_name, fqn))
+                found.setdefault(id(parameter), (parameter, []))[1].append(NamedPlace(module, parameter_name, fqn))
     return [ManagedParameter(parameter, tuple(places)) for parameter, places in found.values()]
 
 
@@ -180,9 +180,9 @@ class TreeWatch:
         return self._before != self._now() or not all(REPLICATE in registry(module) for module in self._replicated)
 
 
-def registered_parameters(root: nn.Module) -> Iterator[tuple[Place, nn.Parameter]]:
+def registered_parameters(root: nn.Module) -> Iterator[tuple[NamedPlace, nn.Parameter]]:
     """Every registration of a parameter in `root` and below, but for subtrees under a `replicate`d module."""
     for prefix, module in walk(root, stop=(REPLICATE,)):
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                yield Place(module, name, f"{prefix}.{name}" if prefix else name), parameter
+                yield NamedPlace(module, name, f"{prefix}.{name}" if prefix else name), parameter

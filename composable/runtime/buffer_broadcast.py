@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from composable.device.collectives import Communicator
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Place
 from composable.device.private import outside_transforms
 from composable.errors import RanksDisagreeError
 from composable.runtime.averaging import Averaging
@@ -18,7 +18,7 @@ from composable.runtime.averaging import Averaging
 class Buffered(Protocol):
     """A replicated unit."""
 
-    buffers: tuple[Owner, ...]
+    buffers: tuple[Place, ...]
     averaging: Averaging
 
 
@@ -33,7 +33,7 @@ def share_buffers(units: Sequence[Buffered]) -> None:
     for unit in units:
         by_communicator.setdefault(id(unit.averaging.communicator), []).append(unit)
     for members in by_communicator.values():
-        communicator, buffers = members[0].averaging.communicator, [owner for unit in members for owner in unit.buffers]
+        communicator, buffers = members[0].averaging.communicator, [place for unit in members for place in unit.buffers]
         if buffers and communicator.size > 1:
             for unit in members:
                 unit.averaging.order.abort()  # if a backward raised
@@ -55,16 +55,16 @@ def _check_order(called: Averaging) -> None:
 
 
 @outside_transforms
-def _share(buffers: Sequence[Owner], communicator: Communicator, unit: str) -> None:
+def _share(buffers: Sequence[Place], communicator: Communicator, unit: str) -> None:
     """Everybody gets rank 0's. Out of place: an earlier forward may have saved the old ones."""
-    places: dict[int, tuple[Tensor, list[Owner]]] = {}  # a buffer that modules share stays one
-    for owner in buffers:
-        buffer = owner.module._buffers.get(owner.name)
+    found: dict[int, tuple[Tensor, list[Place]]] = {}  # a buffer that modules share stays one
+    for place in buffers:
+        buffer = place.module._buffers.get(place.name)
         if buffer is not None and buffer.numel():
-            places.setdefault(id(buffer), (buffer, []))[1].append(owner)
-    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, list[Owner]]]] = {}
-    for buffer, owners in places.values():
-        by_kind.setdefault((buffer.dtype, buffer.device), []).append((buffer, owners))
+            found.setdefault(id(buffer), (buffer, []))[1].append(place)
+    by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, list[Place]]]] = {}
+    for buffer, places in found.values():
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append((buffer, places))
     for members in by_kind.values():
         with torch.no_grad(), torch.inference_mode(False):
             message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members])
@@ -72,7 +72,7 @@ def _share(buffers: Sequence[Owner], communicator: Communicator, unit: str) -> N
             if communicator.rank == 0:
                 continue
             pieces = message.split([buffer.numel() for buffer, _ in members])
-            for (buffer, owners), piece in zip(members, pieces, strict=True):
+            for (buffer, places), piece in zip(members, pieces, strict=True):
                 received = piece.view(buffer.shape)
-                for owner in owners:
-                    owner.module._buffers[owner.name] = received
+                for place in places:
+                    place.module._buffers[place.name] = received

@@ -52,7 +52,7 @@ class DtypeGroup:
         self._watched = [
             index
             for index, (slot, member) in enumerate(zip(flat.layout.slots, members, strict=True))
-            if not slot.aliased and not any(getattr(o.module, "max_norm", None) is not None for o in member.info.owners)
+            if not slot.aliased and not any(getattr(place.module, "max_norm", None) is not None for place in member.info.places)
         ]
         self._watched_ones = tuple([self.unsharded[index] for index in self._watched])
         self._is_watched = [index in self._watched for index in range(len(members))]

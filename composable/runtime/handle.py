@@ -25,7 +25,7 @@ from composable.runtime.unit_tags import UnitTags
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """All that it takes to make a handle around the parameters that its owners hold; copied with the module."""
+    """All that it takes to make a handle around the parameters that are registered; copied with the module."""
 
     params: tuple[ParamInfo, ...]
     mesh_info: MeshInfo
@@ -36,7 +36,7 @@ class Recipe:
     def build(self, pool: MemoryPool) -> Handle:
         params = []
         for info in self.params:
-            registered = info.owners[0].registered
+            registered = info.places[0].registered
             assert registered is not None
             params.append(ShardedParam(info, registered))
         return Handle(params, self, pool)

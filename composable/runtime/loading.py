@@ -64,8 +64,8 @@ class StateDictHook:
     def _begin(self, errors: list[str]) -> None:
         self._errors, self._assigned, self._here = errors, {}, {}
         for index, param in enumerate(self._unit.params):
-            for owner in param.info.owners:
-                self._here.setdefault(id(owner.module), []).append((index, owner.name))
+            for place in param.info.places:
+                self._here.setdefault(id(place.module), []).append((index, place.name))
 
     def _take(self, index: int, key: str, value: Tensor, *, assign: bool) -> Tensor:
         sharded = self._unit.params[index].sharded

@@ -8,9 +8,9 @@ from typing import Any, Final, NoReturn, Protocol
 
 from torch import nn
 
-from composable.device.parameter_swap import Owner, ShardedParam
+from composable.device.parameter_swap import Place, ShardedParam
 from composable.errors import ForeignParameterError
-from composable.model.traversal import Place, TreeWatch, get_replicated_states, registered_parameters
+from composable.model.traversal import NamedPlace, TreeWatch, get_replicated_states, registered_parameters
 
 _CURE: Final = "call remove(module, fully_shard), change the module, and annotate it again"
 _CURE_OF_REPLICAS: Final = "call remove(module, replicate), change the module, and annotate it again"
@@ -31,19 +31,19 @@ class Member(Protocol):
     def params(self) -> Sequence[ShardedParam]: ...
 
     @property
-    def left_alone(self) -> Sequence[Owner]: ...
+    def left_alone(self) -> Sequence[Place]: ...
 
     @property
-    def replicated_inside(self) -> Sequence[Owner]: ...
+    def replicated_inside(self) -> Sequence[Place]: ...
 
 
-def places_of_replicas(modules: Sequence[nn.Module]) -> list[Owner]:
+def places_of_replicas(modules: Sequence[nn.Module]) -> list[Place]:
     """Where replicated units below `modules` have their parameters now; asked while the verb runs that annotates these."""
-    return [owner for each in modules for unit in get_replicated_states(each) for owner in unit.parameters.owners]
+    return [place for each in modules for unit in get_replicated_states(each) for place in unit.parameters.places]
 
 
-def _among(place: Place, owners: Sequence[Owner]) -> bool:
-    return any(owner.module is place.module and owner.name == place.name for owner in owners)
+def _among(place: NamedPlace, places: Sequence[Place]) -> bool:
+    return any(other.module is place.module and other.name == place.name for other in places)
 
 
 class Membership:
@@ -76,9 +76,9 @@ class Membership:
             frozen.append(parameter)
         self._frozen = frozen
 
-    def _refuse(self, place: Place) -> NoReturn:
+    def _refuse(self, place: NamedPlace) -> NoReturn:
         seen = f"parameter '{place.fqn}' ({type(place.module).__name__})"
-        if _among(place, [owner for member in self._members for owner in member.replicated_inside]):
+        if _among(place, [other for member in self._members for other in member.replicated_inside]):
             raise ForeignParameterError(
                 f"{seen} {_HAD_ITS_OWN}: fully_shard around it does not shard it, and every rank would train its own. To have "
                 f"it sharded, call remove(module, fully_shard), too, and annotate that module again; {_AS_IT_IS}"
@@ -95,14 +95,14 @@ class Membership:
             for param in member.params:
                 fqn = param.info.fqn
                 for held in param.held:
-                    unit, owner = home.get(id(held), ("", param))
-                    if owner is not param:
-                        _refuse_tie(f"{member.fqn}.{fqn}" if member.fqn else fqn, unit, owner)
+                    unit, found = home.get(id(held), ("", param))
+                    if found is not param:
+                        _refuse_tie(f"{member.fqn}.{fqn}" if member.fqn else fqn, unit, found)
 
     def _known_places(self) -> dict[tuple[int, str], None]:
-        owners = [owner for member in self._members for param in member.params for owner in param.info.owners]
-        owners += [owner for member in self._members for owner in member.left_alone]
-        return {(id(owner.module), owner.name): None for owner in owners}
+        places = [place for member in self._members for param in member.params for place in param.info.places]
+        places += [place for member in self._members for place in member.left_alone]
+        return {(id(place.module), place.name): None for place in places}
 
     def _homes(self) -> dict[int, tuple[str, ShardedParam]]:
         """The unit of every sharded parameter, by the parameter's id."""
@@ -127,7 +127,7 @@ class Newcomers:
         self._replicated_inside = places_of_replicas(modules)
         self._frozen: list[nn.Parameter] = []
 
-    def _registered(self) -> list[tuple[Place, nn.Parameter]]:
+    def _registered(self) -> list[tuple[NamedPlace, nn.Parameter]]:
         return [found for module in self._annotated for found in registered_parameters(module)]
 
     def refuse(self, held: Collection[int], unit: str) -> None:
@@ -150,7 +150,7 @@ class Newcomers:
         self._frozen = [parameter for _, parameter in came]
         self._trees = [TreeWatch(module) for module in self._annotated]
 
-    def _refuse(self, place: Place, unit: str) -> NoReturn:
+    def _refuse(self, place: NamedPlace, unit: str) -> NoReturn:
         seen = f"parameter '{place.fqn}' of unit '{unit}' ({type(place.module).__name__})"
         if _among(place, self._replicated_inside):
             raise ForeignParameterError(

@@ -35,7 +35,7 @@ def _method_on_stack(modules: Sequence[nn.Module]) -> str:
 def outside_of_a_call(handle: Handle, modules: Sequence[nn.Module], inside: nn.Module) -> ShardedParameterError:
     """What to raise when `inside`, which has a parameter of the unit of `modules`, is called, and none of these is."""
     infos = [param.info for param in handle.parameters.params]
-    name = next((info.fqn for info in infos if any(owner.module is inside for owner in info.owners)), "")
+    name = next((info.fqn for info in infos if any(place.module is inside for place in info.places)), "")
     method = _method_on_stack(modules)
     here = type(modules[0]).__name__
     if method == "forward":
@@ -73,7 +73,7 @@ def note_of_mixing(error: BaseException | None, handles: Sequence[Handle]) -> No
         return
     frames = [(frame, line) for frame, line in walk_tb(error.__traceback__)][::-1]
     at_rest = {
-        id(param.sharded): (handle, param.info.fqn, param.info.owners[0].module)
+        id(param.sharded): (handle, param.info.fqn, param.info.places[0].module)
         for handle in handles
         for param in handle.parameters.params
     }

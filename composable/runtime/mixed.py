@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
 from composable.compilation import untraced
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Place
 from composable.device.private import in_backward
 from composable.model.hooks import Guard, GuardRow, after_call
 from composable.model.interrupts import calls_of
@@ -33,59 +33,59 @@ class MixedParameters:
     """What a replicated unit registers, and when.
 
     Args:
-        owners: the places of its parameters.
+        places: the places of its parameters.
         names: FQNs, for messages.
         mesh: of the shards.
         called: the unit's own modules; whatever else holds parameters of it may be called by itself.
         unit: its name.
 
     Attributes:
-        places: where it does.
+        paired: where it does.
     """
 
     def __init__(
-        self, owners: Sequence[Owner], names: Sequence[str], mesh: DeviceMesh, called: Sequence[nn.Module], unit: str
+        self, places: Sequence[Place], names: Sequence[str], mesh: DeviceMesh, called: Sequence[nn.Module], unit: str
     ) -> None:
-        self.places = PairedPlaces(owners, names, mesh, unit)
+        self.paired = PairedPlaces(places, names, mesh, unit)
         self._shown: dict[object, None] = {}  # for whom: calls and backwards
         self._loading: list[RemovableHandle] = []
         self._guards: list[Guard] = []
-        self._watch({id(owner.module): owner.module for owner in owners}, called)
-        self.places.build()
+        self._watch({id(place.module): place.module for place in places}, called)
+        self.paired.build()
 
     def _watch(self, holders: Mapping[int, nn.Module], called: Sequence[nn.Module] = ()) -> None:
         """Be told when one of `holders`, by their ids, is called by itself, or loaded, or saved."""
-        hook = StateDictHook(self.places)
+        hook = StateDictHook(self.paired)
         self._loading += [module.register_load_state_dict_pre_hook(hook) for module in holders.values()]
         self._loading += [module.register_state_dict_pre_hook(self._before_state_dict) for module in holders.values()]
         mine = [id(module) for module in called]
         self._guards += [Guard(module, self._called_alone) for key, module in holders.items() if key not in mine]
         self._row = GuardRow(self._guards)
 
-    def tie(self, owners: Sequence[Owner], names: Sequence[str]) -> None:
+    def tie(self, places: Sequence[Place], names: Sequence[str]) -> None:
         """Other places of the parameters, in modules of sharded units; see Note [Tied to what is sharded]."""
-        known = [id(owner.module) for owner in self.places.owners]
-        self._watch({id(owner.module): owner.module for owner in owners if id(owner.module) not in known})
-        self.places.tie(owners, names)
+        known = [id(place.module) for place in self.paired.each]
+        self._watch({id(place.module): place.module for place in places if id(place.module) not in known})
+        self.paired.tie(places, names)
 
     def show(self, reader: object) -> None:
         """Modules compute with plain tensors for as long as there is a `reader`. Done twice is done once."""
         alone = not self._shown
         if not in_backward():
-            self.places.prepare(at_rest=alone)
+            self.paired.prepare(at_rest=alone)
         elif alone:
-            for pair in self.places.pairs:
+            for pair in self.paired.pairs:
                 pair.tell_of_writes()
         self._shown[reader] = None  # first: whoever hides for it finds what has been shown
         if alone:
             self._row.step_aside()
-            self.places.swap.show()
+            self.paired.swap.show()
 
     def hide(self, reader: object) -> None:
         """Modules hold DTensors again when this was the last reader."""
         self._shown.pop(reader, None)
         if not self._shown:
-            self.places.swap.hide()
+            self.paired.swap.hide()
             self._row.stand()
 
     @untraced
@@ -111,15 +111,15 @@ class MixedParameters:
             guard.remove()
         for hook in self._loading:
             hook.remove()
-        self.places.leave()
+        self.paired.leave()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MixedParameters:
-        places = copy.deepcopy(self.places, memo)
-        if id(self) in memo:  # copying places copies modules, and those lead here
+        paired = copy.deepcopy(self.paired, memo)
+        if id(self) in memo:  # copying them copies modules, and those lead here
             twin: MixedParameters = memo[id(self)]
             return twin
         twin = memo[id(self)] = MixedParameters.__new__(MixedParameters)
-        twin.places, twin._shown = places, {}
+        twin.paired, twin._shown = paired, {}
         twin._loading = []  # the copies of hooks are on the copies of modules
         twin._guards, twin._row = copy.deepcopy((self._guards, self._row), memo)
         return twin

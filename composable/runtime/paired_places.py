@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.device.parameter_swap import Owner, ParameterSwap, ParamInfo, ShardedParam, describe_mesh, make_replicated
+from composable.device.parameter_swap import ParameterSwap, ParamInfo, Place, ShardedParam, describe_mesh, make_replicated
 from composable.device.private import local_of
 from composable.errors import ForeignParameterError
 from composable.runtime.optimizers import Form, forget, note
@@ -29,25 +29,25 @@ class PairedPlaces:
     """The places of parameters that have two forms, or could: which pair is at each, and what is registered there at rest.
 
     Args:
-        owners: the unit's own places.
+        places: the unit's own places.
         names: FQNs, for messages.
         mesh: of the shards.
         unit: its name.
 
     Attributes:
-        owners: the unit's own places, and behind them those of other units.
+        each: the unit's own places, and behind them those of other units.
         pairs: of all of them, each once.
         swap: exchanges the forms.
     """
 
-    def __init__(self, owners: Sequence[Owner], names: Sequence[str], mesh: DeviceMesh, unit: str) -> None:
+    def __init__(self, places: Sequence[Place], names: Sequence[str], mesh: DeviceMesh, unit: str) -> None:
         self._mesh = mesh
         self._unit = unit
-        self._own = len(owners)
+        self._own = len(places)
         self._tied_to: tuple[int, ...] = ()  # for each place of another unit, the index of the unit's own
-        self.owners = tuple(owners)
+        self.each = tuple(places)
         self._names = tuple(names)
-        self._found: tuple[Pair | None, ...] = (None,) * len(owners)
+        self._found: tuple[Pair | None, ...] = (None,) * len(places)
         self._forget()
 
     def _forget(self) -> None:
@@ -57,12 +57,12 @@ class PairedPlaces:
         self.swap = ParameterSwap(())
         self._built = False
 
-    def tie(self, owners: Sequence[Owner], names: Sequence[str]) -> None:
+    def tie(self, places: Sequence[Place], names: Sequence[str]) -> None:
         """Other places of the parameters, in modules of sharded units; see Note [Tied to what is sharded]."""
-        pairs = [None if owner.registered is None else pair_of(owner.registered) for owner in owners]
-        self.owners += tuple(owners)
+        pairs = [None if place.registered is None else pair_of(place.registered) for place in places]
+        self.each += tuple(places)
         self._names += tuple(names)
-        self._found += (None,) * len(owners)
+        self._found += (None,) * len(places)
         self._tied_to += tuple(self._found.index(pair) for pair in pairs)
         self.build()
 
@@ -72,20 +72,20 @@ class PairedPlaces:
         before = self._found
         self._keep_ties()
         # Sparse gradients are for an optimizer that takes nothing else.
-        dense = {id(owner.registered): None for owner in self.owners if not is_sparse_lookup(owner.module)}
+        dense = {id(place.registered): None for place in self.each if not is_sparse_lookup(place.module)}
         self._found = tuple(
-            self._pair_at(owner, name, last) if id(owner.registered) in dense else None
-            for owner, name, last in zip(self.owners, self._names, before, strict=True)
+            self._pair_at(place, name, last) if id(place.registered) in dense else None
+            for place, name, last in zip(self.each, self._names, before, strict=True)
         )
-        owners: dict[int, list[Owner]] = {}
+        places: dict[int, list[Place]] = {}
         names: dict[int, str] = {}
-        for owner, name, pair in zip(self.owners, self._names, self._found, strict=True):
-            owners.setdefault(id(pair), []).append(owner)
+        for place, name, pair in zip(self.each, self._names, self._found, strict=True):
+            places.setdefault(id(pair), []).append(place)
             names.setdefault(id(pair), name)
         self.pairs = tuple({id(pair): pair for pair in self._found if pair is not None}.values())
         self._params = []
         for pair in self.pairs:
-            param = ShardedParam(ParamInfo(names[id(pair)], tuple(owners[id(pair)])), pair.resting)
+            param = ShardedParam(ParamInfo(names[id(pair)], tuple(places[id(pair)])), pair.resting)
             param.unsharded = pair.plain
             param.replace(pair.resting)
             self._params.append(param)
@@ -104,13 +104,13 @@ class PairedPlaces:
 
     def _keep_ties(self) -> None:
         """What came to one of several tied places comes to all of them."""
-        tied: dict[int, list[Owner]] = {}
+        tied: dict[int, list[Place]] = {}
         for index, own in enumerate(self._tied_to, self._own):
-            tied.setdefault(own, [self.owners[own]]).append(self.owners[index])
+            tied.setdefault(own, [self.each[own]]).append(self.each[index])
         newcomers = []
         for own, places in tied.items():
             last = self._found[own]
-            held = {id(owner.registered): owner.registered for owner in places if owner.registered is not None}
+            held = {id(place.registered): place.registered for place in places if place.registered is not None}
             new = [parameter for parameter in held.values() if last is None or not last.has(parameter)]
             if len(new) > 1:
                 raise ForeignParameterError(
@@ -123,11 +123,11 @@ class PairedPlaces:
             param.replace(parameter)
 
     def _registered(self) -> list[nn.Parameter | None]:
-        return [owner.registered for owner in self.owners]
+        return [place.registered for place in self.each]
 
-    def _pair_at(self, owner: Owner, name: str, last: Pair | None) -> Pair | None:
+    def _pair_at(self, place: Place, name: str, last: Pair | None) -> Pair | None:
         """The pair of what is registered there, where `last` was; None for what has no second form."""
-        registered = owner.registered
+        registered = place.registered
         if registered is None:
             return None
         found = pair_of(registered)
@@ -175,8 +175,8 @@ class PairedPlaces:
     @property
     def home(self) -> torch.device:
         """Where the parameters are, or are to be."""
-        places = [pair.plain.device for pair in self.pairs if not pair.plain.is_meta]
-        return places[0] if places else torch.device(self._mesh.device_type)
+        devices = [pair.plain.device for pair in self.pairs if not pair.plain.is_meta]
+        return devices[0] if devices else torch.device(self._mesh.device_type)
 
     @property
     def plain(self) -> list[nn.Parameter]:
@@ -208,6 +208,6 @@ class PairedPlaces:
         twin._computing = [parameter if pair is None else pair.plain for pair, parameter in held]
         twin._mesh, twin._unit, twin._names = self._mesh, self._unit, self._names
         twin._own, twin._tied_to = self._own, self._tied_to
-        twin.owners = copy.deepcopy(self.owners, memo)
+        twin.each = copy.deepcopy(self.each, memo)
         twin._forget()
         return twin

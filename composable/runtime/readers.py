@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 from weakref import ref
 
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Place
 from composable.runtime.averaging import Averaging
 from composable.runtime.backward_end import BackwardEnd, end_of_backward
 
@@ -32,7 +32,7 @@ class Shown(Protocol):
 class Unit(Protocol):
     """A replicated unit."""
 
-    buffers: tuple[Owner, ...]
+    buffers: tuple[Place, ...]
     averaging: Averaging
 
     @property

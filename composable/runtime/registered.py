@@ -128,7 +128,7 @@ def _newcomer(unit: str, param: ShardedParam) -> nn.Parameter | None:
         return None
     if len(others) > 1:
         raise ForeignParameterError(
-            f"parameter '{name}' is tied: it has {len(param.info.owners)} places, and different parameters were registered at "
+            f"parameter '{name}' is tied: it has {len(param.info.places)} places, and different parameters were registered at "
             "them. Register one parameter at all of them; to untie them, call remove(module, fully_shard) first"
         )
     (other,) = others.values()

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Place
 from composable.errors import PhaseError, still_on_meta
 from composable.runtime.paired_places import PairedPlaces
 from composable.runtime.resting_form import at_rest
@@ -23,7 +23,7 @@ class ReplicatedParameters:
 
     Attributes:
         modules: that are annotated as one.
-        owners: every place of every parameter: what is tied now need not stay so.
+        places: every place of every parameter: what is tied now need not stay so.
         names: FQNs below the unit, of all places.
         lookups: for each place, whether its module reads it by sparse lookups.
         pairs: of forms, while the parameters rest as DTensors.
@@ -31,30 +31,31 @@ class ReplicatedParameters:
 
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
-        self.owners: tuple[Owner, ...] = ()
+        self.places: tuple[Place, ...] = ()
         self.names: tuple[str, ...] = ()
         self.lookups: tuple[bool, ...] = ()
         self.pairs: PairedPlaces | None = None
-        self._places: list[tuple[dict[str, nn.Parameter | None], str]] | None = None  # of the owners; asked at every forward
+        # Of the places; asked at every forward.
+        self._registries: list[tuple[dict[str, nn.Parameter | None], str]] | None = None
 
-    def initialize(self, modules: Sequence[nn.Module], owners: Sequence[Owner], names: Sequence[str]) -> None:
+    def initialize(self, modules: Sequence[nn.Module], places: Sequence[Place], names: Sequence[str]) -> None:
         self.modules = tuple(modules)
-        self.owners = tuple(owners)
-        self.lookups = tuple(is_sparse_lookup(owner.module) for owner in owners)
+        self.places = tuple(places)
+        self.lookups = tuple(is_sparse_lookup(place.module) for place in places)
         self.names = tuple(names)
 
     def clear(self) -> None:
         """The unit is removed, and has none any more."""
-        self.owners, self.names, self.lookups, self.pairs, self._places = (), (), (), None, None
+        self.places, self.names, self.lookups, self.pairs, self._registries = (), (), (), None, None
 
     @property
     def registered(self) -> list[nn.Parameter]:
         """The parameters that the modules compute with, as they hold them now, tied ones as often as they are registered."""
         if self.pairs is not None:
             return self.pairs.plain
-        if self._places is None:
-            self._places = [(owner.module._parameters, owner.name) for owner in self.owners]
-        held = [registry.get(name) for registry, name in self._places]
+        if self._registries is None:
+            self._registries = [(place.module._parameters, place.name) for place in self.places]
+        held = [registry.get(name) for registry, name in self._registries]
         return [parameter for parameter in held if parameter is not None]
 
     def at_rest(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -72,11 +73,11 @@ class ReplicatedParameters:
             raise PhaseError(still_on_meta(self.name_of(late), unit))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedParameters:
-        modules, owners, pairs = copy.deepcopy((self.modules, self.owners, self.pairs), memo)
+        modules, places, pairs = copy.deepcopy((self.modules, self.places, self.pairs), memo)
         if id(self) in memo:  # copying modules leads here, and to whoever makes a reducer of what is copied by then
             done: ReplicatedParameters = memo[id(self)]
             return done
         twin = memo[id(self)] = ReplicatedParameters()
-        twin.modules, twin.owners, twin.pairs = modules, owners, pairs
+        twin.modules, twin.places, twin.pairs = modules, places, pairs
         twin.names, twin.lookups = self.names, self.lookups
         return twin

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from composable.compilation import untraced
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Place
 from composable.device.private import in_backward, innermost
 from composable.model.hooks import before_gradient
 from composable.model.interrupts import calls_of
@@ -38,7 +38,7 @@ class ReplicatedUnit:
     """
 
     def __init__(self) -> None:
-        self.buffers: tuple[Owner, ...] = ()
+        self.buffers: tuple[Place, ...] = ()
         self.parameters = ReplicatedParameters()
         self.averaging = Averaging(self.parameters)
         self.shown = ShownParameters(self.averaging)
@@ -49,14 +49,14 @@ class ReplicatedUnit:
     def initialize(
         self,
         modules: Sequence[nn.Module],
-        owners: Sequence[Owner],
+        places: Sequence[Place],
         names: Sequence[str],
-        buffers: Sequence[Owner],
+        buffers: Sequence[Place],
         mesh_info: MeshInfo,
         cap_bytes: int,
     ) -> None:
         self.buffers = tuple(buffers)
-        self.parameters.initialize(modules, owners, names)
+        self.parameters.initialize(modules, places, names)
         self.averaging.initialize(mesh_info, cap_bytes)
 
     def contain(self, inside: Sequence[ReplicatedUnit]) -> None:

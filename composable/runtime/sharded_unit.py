@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from composable.compilation import untraced
 from composable.device.memory import HOST_MEMORY
-from composable.device.parameter_swap import Owner, ShardedParam
+from composable.device.parameter_swap import Place, ShardedParam
 from composable.model.hooks import Guard
 from composable.model.removed_hooks import refuse_removed_hooks
 from composable.model.transaction import is_rolling_back
@@ -49,8 +49,8 @@ class ShardedUnit:
         self.in_place: list[WeightsInPlace] = []
         self.recipe: Recipe | None = None
         self.spare_name = ""
-        self.left_alone: list[Owner] = []  # places in its tree that are no unit's, and should not be
-        self.replicated_inside: list[Owner] = []  # places in its tree that replicated units had when it was annotated
+        self.left_alone: list[Place] = []  # places in its tree that are no unit's, and should not be
+        self.replicated_inside: list[Place] = []  # places in its tree that replicated units had when it was annotated
         self._handle: Handle | None = None
         self.edges: EdgeCasts | None = None
         self.originals = Originals()
@@ -61,24 +61,24 @@ class ShardedUnit:
         """Shard the parameters that `recipe` names."""
         self.modules = tuple(modules)
         self.recipe = recipe
-        held = [info.owners[0].registered for info in recipe.params]
+        held = [info.places[0].registered for info in recipe.params]
         self.originals = Originals([parameter for parameter in held if parameter is not None])
         del held
         handle = self.handle
         handle.tags.open()
         self.rename("")
-        owners: dict[int, nn.Module] = {}
+        holders: dict[int, nn.Module] = {}
         for info in recipe.params:
-            for owner in info.owners:
-                owners.setdefault(id(owner.module), owner.module)
+            for place in info.places:
+                holders.setdefault(id(place.module), place.module)
         mine = [id(module) for module in modules]
         if handle.mesh_info.mesh is not None:
-            self.guards = [Guard(module, self.bracket.called_inside) for key, module in owners.items() if key not in mine]
+            self.guards = [Guard(module, self.bracket.called_inside) for key, module in holders.items() if key not in mine]
             hook = StateDictHook(self)
-            self._loading = [owner.register_load_state_dict_pre_hook(hook) for owner in owners.values()]
+            self._loading = [each.register_load_state_dict_pre_hook(hook) for each in holders.values()]
         if handle.parameters.groups:
-            self.in_place = [WeightsInPlace(module) for module in owners.values() if isinstance(module, nn.RNNBase)]
-        swapped = [*(owners.values() if handle.parameters.groups else ()), *recipe.holders]
+            self.in_place = [WeightsInPlace(module) for module in holders.values() if isinstance(module, nn.RNNBase)]
+        swapped = [*(holders.values() if handle.parameters.groups else ()), *recipe.holders]
         for each in dict.fromkeys(swapped):
             self._loading.append(each.register_state_dict_pre_hook(self.settle))
         handle.calls.guarded_by(self.guards)
@@ -149,7 +149,7 @@ class ShardedUnit:
         if handle is None:
             return
         if self.enclosing is not None and (outer := self.enclosing()) is not None:
-            outer.left_alone += [owner for param in self.params for owner in param.info.owners] + self.left_alone
+            outer.left_alone += [place for param in self.params for place in param.info.places] + self.left_alone
         handle.calls.guarded_by(())
         originals = self.originals.alive()
         if is_rolling_back():

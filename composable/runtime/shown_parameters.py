@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Place
 from composable.device.private import agree_on_infinities, in_backward
 from composable.model.transaction import on_undo
 from composable.runtime.averaging import Averaging
@@ -54,7 +54,7 @@ class ShownParameters:
         ranks = replicas.mesh.flatten().tolist()
         return all(rank in ranks for rank in mesh.mesh.flatten().tolist())
 
-    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Owner, str]], reason: object) -> None:
+    def rest_on(self, mesh: DeviceMesh, tied: Sequence[tuple[Place, str]], reason: object) -> None:
         """Let the parameters rest as DTensors on `mesh`, the shards' own; see Note [Next to shards].
 
         Nothing if they cannot.
@@ -68,12 +68,12 @@ class ShownParameters:
         self._reasons[reason] = None
         if self._mixed is None:
             averaging.look_up_name()
-            self._mixed = MixedParameters(parameters.owners, parameters.names, mesh, parameters.modules, averaging.name)
-            parameters.pairs = self._mixed.places
+            self._mixed = MixedParameters(parameters.places, parameters.names, mesh, parameters.modules, averaging.name)
+            parameters.pairs = self._mixed.paired
             averaging.renew(parameters.registered)
         if tied:
-            owners, names = zip(*tied, strict=True)
-            self._mixed.tie(owners, names)
+            places, names = zip(*tied, strict=True)
+            self._mixed.tie(places, names)
 
     def rest_plain(self, reason: object) -> None:
         """One reason less to rest as DTensors; nothing if it was none."""
@@ -122,7 +122,7 @@ class ShownParameters:
     def forget_calls(self) -> None:
         """An interrupt ended the calls of the unit's modules."""
         if self._mixed is not None:
-            self._doubtful = self._doubtful or not self._mixed.places.swap.intact()
+            self._doubtful = self._doubtful or not self._mixed.paired.swap.intact()
             self._mixed.forget_calls()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShownParameters:
@@ -135,7 +135,7 @@ class ShownParameters:
 def rest_as_dtensors(
     units: Sequence[ShownParameters],
     mesh: DeviceMesh | None,
-    ties: Sequence[tuple[ShownParameters, Owner, str]] = (),
+    ties: Sequence[tuple[ShownParameters, Place, str]] = (),
 ) -> None:
     """What is replicated stands next to shards on `mesh` from here on, until the verb that runs is taken back.
 
@@ -149,4 +149,4 @@ def rest_as_dtensors(
     reason = object()
     for unit in units:
         on_undo(partial(unit.rest_plain, reason))
-        unit.rest_on(mesh, [(owner, name) for other, owner, name in ties if other is unit], reason)
+        unit.rest_on(mesh, [(place, name) for other, place, name in ties if other is unit], reason)

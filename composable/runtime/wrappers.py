@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composable.device.parameter_swap import Owner
+from composable.device.parameter_swap import Place
 from composable.device.private import NAMES_OF_VERBS, STATES_OF_VERBS, active_ddp, flattened_by_torch
 from composable.errors import ClashError
 from composable.model.traversal import ManagedParameter
@@ -67,7 +67,7 @@ def _refuse_torch(verb: str, module: str, name: str) -> None:
     raise _refused(f"torch's {name}", verb, module)
 
 
-def refuse_wrapping(modules: Sequence[nn.Module], verb: str, places: Sequence[Owner]) -> Iterator[Callable[[], None]]:
+def refuse_wrapping(modules: Sequence[nn.Module], verb: str, places: Sequence[Place]) -> Iterator[Callable[[], None]]:
     """Let `DistributedDataParallel` and torch's verbs raise on `modules`, and on those inside that hold parameters.
 
     Yields:

@@ -6,15 +6,15 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from composable.device.parameter_swap import Owner, ParameterSwap, ParamInfo, ShardedParam, cut
+from composable.device.parameter_swap import ParameterSwap, ParamInfo, Place, ShardedParam, cut
 from composable.plan.routes import Route
 from tests.plan.layouts import Planned, planned
 
 
-def _slots(*owners: tuple[nn.Module, str]) -> ShardedParam:
-    sharded = owners[0][0]._parameters[owners[0][1]]
+def _slots(*places: tuple[nn.Module, str]) -> ShardedParam:
+    sharded = places[0][0]._parameters[places[0][1]]
     assert sharded is not None
-    slots = ShardedParam(ParamInfo("", tuple(Owner(module, name) for module, name in owners)), sharded)
+    slots = ShardedParam(ParamInfo("", tuple(Place(module, name) for module, name in places)), sharded)
     slots.unsharded = nn.Parameter(torch.zeros(2, 2))
     return slots
 
