@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.device.flat_parameters import as_parameter
-from composable.device.parameter_swap import cut, label_of, summand_like
+from composable.device.parameter_forms import cut, summand_like
+from composable.device.parameter_labels import label_of
 from composable.device.private import dtensor_like, gradient_hooks, local_of
 from composable.errors import PhaseError
 from composable.plan.layout import Slot

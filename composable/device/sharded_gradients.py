@@ -14,7 +14,7 @@ from composable.device.elastic_buffer import ElasticBuffer
 from composable.device.flat_parameters import FlatParameters, note_shards, pair_rows, shape_like_rows
 from composable.device.held_gradients import refuse_hooks_again
 from composable.device.kept_gradients import GradientUsers
-from composable.device.parameter_swap import like_parameter
+from composable.device.parameter_forms import like_parameter
 from composable.device.private import (
     as_tensors,
     chunk_cat,

@@ -30,7 +30,7 @@ from composable.api.meshes import communication_device
 from composable.compilation import untraced
 from composable.device.collectives import reduce_numbers
 from composable.device.held_gradients import is_held
-from composable.device.parameter_swap import label_of
+from composable.device.parameter_labels import label_of
 from composable.device.private import local_of
 from composable.errors import ClippingError, NonFiniteError
 from composable.runtime.accumulation import any_window_open

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
 from composable.device.flat_parameters import in_buffer, note_starts, starts_in
-from composable.device.parameter_swap import adopt_local
+from composable.device.parameter_forms import adopt_local
 from composable.device.private import local_of
 
 _CACHE_LINE: Final = 64  # bytes: what slots are aligned to, and no vector is longer

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable.device.parameter_swap import like_parameter
+from composable.device.parameter_forms import like_parameter
 from composable.device.private import local_of
 from composable.errors import OptimizerError
 from composable.optim.scalars import Column, columns_of

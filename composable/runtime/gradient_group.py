@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from composable.device.collectives import TagSequence
 from composable.device.flat_parameters import FlatParameters
 from composable.device.held_gradients import HeldGradients
-from composable.device.parameter_swap import summand_over_replicas_like
+from composable.device.parameter_forms import summand_over_replicas_like
 from composable.device.sharded_gradients import take_gradients
 from composable.device.user_hooks import call_hooks_after_accumulation
 from composable.runtime.mesh_info import MeshInfo

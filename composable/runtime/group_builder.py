@@ -14,15 +14,9 @@ from composable.config import MixedPrecisionPolicy
 from composable.device.collectives import TagSequence
 from composable.device.flat_parameters import FlatParameters, dtype_named, memory_order, name_of
 from composable.device.memory import MemoryPool
-from composable.device.parameter_swap import (
-    ShardedParam,
-    adopt_local,
-    copy_attributes,
-    cut,
-    keep_gradients_in,
-    make_sharded,
-    make_unsharded,
-)
+from composable.device.parameter_forms import adopt_local, cut, keep_gradients_in, make_sharded, make_unsharded
+from composable.device.parameter_labels import copy_attributes
+from composable.device.parameter_swap import ShardedParam
 from composable.device.private import local_of
 from composable.plan.layout import Layout, ParamSpec, plan_layout
 from composable.plan.precision import Precision, resolve

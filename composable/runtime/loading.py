@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.parameter_swap import ShardedParam, describe_mesh, shard_like
+from composable.device.parameter_forms import describe_mesh, shard_like
+from composable.device.parameter_swap import ShardedParam
 from composable.device.private import local_of
 
 

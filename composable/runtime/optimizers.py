@@ -32,7 +32,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable.compilation import untraced
 from composable.device.held_gradients import is_held
-from composable.device.parameter_swap import label, label_of, like_parameter, unlabel
+from composable.device.parameter_forms import like_parameter
+from composable.device.parameter_labels import label, label_of, unlabel
 from composable.device.private import as_tensors, local_of
 from composable.errors import OptimizerError
 from composable.runtime.accumulation import any_window_open

@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.device.parameter_swap import ParameterSwap, ParamInfo, Place, ShardedParam, describe_mesh, make_replicated
+from composable.device.parameter_forms import describe_mesh, make_replicated
+from composable.device.parameter_swap import ParameterSwap, ParamInfo, Place, ShardedParam
 from composable.device.private import local_of
 from composable.errors import ForeignParameterError
 from composable.runtime.optimizers import Form, forget, note

@@ -13,7 +13,8 @@ from composable.config import MixedPrecisionPolicy
 from composable.device.buffer_swap import swap_of
 from composable.device.collectives import TagSequence
 from composable.device.memory import MemoryPool
-from composable.device.parameter_swap import ShardedParam, keep_gradients_in
+from composable.device.parameter_forms import keep_gradients_in
+from composable.device.parameter_swap import ShardedParam
 from composable.device.private import as_tensors
 from composable.plan.precision import Precision
 from composable.runtime.dtype_group import version_of

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from composable.device.collectives import Communicator, ReducePart, TagSequence
 from composable.device.flat_parameters import FlatParameters
-from composable.device.parameter_swap import like_parameter
+from composable.device.parameter_forms import like_parameter
 from composable.device.private import gradient_hooks
 from composable.device.sharded_gradients import GradientRows, GradientShards
 from composable.device.user_hooks import hooked, with_hooks

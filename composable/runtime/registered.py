@@ -9,7 +9,8 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.device.parameter_swap import ParameterSwap, ShardedParam, describe_mesh
+from composable.device.parameter_forms import describe_mesh
+from composable.device.parameter_swap import ParameterSwap, ShardedParam
 from composable.device.private import innermost, local_of
 from composable.errors import ForeignParameterError
 from composable.runtime.dtype_group import DtypeGroup

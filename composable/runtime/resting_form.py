@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.device.held_gradients import held_part, refuse_hooks_again
-from composable.device.parameter_swap import gradient_like, summand_like
+from composable.device.parameter_forms import gradient_like, summand_like
 from composable.device.private import gradient_hooks, hooks_after_accumulation, local_of
 from composable.device.user_hooks import call_hooks_after_accumulation, hooked
 

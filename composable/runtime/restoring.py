@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from composable.device.parameter_swap import ShardedParam, copy_attributes
+from composable.device.parameter_labels import copy_attributes
+from composable.device.parameter_swap import ShardedParam
 
 
 def restore(param: ShardedParam, whole: Tensor, original: nn.Parameter | None, gradient: Tensor | None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from composable.device.collectives import ReducePart
 from composable.device.flat_parameters import FlatParameters, dtype_named, pair_rows, shape_like_rows, widened
 from composable.device.memory import MemoryPool
-from composable.device.parameter_swap import cut, make_unsharded
+from composable.device.parameter_forms import cut, make_unsharded
 from composable.device.sharded_gradients import GradientRows, GradientShards
 from composable.plan.layout import Layout, ParamSpec, plan_layout, plan_reduction
 from composable.plan.precision import Precision, resolve

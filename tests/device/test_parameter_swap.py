@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hypothesis import given, settings
 from torch import nn
 
-from composable.device.parameter_swap import ParameterSwap, ParamInfo, Place, ShardedParam, cut
-from composable.plan.routes import Route
-from tests.plan.layouts import Planned, planned
+from composable.device.parameter_swap import ParameterSwap, ParamInfo, Place, ShardedParam
 
 
 def _slots(*places: tuple[nn.Module, str]) -> ShardedParam:
@@ -88,16 +85,3 @@ def test_replacing_a_parameter_reaches_every_place() -> None:
     slots.replace(fresh)
     assert one.weight is rnn.weight_hh_l0 is slots.registered is fresh
     assert any(weight is fresh for weight in rnn._flat_weights)
-
-
-@settings(max_examples=60, deadline=None)
-@given(planned())
-def test_cut_pieces_put_together_are_the_whole(plan: Planned) -> None:
-    for slot in plan.layout.slots:
-        whole = torch.arange(slot.numel).view(slot.shape)
-        pieces = [cut(whole, slot, rank) for rank in range(plan.num_shards)]
-        assert [tuple(piece.shape) for piece in pieces] == [slot.local_shape(rank) for rank in range(plan.num_shards)]
-        if slot.route is Route.WHOLE:
-            assert all(torch.equal(piece, whole) for piece in pieces)
-        else:
-            assert torch.equal(torch.cat(pieces, slot.dim), whole)

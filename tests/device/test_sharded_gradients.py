@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composable.device.flat_parameters import FlatParameters
 from composable.device.memory import MemoryPool
-from composable.device.parameter_swap import adopt_local, make_sharded
+from composable.device.parameter_forms import adopt_local, make_sharded
 from composable.device.sharded_gradients import GradientShards
 from composable.plan.layout import ParamSpec, plan_layout, plan_reduction
 from composable.plan.precision import resolve
