@@ -7,6 +7,7 @@ from typing import Any, Final
 
 import torch
 
+from composable.dtypes import REAL, SHORT
 from composable.errors import AnnotationError
 
 
@@ -41,9 +42,8 @@ def after_forward(value: bool | int) -> AfterForward:
     return ReshardTo(int(value))
 
 
-_REAL: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_SHORT: Final = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-DTYPES_BY_NAME: Final = {**_SHORT, **{str(dtype).removeprefix("torch."): dtype for dtype in _REAL}}
+_REAL: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in REAL}
+DTYPES_BY_NAME: Final = {**{short: _REAL[name] for short, name in SHORT.items()}, **_REAL}
 
 
 def real_dtype(value: object, what: str) -> torch.dtype:
@@ -53,7 +53,7 @@ def real_dtype(value: object, what: str) -> torch.dtype:
         AnnotationError: it is none; `what` says whose it is.
     """
     found = DTYPES_BY_NAME.get(value.removeprefix("torch.")) if isinstance(value, str) else value
-    if not any(found is dtype for dtype in _REAL):
+    if not any(found is dtype for dtype in _REAL.values()):
         raise AnnotationError(
             f"{what} must be one of torch.float64, float32, bfloat16 and float16, or its name, e.g. 'bf16'; got {value!r}"
         )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
 
-REAL: Final = ("float64", "float32", "bfloat16", "float16")  # what is cast; what a policy may ask for stands in config.py
+from composable.dtypes import REAL
 
 
 @dataclass(frozen=True, slots=True)
