@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,8 @@ from composable.device.private import agree_on_infinities, dtensor_like, local_o
 from composable.errors import few
 from composable.plan.layout import Slot
 from composable.plan.routes import Route
+
+trainability: Final = attrgetter("requires_grad")  # in C: it is asked of all parameters before forwards
 
 
 def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:

@@ -17,16 +17,16 @@ from typing import Any
 from torch import nn
 
 from composable.device.collectives import Communicator, TagSequence
+from composable.device.parameter_forms import trainability
 from composable.errors import RanksDisagreeError
 
-_trainability = attrgetter("requires_grad")
 _dtype = attrgetter("dtype")
 _device = attrgetter("device")
 
 
 def _attributes(parameters: Sequence[nn.Parameter]) -> list[Any]:
     """What buckets depend on, and users may change without our hearing of it. Runs in C: it is asked at every forward."""
-    return [*map(_trainability, parameters), *map(_dtype, parameters), *map(_device, parameters)]
+    return [*map(trainability, parameters), *map(_dtype, parameters), *map(_device, parameters)]
 
 
 def _words(parameter: nn.Parameter) -> str:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
-from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +11,7 @@ from composable.config import MixedPrecisionPolicy
 from composable.device.buffer_swap import swap_of
 from composable.device.collectives import TagSequence
 from composable.device.memory import MemoryPool
-from composable.device.parameter_forms import keep_gradients_in
+from composable.device.parameter_forms import keep_gradients_in, trainability
 from composable.device.parameter_swap import ShardedParam
 from composable.device.private import as_tensors
 from composable.plan.precision import Precision
@@ -26,8 +24,6 @@ from composable.runtime.registered import Registered, RegisteredOwn, RegisteredS
 from composable.runtime.restoring import restore
 
 Versions = list[list[int]]  # of each group's shards
-
-_requires_grad: Final = attrgetter("requires_grad")
 
 
 class UnitParameters:
@@ -110,7 +106,7 @@ class UnitParameters:
     def follow(self) -> None:
         """Unsharded parameters follow what users freeze and unfreeze on the sharded ones."""
         for group in self.gradient_groups:
-            trainable = tuple(map(_requires_grad, group.sharded))
+            trainable = tuple(map(trainability, group.sharded))
             if trainable != group.trainable:
                 group.follow(trainable)
                 self.trainable = any(other.trains for other in self.gradient_groups)

@@ -8,19 +8,17 @@ by unit. What is compared with is what the units themselves noted; it is forgott
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter, is_
-from typing import Final
+from operator import is_
 
 from torch import Tensor
 
+from composable.device.parameter_forms import trainability
 from composable.device.parameter_swap import ParameterSwap
 from composable.device.private import as_tensors, local_of
 from composable.errors import PhaseError, still_on_meta
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.registered import RegisteredShards
-
-_requires_grad: Final = attrgetter("requires_grad")
 
 
 class _ParameterWatch:
@@ -43,7 +41,7 @@ class _ParameterWatch:
 
     def _trains(self) -> list[bool]:
         with as_tensors():
-            return list(map(_requires_grad, self._sharded))
+            return list(map(trainability, self._sharded))
 
 
 class Preparation:
