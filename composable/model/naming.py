@@ -22,8 +22,8 @@ _USERS_OWN: Final = "composable.demo"  # written as a user would write it
 
 
 @contextmanager
-def naming(root: nn.Module, prefix: str = "") -> Iterator[None]:
-    """Within the block, modules below `root` are called by their FQN, with `prefix` in front, in messages and records.
+def naming(root: nn.Module) -> Iterator[None]:
+    """Within the block, modules below `root` are called by their FQN in messages and records.
 
     Example::
 
@@ -31,7 +31,7 @@ def naming(root: nn.Module, prefix: str = "") -> Iterator[None]:
             for module, overrides in policy.select(model).items():
                 my_verb(module, **overrides)
     """
-    names = {id(module): f"{prefix}.{name}".strip(".") for name, module in root.named_modules()}
+    names = {id(module): name for name, module in root.named_modules()}
     token = _open.set((*_open.get(), names))
     try:
         yield

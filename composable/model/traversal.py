@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from torch import nn
 
@@ -18,12 +18,6 @@ from composable.model.contract import registry
 
 SHARD: Final = "fully_shard"
 REPLICATE: Final = "replicate"
-
-
-class UnitState(Protocol):
-    """What `fully_shard` and `replicate` leave in the registry."""
-
-    modules: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +41,18 @@ class ManagedParameter:
         return self.places[0].fqn
 
 
-def walk(
-    root: nn.Module, prefix: str = "", *, stop: Collection[str] = (), into: Collection[nn.Module] = ()
-) -> Iterator[tuple[str, nn.Module]]:
+def walk(root: nn.Module, prefix: str = "", *, stop: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
     """FQN and module for `root` and everything below it, each module once, in the order of `.modules()`.
 
     Args:
         stop: annotations whose modules, other than `root`, are not entered.
-        into: modules that are not entered either.
     """
     seen: dict[int, None] = {}
 
     def visit(module: nn.Module, name: str) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen:
             return
-        if module is not root and (any(s in registry(module) for s in stop) or any(module is m for m in into)):
+        if module is not root and any(verb in registry(module) for verb in stop):
             return
         seen[id(module)] = None
         yield name, module
@@ -72,21 +63,15 @@ def walk(
     yield from visit(root, prefix)
 
 
-def managed_parameters(
-    modules: Sequence[tuple[str, nn.Module]],
-    *,
-    ignored: Collection[int] = (),
-    units_below: Sequence[nn.Module] = (),
-) -> list[ManagedParameter]:
+def managed_parameters(modules: Sequence[tuple[str, nn.Module]], *, ignored: Collection[int] = ()) -> list[ManagedParameter]:
     """The parameters of `modules` (prefix, module) that no annotation below them manages.
 
     Args:
         ignored: ids of parameters to leave alone.
-        units_below: modules that are about to become units of their own.
     """
     found: dict[int, tuple[nn.Parameter, list[NamedPlace]]] = {}
     for prefix, root in modules:
-        for name, module in walk(root, prefix, stop=(SHARD, REPLICATE), into=units_below):
+        for name, module in walk(root, prefix, stop=(SHARD, REPLICATE)):
             for parameter_name, parameter in module._parameters.items():
                 if parameter is None or id(parameter) in ignored:
                     continue

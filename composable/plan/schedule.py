@@ -8,6 +8,11 @@ the guess goes on from wherever that unit stands in the record.
 
 from __future__ import annotations
 
+from typing import Final
+
+# Forwards that no backward ever follows (an evaluation that records gradients) must not fill the memory.
+_REMEMBERED: Final = 4096
+
 
 class ForwardOrder:
     """Records the order of units in a forward and predicts the units that follow.
@@ -79,23 +84,17 @@ class CallNesting:
 
 
 class BackwardOrder:
-    """The units whose forward has finished, newest last; backward walks it from the end.
+    """The units whose forward has finished, newest last; backward walks it from the end."""
 
-    Args:
-        limit: units to remember. Forwards that no backward ever follows (an evaluation that records gradients) must not
-            fill the memory.
-    """
+    __slots__ = ("_finished",)
 
-    __slots__ = ("_finished", "_limit")
-
-    def __init__(self, limit: int = 4096) -> None:
+    def __init__(self) -> None:
         self._finished: list[int] = []
-        self._limit = limit
 
     def forward_finished(self, unit: int) -> None:
         self._finished.append(unit)
-        if len(self._finished) > self._limit:
-            del self._finished[: self._limit // 2]
+        if len(self._finished) > _REMEMBERED:
+            del self._finished[: _REMEMBERED // 2]
 
     def enter(self, unit: int) -> None:
         """`unit` starts its backward: it and whatever finished after it can no longer be next."""

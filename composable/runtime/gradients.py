@@ -41,11 +41,11 @@ class UnitGradients:
         "watch"
     )  # fmt: skip
 
-    def __init__(self, tags: TagSequence | None = None) -> None:
+    def __init__(self) -> None:
         self.phase = GradPhase.EMPTY
         self.on_unexpected: Callable[[], object] = _ignore
         self.groups: tuple[GradientGroup, ...] = ()
-        self.tags = tags
+        self.tags: TagSequence | None = None
         self.replica_tags: TagSequence | None = None
         self.unit = ""
         self._label = ""

@@ -32,7 +32,7 @@ def test_modules_are_called_by_the_outermost_name_that_is_known():
     up = model.layers[2].up
     assert module_name(up) == "'layers.2.up'"
     assert module_name(model) == "Model"
-    with naming(model, "net"), naming(model.layers[2]):
+    with naming(nn.ModuleDict({"net": model})), naming(model.layers[2]):
         assert module_name(up) == "'net.layers.2.up'"
         assert module_name(model) == "'net'"
 

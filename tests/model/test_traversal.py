@@ -274,17 +274,15 @@ def test_a_walk_names_every_module_once_in_the_order_of_modules() -> None:
 
 def test_parameters_belong_to_the_innermost_annotation_around_them() -> None:
     root = _tree()
-    below = [root.get_submodule("submod2")]
     assert [m.fqn for m in managed_parameters([("", root)])] == [
         "weight",
         "submod1.weight",
         "submod2.weight",
         "submod2.subsubmod.weight",
     ]
-    assert [m.fqn for m in managed_parameters([("", root)], units_below=below)] == ["weight", "submod1.weight"]
-    assert [m.fqn for m in managed_parameters([("", root)], ignored=[id(root.weight)], units_below=below)] == ["submod1.weight"]
-    fully_shard(below[0])
+    fully_shard(root.get_submodule("submod2"))
     assert [m.fqn for m in managed_parameters([("", root)])] == ["weight", "submod1.weight"]
+    assert [m.fqn for m in managed_parameters([("", root)], ignored=[id(root.weight)])] == ["submod1.weight"]
 
 
 def test_a_tied_parameter_is_one_with_all_its_places() -> None:

@@ -35,7 +35,8 @@ class Ledger:
 
 class Unit:
     def __init__(self, *groups: Ledger) -> None:
-        self.gradients = UnitGradients(TagSequence(0))
+        self.gradients = UnitGradients()
+        self.gradients.tags = TagSequence(0)
         self.gradients.groups = groups  # type: ignore[assignment]
         self.gradients.rename("u")
         self.gradients.on_unexpected = lambda: self.log.append("unexpected")

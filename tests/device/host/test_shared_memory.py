@@ -170,15 +170,6 @@ def test_idle_blocks_are_used_again_the_smallest_that_fits_or_else_the_largest_g
     assert small.nbytes == 2 * GRAIN
 
 
-def test_a_block_whose_collective_failed_is_left_alone() -> None:
-    outbox = Outbox(Arena())
-    lost = _lent(outbox, 100, _Readers(finished=True), settled=False)
-    outbox.lost(lost)
-    lost.settled = True
-    taken = [outbox.take(100) for _ in range(SPARE_BLOCKS + 3)]
-    assert all(block is not lost for block in taken)
-
-
 def _bytes_in(arena: Arena) -> int:
     """Of memory, not of addresses."""
     return os.fstat(arena.identity.descriptor).st_blocks * 512

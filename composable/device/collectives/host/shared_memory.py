@@ -307,12 +307,6 @@ class Outbox:
         for block in tuple(self._idle):
             block.release()
 
-    def lost(self, block: Block) -> None:
-        """Some readers may never finish: leave `block` to them."""
-        with self._lock:
-            if block in self._read:
-                self._read.remove(block)
-
     @property
     def nbytes(self) -> int:
         """Bytes of shared memory that messages have needed at the same time so far."""
