@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from typing import Final
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from composable.device.collectives import (
     communicator_of,
     group_of_both,
     is_distributed,
+    let_go_when_destroyed,
+    reference_to,
     subgroup_of,
     world_group,
 )
@@ -38,15 +40,15 @@ def device_of(module: nn.Module) -> torch.device:
     return accelerator or torch.device("cpu")
 
 
-# Parameters keep their mesh, and the mesh its group: with the last of them, both go.
-_MESHES: WeakValueDictionary[tuple[dist.ProcessGroup, str], DeviceMesh] = WeakValueDictionary()
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, WeakValueDictionary[str, DeviceMesh]] = WeakKeyDictionary()
 
 
 def _mesh_over(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     """One mesh per group and device type, so that all parameters share it."""
-    mesh = _MESHES.get((group, device_type))
+    made = _MESHES.setdefault(group, WeakValueDictionary())
+    mesh = made.get(device_type)
     if mesh is None:
-        mesh = _MESHES[group, device_type] = DeviceMesh.from_group(group, device_type)
+        mesh = made[device_type] = DeviceMesh.from_group(group, device_type)
     return mesh
 
 
@@ -94,7 +96,9 @@ def spread_over(verb: str, mesh: Mesh, device: torch.device, *, hybrid: bool = F
             return None
         mesh = world_group()
     if isinstance(mesh, dist.ProcessGroup):
-        return Spread(_mesh_over(mesh, _type_for(mesh, device)), mesh)
+        made = _mesh_over(mesh, _type_for(mesh, device))
+        let_go_when_destroyed(made)
+        return Spread(made, mesh)
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(mesh).__name__}.")
     if mesh.ndim > 1 + hybrid:
@@ -105,6 +109,7 @@ def spread_over(verb: str, mesh: Mesh, device: torch.device, *, hybrid: bool = F
     group = mesh.get_group(shard)
     if replicate is not None:
         group = group_of_both(group, mesh.get_group(replicate), ranks_of(mesh), communication_device(mesh, device))
+    let_go_when_destroyed(mesh)
     return Spread(mesh, group, shard, replicate)
 
 
@@ -205,7 +210,7 @@ def mesh_info_of(spread: Spread | None, device: torch.device, after: AfterForwar
     if spread.replicate is not None and mesh.size(spread.replicate) > 1:
         replicate = communicator_of(mesh.get_group(spread.replicate), at)
         everybody = replicate if shard.size == 1 else communicator_of(spread.group, at)
-    return MeshInfo(mesh, shard, everybody, replicate, post_forward, at, spread.group, spread.shard)
+    return MeshInfo(mesh, shard, everybody, replicate, post_forward, at, reference_to(spread.group), spread.shard)
 
 
 def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device:

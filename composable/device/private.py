@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.distributed._composable
 import torch.utils.checkpoint
 from torch._functorch import pyfunctorch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -30,7 +31,7 @@ from composable.compilation import untraced
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Launch = Callable[[torch.Tensor, torch.Tensor, Any], Any]
+Launch = Callable[[dist.ProcessGroup, torch.Tensor, torch.Tensor, Any], Any]
 
 
 def in_backward() -> bool:
@@ -163,6 +164,15 @@ def when_destroyed(group: dist.ProcessGroup, method: weakref.WeakMethod[Callable
     weakref.finalize(watched, call).atexit = False
 
 
+def forget_group(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
+    """Have a mesh let go of a group. It keeps those of its dimensions, which compiled functions look up there, also when they
+    are destroyed, and has no public way to end that."""
+    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
+    registry = getattr(root, "_pg_registry", {})
+    for name in [name for name, kept in registry.items() if kept is group]:
+        del registry[name]
+
+
 def _store_of(group: dist.ProcessGroup) -> Any:
     """What the ranks of `group` found each other through: the one place that a rank reaches by itself. Nothing public gives it;
     without it, nothing is written and nothing found."""
@@ -187,15 +197,16 @@ def read_from_store(group: dist.ProcessGroup, place: str) -> str:
     return ""
 
 
-def launchers(group: dist.ProcessGroup) -> tuple[tuple[Launch, Any], tuple[Launch, Any], tuple[Launch, Any]]:
-    """The group's own all-gather, reduce-scatter and averaging reduce-scatter of single tensors, asynchronous.
+def launchers() -> tuple[tuple[Launch, Any], tuple[Launch, Any], tuple[Launch, Any]]:
+    """The all-gather, reduce-scatter and averaging reduce-scatter of single tensors that groups have, asynchronous.
 
-    Pairs of a function and its options: `launch(output, input, options)` returns a work; complex tensors go in as `as_real`
-    makes them. The functions of `torch.distributed` end in these, after checks that are the same at every call: 9 us of Python.
+    Pairs of a function and its options: `launch(group, output, input, options)` returns a work; complex tensors go in as
+    `as_real` makes them. torch's own functions end in these, after checks that are the same at every call: 9 us of Python.
     """
     gather_options, sum_options, mean_options = AllgatherOptions(), ReduceScatterOptions(), ReduceScatterOptions()
     gather_options.asyncOp = sum_options.asyncOp = mean_options.asyncOp = True
     mean_options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+    group = dist.ProcessGroup
     gather = getattr(group, "all_gather_single", None) or group._allgather_base  # torch 2.13 renamed them
     scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
     return (gather, gather_options), (scatter, sum_options), (scatter, mean_options)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.device.collectives import Communicator
+from composable.device.collectives import Communicator, reference_to
 from composable.errors import AnnotationError, MeshError
 
 _CPU: Final = torch.device("cpu")
@@ -27,7 +28,7 @@ class MeshInfo:
         all: among all ranks of the mesh, which train together: for checks, and to say farewell.
         replicate: among the ranks that have the same shards; None where there is one such rank only.
         post_forward: among neighbours of those that parameters are cut over, for `ReshardTo`.
-        group: of `all`.
+        group: of `all`; not kept, see `let_go_when_destroyed`.
         shard_dim: the dimension of the mesh that parameters are cut over; along the other one, if any, they are the same.
     """
 
@@ -37,13 +38,13 @@ class MeshInfo:
     replicate: Communicator | None = None
     post_forward: Communicator | None = None
     device: torch.device = _CPU
-    group: dist.ProcessGroup | None = None
+    group: ref[dist.ProcessGroup] | None = None
     shard_dim: int = 0
 
     @staticmethod
     def over_one_dimension(mesh: DeviceMesh | None, communicator: Communicator, device: torch.device = _CPU) -> MeshInfo:
         """All ranks of the mesh do everything together."""
-        group = None if mesh is None else mesh.get_group()
+        group = None if mesh is None else reference_to(mesh.get_group())
         return MeshInfo(mesh, communicator, communicator, device=device, group=group)
 
     @property
@@ -53,7 +54,7 @@ class MeshInfo:
         return tuple(dict.fromkeys(each for each in roles if each is not None))
 
     @property
-    def place(self) -> tuple[dist.ProcessGroup, torch.device] | None:
+    def place(self) -> tuple[ref[dist.ProcessGroup], torch.device] | None:
         """All ranks as a group, and the device: where both are the same, the same ranks move tensors alike."""
         return None if self.group is None else (self.group, self.device)
 

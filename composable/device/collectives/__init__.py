@@ -28,6 +28,8 @@ from composable.device.collectives.process_groups import (
     communicator_like,
     group_of_both,
     is_distributed,
+    let_go_when_destroyed,
+    reference_to,
     subgroup_of,
     world_group,
 )
@@ -57,7 +59,9 @@ __all__ = [
     "communicators_wrapped_by",
     "group_of_both",
     "is_distributed",
+    "let_go_when_destroyed",
     "reduce_numbers",
+    "reference_to",
     "subgroup_of",
     "world_group",
 ]

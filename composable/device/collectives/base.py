@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.communicator import Capabilities, ReducePart, failed
+from composable.device.collectives.communicator import DESTROYED_HERE, Capabilities, ReducePart, failed
 from composable.device.collectives.process_groups import backend_of
 from composable.device.collectives.tags import NoPresence, Presence, Steps, TagSequence
 from composable.device.private import read_from_store, write_to_store
@@ -83,27 +83,30 @@ class GroupStore:
     """
 
     def __init__(self, group: dist.ProcessGroup, rank: int, number: int) -> None:
-        self._group = group
+        self._group = ref(group)
         self._rank = rank
         self._number = number
 
     def publish(self, text: str, place: int, *, of_rank: bool = False) -> None:
-        write_to_store(self._group, self._key(place, self._rank if of_rank else None), text)
+        group = self._group()
+        if group is not None:
+            write_to_store(group, self._key(place, self._rank if of_rank else None), text)
 
     def published(self, place: int, rank: int | None = None) -> str:
-        return read_from_store(self._group, self._key(place, rank))
+        group = self._group()
+        return read_from_store(group, self._key(place, rank)) if group is not None else ""
 
     def _key(self, place: int, rank: int | None) -> str:
         return f"composable/{self._number}/{place}/{'all' if rank is None else rank}"
 
 
 class GroupCommunicator:
-    """What every real process group does the same way."""
+    """What every real process group does the same way. It does not keep the group: that ends when it is destroyed."""
 
     capabilities = Capabilities()
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
+        self._group = ref(group)
         self.device = device
         self.rank = dist.get_rank(group)
         self.names = tuple(dist.get_process_group_ranks(group))  # what messages call the ranks: by their number among all
@@ -115,6 +118,13 @@ class GroupCommunicator:
         self.tags.counted.append(self.sums)
         self.presence: Presence = NoPresence()
         self.store = GroupStore(group, self.rank, self.sums.number)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(DESTROYED_HERE)
+        return group
 
     def release(self) -> None:
         """Backends keep what they keep."""

@@ -181,6 +181,7 @@ class Communicator(Protocol):
         """Everybody's `values` (as many on each rank), by rank. Blocks, and grows with the ranks: for what went wrong."""
 
 
+DESTROYED_HERE: Final = "this rank has destroyed its process group"
 FAILURES: Final = (RuntimeError, OSError, EOFError)  # of backends, of memory and of pipes
 
 

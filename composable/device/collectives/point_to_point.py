@@ -62,8 +62,9 @@ class PointToPointCommunicator(GroupCommunicator):
 
     def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
         receives, sends, copies = prepared
-        group, tag = self.group, tags.next_tag() & TagSequence.LOWEST
+        tag = tags.next_tag() & TagSequence.LOWEST
         try:
+            group = self.group
             works = [group.recv(tensor, peer, tag + index) for tensor, peer, index in receives]
             works += [group.send(tensor, peer, tag + index) for tensor, peer, index in sends]
         except RuntimeError as error:
@@ -73,10 +74,11 @@ class PointToPointCommunicator(GroupCommunicator):
         return CompositeWork(works, label, self.names[self.rank])
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
-        group, rank, peers, tag = self.group, self.rank, self._peers, tags.next_tag() & TagSequence.LOWEST
+        rank, peers, tag = self.rank, self._peers, tags.next_tag() & TagSequence.LOWEST
         incoming: list[tuple[ReducePart, Tensor, Tensor]] = []
         works: list[Any] = []
         try:
+            group = self.group
             for index, part in enumerate(parts):
                 source, chunk, numel = part.source, part.chunk, part.out.numel()
                 if numel:

@@ -1,13 +1,14 @@
-"""Process groups: which backend serves them, and new ones made of them; moves no tensor."""
+"""Process groups: which backend serves them, new ones made of them, and who lets go of them at their end; moves no tensor."""
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from composable.device.private import timeout_of
+from composable.device.private import forget_group, timeout_of, when_destroyed
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -17,6 +18,43 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         if kind in ("", device.type):
             return backend
     return "undefined"
+
+
+class _Holders:
+    """The meshes that keep a group, until it is destroyed. What is left of it afterwards are threads, and one that drops its
+    last tensor when the interpreter is already gone ends the process by `std::terminate`, after all work was done."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = ref(group)
+        self._meshes: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
+        when_destroyed(group, WeakMethod(self._let_go))
+
+    def add(self, mesh: DeviceMesh) -> None:
+        self._meshes[id(mesh)] = mesh
+
+    def _let_go(self) -> None:
+        group = self._group()
+        for mesh in self._meshes.values():
+            forget_group(mesh, group)
+
+
+_HOLDERS: WeakKeyDictionary[dist.ProcessGroup, _Holders] = WeakKeyDictionary()
+
+
+def let_go_when_destroyed(mesh: DeviceMesh) -> None:
+    """A mesh keeps no group of its dimensions that this rank has destroyed."""
+    for group in mesh.get_all_groups():
+        holders = _HOLDERS.get(group)
+        if holders is None:
+            holders = _HOLDERS[group] = _Holders(group)
+        holders.add(mesh)
+
+
+def reference_to(group: dist.ProcessGroup) -> ref[dist.ProcessGroup]:
+    """What tells a group from any other, also when it is gone, and does not keep it."""
+    reference = ref(group)
+    hash(reference)  # of a group that is gone it could not be taken any more
+    return reference
 
 
 _SUBGROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = WeakKeyDictionary()

@@ -22,6 +22,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Final
 
+from composable.device.collectives.communicator import DESTROYED_HERE
+
 Message = tuple[int, int]
 
 _FORMAT: Final = struct.Struct("=qqqq")  # shorter than PIPE_BUF: messages of several threads are never torn
@@ -30,8 +32,6 @@ _BLANK: Final = b"\xff" * _MANY  # no message: tags are not negative
 _HALF: Final = 62  # bits of a tag in one integer
 _LOW: Final = (1 << _HALF) - 1
 _POLL_SECONDS: Final = 0.05  # until a waiting thread looks whether another one has read its message, or its writer has ended
-
-DESTROYED_HERE: Final = "this rank has destroyed its process group"
 
 
 class Process:
