@@ -154,6 +154,7 @@ def _at_limit(kind: int, value: int) -> Iterator[None]:
 
 def _limits() -> Iterator[tuple[int, int]]:
     """Real ones, each reached at another point of meeting."""
+    gc.collect()  # what earlier tests have left open would give room
     unused = os.dup(0)  # descriptors are given out from the lowest, and the limit is about their numbers
     os.close(unused)
     yield from ((resource.RLIMIT_NOFILE, unused + more) for more in range(6))
