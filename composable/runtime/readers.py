@@ -29,8 +29,8 @@ class Shown(Protocol):
         """Modules hold what they hold at rest again, if they show nothing for anybody else."""
 
 
-class Unit(Protocol):
-    """A replicated unit."""
+class Readable(Protocol):
+    """A replicated unit, whose parameters are read."""
 
     buffers: tuple[Place, ...]
     averaging: Averaging
@@ -50,14 +50,14 @@ class Readers:
 
     turn = sys.maxsize  # last: whoever finishes a backward may still recompute
 
-    def __init__(self, units: Sequence[Unit], settle: Callable[[], None]) -> None:
+    def __init__(self, units: Sequence[Readable], settle: Callable[[], None]) -> None:
         self._units = tuple(units)
         self.settle = settle  # leaves the call if an interrupt has ended it
         self._in_call = False
         self._in_backward = object()  # who reads then: a call may go on around a backward
         self._backward: Callable[[], BackwardEnd | None] | None = None  # while it runs; see Note [What an interrupt leaves]
 
-    def enter_call(self) -> Sequence[Unit]:
+    def enter_call(self) -> Sequence[Readable]:
         """Returns the units that nobody else is around."""
         if not self._units or self._in_call:
             return ()

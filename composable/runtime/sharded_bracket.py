@@ -38,7 +38,7 @@ class _Call:
         self.since = next_node()
 
 
-class Unit(Planned, Protocol):
+class Bracketed(Planned, Protocol):
     """What a bracket asks of its unit."""
 
     edges: EdgeCasts | None
@@ -49,7 +49,7 @@ class ShardedBracket:
 
     __slots__ = ("_calls", "_left_to_run", "_unit")
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Bracketed) -> None:
         self._unit = unit
         self._calls: list[_Call] = []  # that are running
         self._left_to_run: list[nn.Module] = []  # of the unit's modules, until all have computed
