@@ -24,13 +24,17 @@ from composable.runtime.handle import Handle
 from composable.runtime.mesh_info import MeshInfo
 
 
-def check_order(handles: Sequence[Handle], index: int, mesh_info: MeshInfo) -> None:
-    """In the first forward, make sure that every rank runs the same unit; later ones are gathered by name."""
+def check_order(handles: Sequence[Handle], known: Sequence[Handle], index: int, mesh_info: MeshInfo) -> None:
+    """In the first forward, make sure that every rank runs the same unit; later ones are gathered by name.
+
+    Args:
+        known: the handles, first those that other ranks know from former roots.
+    """
     communicator = mesh_info.all
     if communicator.size == 1:
         return
     # Ranks that have come to different units meet here, and are told of those that have left the step.
-    tags = next(handle.tags.checks for handle in handles if handle.mesh_info.place == mesh_info.place)
+    tags = next(handle.tags.checks for handle in known if handle.mesh_info.place == mesh_info.place)
     label = f"check of the order of units below unit '{handles[0].name}'"
     lowest, highest = communicator.min_max([index], label=label, tags=tags)
     if lowest != highest:

@@ -49,7 +49,9 @@ class Root:
         self.membership = membership
         self.units = tuple(units)
         self.handles = handles = tuple(unit.handle for unit in units)
-        self.steps = steps = Steps(max(handle.tags.steps.number for handle in handles))
+        # In the first forward others may still be in a step of former roots, and know only units of these.
+        known = sorted(handles, key=lambda handle: not handle.tags.steps.number)
+        self.steps = steps = Steps.after(handle.tags.steps for handle in handles)
         for handle in handles:
             handle.tags.count_by(steps)
         self._failure = ""
@@ -66,6 +68,7 @@ class Root:
             Preparation(handles, membership),
             readers,
             SumsInStep(replicated, steps),
+            known,
             self.backward,
             self.abort,
         )

@@ -35,8 +35,8 @@ class RootForward:
     """
 
     __slots__ = (
-        "_abort", "_backward", "_doubtful", "_handles", "_index", "_nesting", "_preparation", "_presences", "_readers",
-        "_steps", "_sums", "_verified", "call", "handled", "order"
+        "_abort", "_backward", "_doubtful", "_handles", "_index", "_known", "_nesting", "_preparation", "_presences",
+        "_readers", "_steps", "_sums", "_verified", "call", "handled", "order"
     )  # fmt: skip
 
     def __init__(
@@ -47,9 +47,11 @@ class RootForward:
         preparation: Preparation,
         readers: Readers,
         sums: SumsInStep,
+        known: Sequence[Handle],
         backward: RootBackward,
         abort: Callable[[str], None],
     ) -> None:
+        """`known` are the handles, too: first those that other ranks know from former roots."""
         self._handles = handles
         self._index = {handle: index for index, handle in enumerate(handles)}
         self._nesting = nesting
@@ -58,6 +60,7 @@ class RootForward:
         self._preparation = preparation
         self._readers = readers
         self._sums = sums
+        self._known = tuple(known)
         self._backward = backward
         self._abort = abort
         self._verified = all(handle.mesh_info.all.size == 1 for handle in handles)
@@ -103,7 +106,7 @@ class RootForward:
         while True:
             try:
                 if not self._verified:
-                    check_order(self._handles, index, handle.mesh_info)
+                    check_order(self._handles, self._known, index, handle.mesh_info)
                 gather_ahead(self._handles, index, self.order)
                 handle.wait_for_unshard()
                 return
@@ -142,7 +145,7 @@ class RootForward:
         self._readers.leave_call()
         if not self._verified:
             mesh_info = next(handle.mesh_info for handle in self._handles if handle.mesh_info.all.size > 1)
-            check_order(self._handles, len(self._handles), mesh_info)
+            check_order(self._handles, self._known, len(self._handles), mesh_info)
             self._verified = True
         self.order.complete()
         for handle in self._handles:

@@ -29,6 +29,6 @@ class SumsInStep:
             return
         apart = [unit for unit in self._units if unit.averaging.communicator.sums.steps is not self._steps]
         for unit in apart:
-            self._steps.catch_up(unit.averaging.communicator.sums.steps.number)
+            self._steps.catch_up(unit.averaging.communicator.sums.steps.next_number - 1)
         for unit in apart:
             unit.forward_steps.count_by(self._steps)

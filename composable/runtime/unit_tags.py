@@ -48,7 +48,6 @@ class UnitTags:
     def count_by(self, steps: Steps) -> None:
         """Messages belong to `steps` from now on."""
         for _, tags in self._opened:
-            steps.behind = steps.behind or tags.steps.behind
             tags.steps = steps
 
     @property

@@ -2,8 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
+
+
+class Losses:
+    """Steps that ranks left before their end, as far as others may not know of them; and where ranks met last.
+
+    Attributes:
+        met_in: the last step in which messages of every other rank of a group came, by a number of the group's own.
+        left: steps that this rank left.
+        left_by: the same of other processes, by their number, where it has been told; the steps after these.
+    """
+
+    __slots__ = ("left", "left_by", "met_in")
+
+    def __init__(self) -> None:
+        self.met_in: dict[int, int] = {}
+        self.left: list[int] = []
+        self.left_by: dict[int, list[int]] = {}
+
+    def note(self, step: int) -> None:
+        """This rank leaves `step`. Done twice is done once."""
+        if step not in self.left:
+            self.left.append(step)
+
+    def note_of(self, process: int, step: int) -> None:
+        """Another process has left the one before `step`."""
+        self.left_by.setdefault(process, []).append(step)
+
+    def meet(self, step: int, group: int) -> None:
+        """Messages of every other rank of the group with the number `group` have come in `step`."""
+        self.met_in[group] = step
+        if self.left or self.left_by:
+            everywhere = min(self.met_in.values())
+            self.left = [number for number in self.left if number >= everywhere]
+            later = {process: [number for number in left if number > everywhere] for process, left in self.left_by.items()}
+            self.left_by = {process: left for process, left in later.items() if left}
+
+    def add(self, other: Losses) -> None:
+        """What is known of other steps holds for these, too."""
+        for group, step in other.met_in.items():
+            self.met_in[group] = max(step, self.met_in.get(group, step))
+        for step in other.left:
+            self.note(step)
+        for process, left in other.left_by.items():
+            self.left_by.setdefault(process, []).extend(left)
 
 
 class Steps:
@@ -18,8 +62,7 @@ class Steps:
     WINDOW: Final = 65537  # steps in a window at most; odd: numbers that lie a window apart differ in their lowest bits, too
 
     __slots__ = (
-        "__weakref__", "_window_ended", "behind", "by_backward", "left", "left_by", "met", "met_in", "mutual", "number",
-        "oldest", "told"
+        "__weakref__", "_window_ended", "behind", "by_backward", "losses", "met", "mutual", "number", "oldest", "told"
     )  # fmt: skip
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
@@ -27,13 +70,21 @@ class Steps:
         self.by_backward = by_backward  # each backward is one: ranks may run forwards for themselves
         self.oldest = number  # that is not over on this rank
         self.met = -1  # the last step in which messages of every other rank of a group came
-        self.met_in: dict[int, int] = {}  # the same for each group, by a number of its own
         self.told = -1  # the last step in which another rank was found to have left one
         self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
         self.behind = False  # maybe: an interrupt came, and others have opened more steps since
         self._window_ended = False
-        self.left: list[int] = []  # steps that this rank left before their end, as far as others may not know of them
-        self.left_by: dict[int, list[int]] = {}  # the same of other processes, where it has been told; the steps after these
+        self.losses = Losses()
+
+    @classmethod
+    def after(cls, several: Iterable[Steps]) -> Steps:
+        """What goes on where `several` have come to that counted apart; all that they know, it knows."""
+        each = list(dict.fromkeys(several))
+        steps = cls(max(one.next_number for one in each) - 1)
+        steps.behind = any(one.behind for one in each)
+        for one in each:
+            steps.losses.add(one.losses)
+        return steps
 
     @property
     def next_number(self) -> int:
@@ -62,15 +113,12 @@ class Steps:
 
     def lose(self) -> None:
         """This rank leaves this step before its end. Done twice is done once."""
-        if self.number not in self.left:
-            self.left.append(self.number)
+        self.losses.note(self.number)
 
     def meet(self, step: int, group: int) -> None:
         """Messages of every other rank of the group with the number `group` have come in `step`."""
-        self.met = self.met_in[group] = step
-        if self.left:
-            everywhere = min(self.met_in.values())
-            self.left = [number for number in self.left if number >= everywhere]
+        self.met = step
+        self.losses.meet(step, group)
 
     def may_go_on_to(self, step: int) -> bool:
         """Whether it is the one that others are in, and nothing has come about in this one.

@@ -64,7 +64,8 @@ class AcksOfSome(Acks):
             return True
         tag = self._tag - TagBit.ACK
         # In this group: others have other ranks, and a later step there tells nothing of those who have yet to come to it here.
-        past = self._steps.met_in.get(self._group.number, -1) > TagSequence.step_in(tag)  # all that the peer sent is here
+        met = self._steps.losses.met_in.get(self._group.number, -1)
+        past = met > TagSequence.step_in(tag)  # all that the peer sent is here
         if peer not in self._launched and self._group.poll(peer, tag) is not None:
             self._launched[peer] = None
         return past and peer not in self._launched

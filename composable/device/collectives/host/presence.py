@@ -120,7 +120,7 @@ class HostPresence:
                 message = self._connections[peer].reader.poll(other)
                 if message is not None:
                     steps.told = steps.number
-                    steps.left_by.setdefault(self._connections[peer].process, []).append(step)
+                    steps.losses.note_of(self._connections[peer].process, step)
                     why = self._connections[peer].window.read_note(*message).decode(errors="replace")
                     # It is this step that all lose, unless an interrupt came before. Who was in it together with this rank is
                     # not ahead of it even then.
@@ -136,15 +136,15 @@ class HostPresence:
 
     def _losses(self, peer: int, steps: Steps, last: int) -> tuple[int, int]:
         """How many steps this rank and `peer` have left before `last`, since they met in one."""
-        process = self._connections[peer].process
-        met, told = -1, dict.fromkeys(steps.left_by.get(process, ()))
+        process, losses = self._connections[peer].process, steps.losses
+        met, told = -1, dict.fromkeys(losses.left_by.get(process, ()))
         for presence in list(_ALL.values()):  # other groups may have met, and been told, too
             for connection in presence._connections.values():
                 if connection.process == process and not presence._closed:
-                    met = max(met, steps.met_in.get(presence.number, -1))
+                    met = max(met, losses.met_in.get(presence.number, -1))
                     tags = [tag for tag in connection.reader.pending() if tag & TagBit.LEAVING and not tag & TagBit.ACK]
                     told.update({TagSequence.step_in(tag): None for tag in tags if presence._steps_of(tag) is steps})
-        return len([step for step in steps.left if met <= step < last]), len([step for step in told if met < step <= last])
+        return len([step for step in losses.left if met <= step < last]), len([step for step in told if met < step <= last])
 
     def refuse_if_hopeless(self, peer: int, tag: int) -> None:
         """After some time: look at what `peer` sends and waits for in other groups, too, if steps are shared with them."""
