@@ -15,7 +15,7 @@ from composable.api.selection import check_keywords, ids_of_ignored, parameters_
 from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_other_mesh, refuse_taken
 from composable.config import SYNC_MODES
-from composable.device.collectives import LocalCommunicator, Steps, backwards_of, communicator_of
+from composable.device.collectives import LocalCommunicator, backwards_of, communicator_of
 from composable.device.parameter_swap import Place
 from composable.errors import AnnotationError
 from composable.model.contract import contract, on_undo, require_callable
@@ -33,6 +33,7 @@ from composable.policies import PolicyLike, select_modules
 from composable.runtime.launch_order import launch_together
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.replicated_unit import ReplicatedUnit
+from composable.runtime.shards_inside import ShardsInside
 from composable.runtime.shown_parameters import rest_as_dtensors
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
@@ -226,6 +227,6 @@ def _attach(
     unit.contain(inside)
     sharded = [state for each in modules for state in get_all_sharded_states(each)]
     if sharded:  # then all ranks run its forwards together
-        unit.forward_steps.count_by(Steps(), opened_here=True)
+        unit.forward_steps.open_here(ShardsInside(sharded))
     mesh = next((state.handle.mesh_info.mesh for state in sharded), None)
     rest_as_dtensors([each.shown for each in (unit, *inside)], mesh)

@@ -15,6 +15,7 @@ from composable.errors import first_line
 from composable.runtime.accumulation import Pass
 from composable.runtime.averaging import Averaging
 from composable.runtime.rounds import Forward
+from composable.runtime.shards_inside import ShardsInside
 
 
 class ForwardSteps:
@@ -28,6 +29,7 @@ class ForwardSteps:
     def __init__(self, averaging: Averaging) -> None:
         self._averaging = averaging
         self._inside: tuple[Averaging, ...] = ()  # those of the replicated units below
+        self._shards = ShardsInside()
         self.opened_here = False
         self.trains = False
 
@@ -37,18 +39,24 @@ class ForwardSteps:
         for averaging in inside:
             averaging.forwards[1:] = self._averaging.forwards[:1]
 
-    def count_by(self, steps: Steps, *, opened_here: bool = False) -> None:
-        """Messages of this unit and of those inside belong to `steps`, in which all ranks run the forwards together.
+    def open_here(self, shards: ShardsInside) -> None:
+        """All ranks run this unit's forwards together, since `shards` are gathered in them: these open steps."""
+        self.opened_here = True
+        self._shards = shards
+        self._count_by(Steps())
 
-        Args:
-            opened_here: this unit's forwards open them.
-        """
-        self.opened_here = opened_here
+    def count_by(self, steps: Steps) -> None:
+        """Messages of this unit and of those inside belong to `steps`, which forwards of a module around it open."""
+        self.opened_here = False
+        self._count_by(steps)
+
+    def _count_by(self, steps: Steps) -> None:
         for averaging in (self._averaging, *self._inside):
             averaging.communicator.tags.count_by(steps)
 
     def open(self) -> None:
         """A forward begins, and with it a step."""
+        self._shards.expect()
         communicator = self._averaging.communicator
         communicator.sums.steps.open()
         communicator.sums.steps.look_ahead([communicator.presence])
@@ -59,6 +67,11 @@ class ForwardSteps:
 
     def lose(self) -> None:
         """A forward raised. If a backward was to follow, this rank gives the step up, and meets the others in the next one."""
+        error = sys.exception()
+        why = f"raised {type(error).__name__}: {first_line(error)}" if isinstance(error, Exception) else "was interrupted"
+        why = f"unit '{self._averaging.name}' {why}"
+        if self.opened_here:
+            self._shards.lose(why)
         if not self.trains:
             return
         communicator = self._averaging.communicator
@@ -67,9 +80,7 @@ class ForwardSteps:
             sums.steps.open()
         elif not self.opened_here:
             return
-        error = sys.exception()
-        why = f"raised {type(error).__name__}: {first_line(error)}" if isinstance(error, Exception) else "was interrupted"
-        communicator.presence.leave(sums, f"unit '{self._averaging.name}' {why}")
+        communicator.presence.leave(sums, why)
         for averaging in (self._averaging, *self._inside):
             if averaging.reducer.local.accumulation.now is Pass.HOLDS:
                 sums.steps.end_window()  # of which this may have been the first pass
@@ -78,5 +89,5 @@ class ForwardSteps:
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardSteps:
         twin = memo[id(self)] = ForwardSteps(self._averaging)
         twin.opened_here = self.opened_here
-        twin._averaging, twin._inside = copy.deepcopy((self._averaging, self._inside), memo)
+        twin._averaging, twin._inside, twin._shards = copy.deepcopy((self._averaging, self._inside, self._shards), memo)
         return twin

@@ -36,13 +36,16 @@ _IN_A_ROW: Final = ({1: 0, 2: 0, 3: 1}, {1: 2, 2: 0}, {1: 0, 2: 2}, {1: 2, 2: 2}
 _REDUCING_FIRST: Final = ({1: 2, 2: 0}, {1: 2, 2: 2})
 
 
-def _train(model: nn.Module, scope: str, lost: Mapping[int, int], fails: int | None) -> tuple[list[Tensor], dict[int, str]]:
+def _train(
+    model: nn.Module, scope: str, lost: Mapping[int, int], fails: int | None, layer: int = 2
+) -> tuple[list[Tensor], dict[int, str]]:
     """Parameters after six steps of three micro-batches each, and what steps ended with.
 
     Args:
         scope: what `no_sync` is around.
         lost: steps, and the micro-batch in whose forward a rank raises.
         fails: the rank that raises; None for one process that leaves those steps out.
+        layer: in which it does.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
@@ -57,7 +60,7 @@ def _train(model: nn.Module, scope: str, lost: Mapping[int, int], fails: int | N
                 failing = fails == dist.get_rank() and lost.get(step) == number
                 with no_sync(model) if holds and scope in ("forward", "both") else nullcontext():
                     if failing:
-                        with model[2].register_forward_pre_hook(lambda *_: leave()):
+                        with model[layer].register_forward_pre_hook(lambda *_: leave()):
                             model(x)
                     y = model(x)
                     if scope == "both":
@@ -72,13 +75,13 @@ def _train(model: nn.Module, scope: str, lost: Mapping[int, int], fails: int | N
     return [parameter.detach() for parameter in model.parameters()], errors
 
 
-def _lose(scheme: str, scope: str, lost: Mapping[int, int]) -> None:
+def _lose(scheme: str, scope: str, lost: Mapping[int, int], layer: int = 2) -> None:
     torch.manual_seed(0)
     model = Layers()
     plain = copy.deepcopy(model)
     group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
     _SCHEMES[scheme](model, mesh=group)
-    found, errors = _train(model, scope, lost, 0)
+    found, errors = _train(model, scope, lost, 0, layer)
     assert [*errors] == [*lost], errors
     for error in errors.values():
         assert error.startswith("Planned: as planned" if dist.get_rank() == 0 else "CommunicationError: rank "), errors
@@ -93,6 +96,44 @@ def _lose(scheme: str, scope: str, lost: Mapping[int, int]) -> None:
 @pytest.mark.parametrize("scheme", _SCHEMES)
 def test_a_forward_that_raises_costs_all_ranks_one_step_wherever_the_scope_is(pool: Pool, scheme: str, scope: str) -> None:
     pool.run(2, _lose, scheme, scope, _APART)
+
+
+def _lose_each(scheme: str, scope: str, patterns: Sequence[Mapping[int, int]], layer: int) -> None:
+    for lost in patterns:
+        _lose(scheme, scope, lost, layer)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("scope", ["forward", "backward", "both"])
+def test_a_replicated_part_that_raises_before_or_after_the_shards_inside_it_costs_all_ranks_one_step(
+    pool: Pool, scope: str, layer: int
+) -> None:
+    patterns = (_APART, {1: 1, 3: 2}, {1: 2, 2: 0})
+    pool.run(2, _lose_each, "around shards", scope, patterns if layer else (*patterns, _IN_A_ROW[0]), layer)
+
+
+def _evaluate() -> None:
+    model = Layers()
+    group = dist.new_group(timeout=timedelta(seconds=PATIENCE))
+    _around_shards(model, mesh=group)
+    x = torch.ones(2, 8)
+    for step in range(3):
+        failing = step == 1 and dist.get_rank() == 0
+        with torch.no_grad(), model[0].register_forward_pre_hook(leave) if failing else nullcontext():
+            if step != 1:
+                model(x)
+                continue
+            with pytest.raises((Planned, CommunicationError)):
+                model(x)
+    model(x).square().mean().backward()
+
+
+@pytest.mark.host
+def test_an_evaluation_that_raises_before_the_shards_inside_a_replicated_module_is_told_to_who_waits_for_them(
+    pool: Pool,
+) -> None:
+    pool.run(2, _evaluate)
 
 
 @pytest.mark.host
