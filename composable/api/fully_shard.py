@@ -37,6 +37,7 @@ from composable.model.traversal import (
 )
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.handle import Recipe
+from composable.runtime.inner_units import units_inside
 from composable.runtime.launch_order import launch_together
 from composable.runtime.membership import places_of_replicas
 from composable.runtime.mesh_info import MeshInfo
@@ -325,11 +326,12 @@ def _holders_of_buffers(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
 
 
 def _leave_alone(modules: Sequence[nn.Module], left_out: Collection[int]) -> None:
-    """Note where parameters are that are not its own on purpose, since others that no unit has are refused when they train."""
+    """Note where parameters are that are not its own; others that no unit has are refused when they train."""
     unit = fully_shard.state(modules[0])
     assert unit is not None
     places = [place for module in modules for place, parameter in registered_parameters(module) if id(parameter) in left_out]
-    unit.left_alone += [Place(place.module, place.name) for place in places]
+    unit.inner.left_alone += [Place(place.module, place.name) for place in places]
+    unit.inside = [inner for inner in units_inside(modules) if inner is not unit.inner]
     unit.replicated_inside = places_of_replicas(modules)
 
 

@@ -18,6 +18,7 @@ from composable.model.removed_hooks import refuse_removed_hooks
 from composable.model.transaction import is_rolling_back
 from composable.runtime.accumulation import refuse_removal
 from composable.runtime.handle import Handle, Recipe
+from composable.runtime.inner_units import InnerUnit, sharded_units_changed
 from composable.runtime.inputs import EdgeCasts, edge_casts
 from composable.runtime.joint_removal import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
@@ -36,8 +37,8 @@ class ShardedUnit:
     """One fully sharded module, or several that were annotated as one."""
 
     __slots__ = (
-        "__weakref__", "_handle", "_loading", "bracket", "edges", "enclosing", "former", "guards", "in_place", "left_alone",
-        "modules", "originals", "recipe", "replicated_inside", "root", "spare_name"
+        "__weakref__", "_handle", "_loading", "bracket", "edges", "enclosing", "former", "guards", "in_place", "inner",
+        "inside", "modules", "originals", "recipe", "replicated_inside", "root", "spare_name"
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -49,7 +50,8 @@ class ShardedUnit:
         self.in_place: list[WeightsInPlace] = []
         self.recipe: Recipe | None = None
         self.spare_name = ""
-        self.left_alone: list[Place] = []  # places in its tree that are no unit's, and should not be
+        self.inner = InnerUnit()  # what annotations around it know
+        self.inside: list[InnerUnit] = []  # that it is around, or was when they were removed
         self.replicated_inside: list[Place] = []  # places in its tree that replicated units had when it was annotated
         self._handle: Handle | None = None
         self.edges: EdgeCasts | None = None
@@ -66,6 +68,9 @@ class ShardedUnit:
         del held
         handle = self.handle
         handle.tags.open()
+        self.inner.module, self.inner.told = modules[0], handle.mesh_info.all.size == 1
+        self.inner.places = [place for info in recipe.params for place in info.places]
+        sharded_units_changed()
         self.rename("")
         holders: dict[int, nn.Module] = {}
         for info in recipe.params:
@@ -143,13 +148,12 @@ class ShardedUnit:
         for each in undone:
             each.remove()
         self.guards, self.in_place, self._loading = [], [], []
+        sharded_units_changed()
         if self.root is not None and not self.root.running:
             self.root.invalidate()
         handle = self._handle
         if handle is None:
             return
-        if self.enclosing is not None and (outer := self.enclosing()) is not None:
-            outer.left_alone += [place for param in self.params for place in param.info.places] + self.left_alone
         handle.calls.guarded_by(())
         originals = self.originals.alive()
         if is_rolling_back():
@@ -182,7 +186,8 @@ class ShardedUnit:
             "guards": self.guards,
             "recipe": self.recipe,
             "spare_name": fqn,
-            "left_alone": self.left_alone,
+            "inner": self.inner,
+            "inside": self.inside,
             "replicated_inside": self.replicated_inside,
         }
         return ShardedUnit, (), (None, copied)
