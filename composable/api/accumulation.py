@@ -71,8 +71,6 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
     held = [unit.averaging.reducer.local.accumulation for unit in replicated]
     kept_whole = [unit.handle.gradients.accumulation for unit in sharded]
     try:
-        for unit in replicated:
-            unit.averaging.communicator.sums.steps.expect_windows()
         for accumulation in held:
             accumulation.open_scope(scope, Pass.HOLDS if enabled else Pass.REDUCES)
         for accumulation in kept_whole:

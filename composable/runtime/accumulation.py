@@ -77,7 +77,6 @@ class Accumulation:
             steps: what counts the messages of all that take part; their window ends, too.
         """
         self.holds = False
-        steps.end_pass()
         if self.passes:
             steps.end_window()
             self._close()

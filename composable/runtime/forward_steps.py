@@ -81,7 +81,6 @@ class ForwardSteps:
         elif not self.opened_here:
             return
         communicator.presence.leave(sums, why)
-        sums.steps.end_pass()
         for averaging in (self._averaging, *self._inside):
             if averaging.reducer.local.accumulation.now is Pass.HOLDS:
                 sums.steps.end_window()  # of which this may have been the first pass

@@ -277,7 +277,6 @@ class OrderedBackward:
         order = self._order
         for member in order.members:
             member.lose()
-        order.communicator.sums.steps.end_pass()
         order.communicator.presence.leave(order.communicator.sums, "its backward did not finish")
 
 

@@ -84,10 +84,6 @@ class LocalGradients:
         self.accumulation.end_window(self._communicator.sums.steps)
         self._trained, self._held = {}, {}
 
-    def give_up(self) -> None:
-        """They are there, but the step that they belong to is over on this rank."""
-        self._communicator.sums.steps.end_pass()
-
     def drop(self, arrived: Iterable[int]) -> None:
         """A step was lost: what it added to may be there by halves. Done twice is done once."""
         log_dropped(self.accumulation.passes, unit=f"replicate(unit '{self._unit}'): ")

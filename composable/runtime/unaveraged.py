@@ -49,11 +49,7 @@ def refuse_unaveraged(
     if not reducer.fits([parameter for parameter, _ in registered]):
         refuse_step(optimizer, unit, reducer.parameters.missed(registered), REPLACED)
     if reducer.local.accumulation.passes:
-        try:
-            refuse_step(optimizer, unit, reducer.local.named(), HELD)
-        except PhaseError:
-            reducer.local.give_up()  # other ranks may have lost this step: they wait for a sum of what is held here
-            raise
+        refuse_step(optimizer, unit, reducer.local.named(), HELD)
 
 
 def refuse_step(optimizer: Optimizer, unit: str, late: Iterable[tuple[nn.Parameter, str]], why: str) -> None:

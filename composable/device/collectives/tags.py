@@ -62,8 +62,7 @@ class Steps:
     WINDOW: Final = 65537  # steps in a window at most; odd: numbers that lie a window apart differ in their lowest bits, too
 
     __slots__ = (
-        "__weakref__", "_in_windows", "_window_ended", "behind", "by_backward", "losses", "met", "mutual", "number", "oldest",
-        "told"
+        "__weakref__", "_window_ended", "behind", "by_backward", "losses", "met", "mutual", "number", "oldest", "told"
     )  # fmt: skip
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
@@ -75,7 +74,6 @@ class Steps:
         self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
         self.behind = False  # maybe: an interrupt came, and others have opened more steps since
         self._window_ended = False
-        self._in_windows = False
         self.losses = Losses()
 
     @classmethod
@@ -92,19 +90,6 @@ class Steps:
     def next_number(self) -> int:
         """Of the step that is opened next."""
         return (self.number // self.WINDOW + 1) * self.WINDOW if self._window_ended else self.number + 1
-
-    def expect_windows(self) -> None:
-        """A scope of accumulation is opened: backwards that are counted belong to windows from here on, see `end_pass`."""
-        self._in_windows = self.by_backward
-
-    def end_pass(self) -> None:
-        """This backward sums gradients, or was lost, or what was held will never be summed.
-
-        It is the last of its window on all ranks, if there are windows: who lost a backward that others sum, and who lost
-        one of another micro-batch than others, is in the same window as these afterwards.
-        """
-        if self._in_windows:
-            self._window_ended = True
 
     def end_window(self) -> None:
         """This step is the last of several that belong together, or they were given up. Done twice is done once."""
