@@ -143,7 +143,8 @@ def replicate(
         over = partial(MeshInfo.over_one_dimension, spread.mesh, device=at)
         mesh_info = _shared_ground(modules, over(communicator)) or over(communicator_of(spread.group, at, dedicated=True))
         backwards = backwards_of(spread.group)  # of which a rank may have run one more, in a model that failed
-        backwards.catch_up(communicator.min_max([backwards.number], label="exchange of how many backwards there were")[1][0])
+        label = "exchange of how many backwards there were"
+        backwards.catch_up(communicator.min_max([backwards.next_number], label=label)[1][0] - 1)
         mesh_info.all.tags.count_by(backwards)
     places = [place for _, place, _ in buffers]
     with all_or_none("replicate", communicator):

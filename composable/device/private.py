@@ -5,6 +5,7 @@ Checked with torch 2.13.0 (CPU build). Where a name is missing in another versio
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
 import sys
@@ -31,7 +32,6 @@ from composable.compilation import untraced
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Launch = Callable[[dist.ProcessGroup, torch.Tensor, torch.Tensor, Any], Any]
 
 
 def in_backward() -> bool:
@@ -149,8 +149,8 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 def when_destroyed(group: dist.ProcessGroup, method: weakref.WeakMethod[Callable[[], None]]) -> None:
     """Call a method, if its object still lives, when this rank destroys `group`. torch tells nobody.
 
-    What its registry alone holds of a group, a view of the store, goes with the entry. Meshes and models hold the group itself;
-    it is watched where the registry looks otherwise, and then nothing happens until they have let go of it.
+    What its registry alone holds of a group, a view of the store, goes with the entry. Meshes hold the group itself; it is
+    watched where the registry looks otherwise, and then nothing happens until they have let go of it.
     """
 
     def call() -> None:
@@ -164,13 +164,13 @@ def when_destroyed(group: dist.ProcessGroup, method: weakref.WeakMethod[Callable
     weakref.finalize(watched, call).atexit = False
 
 
-def forget_group(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
-    """Have a mesh let go of a group. It keeps those of its dimensions, which compiled functions look up there, also when they
-    are destroyed, and has no public way to end that."""
-    root = getattr(mesh, "_get_root_mesh", lambda: mesh)()
-    registry = getattr(root, "_pg_registry", {})
-    for name in [name for name, kept in registry.items() if kept is group]:
-        del registry[name]
+def have_meshes_forget(group: dist.ProcessGroup) -> None:
+    """Have all meshes let go of a group. They keep those of their dimensions, which compiled functions look up there, also when
+    these are destroyed, and have no public way to end that. Nobody knows all of them: copies of a `DTensor` have their own."""
+    for mesh in [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]:
+        registry = getattr(mesh, "_pg_registry", {})
+        for name in [name for name, kept in registry.items() if kept is group]:
+            del registry[name]
 
 
 def _store_of(group: dist.ProcessGroup) -> Any:
@@ -197,18 +197,17 @@ def read_from_store(group: dist.ProcessGroup, place: str) -> str:
     return ""
 
 
-def launchers() -> tuple[tuple[Launch, Any], tuple[Launch, Any], tuple[Launch, Any]]:
-    """The all-gather, reduce-scatter and averaging reduce-scatter of single tensors that groups have, asynchronous.
+def launchers(group: dist.ProcessGroup) -> tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]:
+    """The group's own all-gather, reduce-scatter and averaging reduce-scatter of single tensors, asynchronous.
 
-    Pairs of a function and its options: `launch(group, output, input, options)` returns a work; complex tensors go in as
+    Pairs of a method's name and its options: `method(output, input, options)` returns a work; complex tensors go in as
     `as_real` makes them. torch's own functions end in these, after checks that are the same at every call: 9 us of Python.
     """
     gather_options, sum_options, mean_options = AllgatherOptions(), ReduceScatterOptions(), ReduceScatterOptions()
     gather_options.asyncOp = sum_options.asyncOp = mean_options.asyncOp = True
     mean_options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
-    group = dist.ProcessGroup
-    gather = getattr(group, "all_gather_single", None) or group._allgather_base  # torch 2.13 renamed them
-    scatter = getattr(group, "reduce_scatter_single", None) or group._reduce_scatter_base
+    renamed = hasattr(group, "all_gather_single")  # in torch 2.13
+    gather, scatter = ("all_gather_single", "reduce_scatter_single") if renamed else ("_allgather_base", "_reduce_scatter_base")
     return (gather, gather_options), (scatter, sum_options), (scatter, mean_options)
 
 

@@ -9,6 +9,8 @@ import copy
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
+
 from composable.device.private import in_backward
 from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle
@@ -35,9 +37,11 @@ class ShardsInside:
     def __init__(self, units: Sequence[Unit] = ()) -> None:
         self._units = tuple(units)
         self._next: list[int] = []
+        self._records = False  # what a backward will go through
 
     def expect(self) -> None:
         """A forward begins."""
+        self._records = torch.is_grad_enabled()
         self._next = [unit.handle.tags.steps.next_number if unit.recipe is not None else 0 for unit in self._units]
 
     def lose(self, why: str) -> None:
@@ -55,7 +59,7 @@ class ShardsInside:
             if root is None:
                 say_farewell([unit.handle], why)
                 reset([unit.handle])
-            elif late or root.backward.iteration is not None:
+            elif late or (self._records and root.backward.iteration is not None):
                 root.abort(why, why)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardsInside:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from composable import fully_shard
 from composable.device.collectives import (
     Communicator,
     GatherPart,
@@ -150,3 +153,65 @@ def _groups_made_for_a_dedicated_communicator() -> int:
     with mock.patch.object(dist, "new_group", side_effect=AssertionError) as made:
         communicator_of(world_group(), CPU, dedicated=True)
     return made.call_count
+
+
+# --- groups written in Python -------------------------------------------------------------------------------------------
+
+_CALLS: list[str] = []
+
+
+class _Wrapped(dist.ProcessGroup):
+    """What torch lets backends return in place of one of its own: all calls go on to another group."""
+
+    group_name = group_desc = "wrapped"
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self.inner = inner
+
+    def getBackendName(self) -> str:
+        return "wrapped"
+
+    def _set_group_name(self, name: str) -> None:
+        self.group_name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self.group_desc = description
+
+
+def _passed_on(name: str) -> Callable[..., Any]:
+    def call(self: _Wrapped, *args: Any, **kwargs: Any) -> Any:
+        _CALLS.append(name)
+        return getattr(self.inner, name)(*args, **kwargs)
+
+    return call
+
+
+for _name in (
+    "all_gather_single",
+    "_allgather_base",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "allreduce",
+    "allgather",
+):
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(_Wrapped, _name, _passed_on(_name))
+
+
+def _train_over_a_group_in_python() -> tuple[list[float], bool]:
+    def wrap(store: object, rank: int, size: int, timeout: object) -> _Wrapped:
+        return _Wrapped(world_group())
+
+    dist.Backend.register_backend("wrapped", wrap, devices=["cpu"])  # type: ignore[arg-type]
+    model = nn.Linear(3, 2, bias=False)
+    nn.init.ones_(model.weight)
+    fully_shard(model, mesh=dist.new_group([0, 1], backend="wrapped"))
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is not None
+    own: Any = model.weight.grad
+    return own.to_local().flatten().tolist(), all(any(kind in name for name in _CALLS) for kind in ("gather", "scatter"))
+
+
+def test_a_group_written_in_python_is_asked_for_every_collective(pool: Pool) -> None:
+    assert pool.run(2, _train_over_a_group_in_python, spoils=True) == [([1.0, 1.0, 1.0], True)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import threading
@@ -60,8 +61,10 @@ def _destroyed(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup | None
 def test_a_destroyed_group_ends_though_a_model_was_trained_over_a_mesh_of_it(verb: str, way: str) -> None:
     groups = [dist.new_group()]
     model = _trained(verb, DeviceMesh.from_group(groups[0], "cpu"), way)
+    snapshots = [copy.deepcopy(model), copy.deepcopy(model.state_dict())]  # with meshes of their own
     dist.barrier()
     assert _destroyed(groups) == [None]
+    assert len(snapshots) == 2
     assert "Linear" in str(describe(model))
 
 

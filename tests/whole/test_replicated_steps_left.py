@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from composable import fully_shard, replicate
+from composable import fully_shard, no_sync, replicate
 from composable.device.collectives import communicators_wrapped_by
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers.communicators import all_ordered
@@ -222,3 +223,92 @@ def _live_differently() -> Any:
 def test_ranks_may_run_forwards_of_their_own(pool: Pool) -> None:
     first, second = pool.run(2, _live_differently)
     assert first == second
+
+
+# --- what was lost before, and what was not -----------------------------------------------------------------------------
+
+
+def _one_weight(scale: float) -> nn.Linear:
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, scale)
+    return model
+
+
+def _annotate_after_a_loss() -> list[float]:
+    """Rank 0 alone loses a forward of a model that has used `no_sync`; then all ranks replicate another model, and train it."""
+    former, found = replicate(_one_weight(1.0)), []
+    _two_micro_batches(former, 1.0)
+    if dist.get_rank() == 0:
+        hook = former.register_forward_pre_hook(_refuse_the_batch)
+        with pytest.raises(ValueError, match="not this one"):
+            former(torch.ones(1, 1))
+        hook.remove()
+    dist.barrier()
+    model = replicate(_one_weight(1.0))
+    for step in range(4):
+        _two_micro_batches(model, 10.0**step)
+        assert model.weight.grad is not None
+        found.append(model.weight.grad.item())
+        model.zero_grad()
+    return found
+
+
+def _two_micro_batches(model: nn.Module, scale: float) -> None:
+    for first in (True, False):
+        with no_sync(model, enabled=first):
+            model(torch.full((1, 1), scale)).sum().backward()
+
+
+def _refuse_the_batch(*_: object) -> None:
+    raise ValueError("not this one")
+
+
+def test_a_module_annotated_after_one_rank_has_lost_a_step_averages_the_batches_of_one_step(pool: Pool) -> None:
+    assert pool.run(2, _annotate_after_a_loss, spoils=True) == [[2.0, 20.0, 200.0, 2000.0]] * 2
+
+
+def _evaluate_with_a_scope_on_one_rank() -> list[float]:
+    model, found = replicate(_one_weight(1.0)), []
+    if dist.get_rank() == 0:
+        with no_sync(model), torch.no_grad():
+            model(torch.ones(1, 1))
+    for step in range(4):
+        if step < 2:
+            model(torch.full((1, 1), 10.0**step)).sum().backward()
+        else:
+            _two_micro_batches(model, 10.0**step)
+        assert model.weight.grad is not None
+        found.append(model.weight.grad.item())
+        model.zero_grad()
+    return found
+
+
+def test_a_scope_that_one_rank_opens_around_an_evaluation_changes_nothing(pool: Pool) -> None:
+    assert pool.run(2, _evaluate_with_a_scope_on_one_rank) == [[1.0, 10.0, 200.0, 2000.0]] * 2
+
+
+def _fail_to_evaluate_while_a_backward_is_to_come() -> list[float]:
+    model = nn.Sequential(_one_weight(2.0), _one_weight(3.0), nn.Identity())
+    fully_shard(model[1])
+    replicate(model)
+    found = []
+    for step in range(3):
+        loss = model(torch.full((1, 1), 10.0**step)).sum()
+        with torch.no_grad():
+            if step == 1 and dist.get_rank() == 0:
+                hook = model[2].register_forward_pre_hook(_refuse_the_batch)
+                with pytest.raises(ValueError, match="not this one"):
+                    model(torch.ones(1, 1))
+                hook.remove()
+            else:
+                model(torch.ones(1, 1))
+        loss.backward()
+        gradient = model.get_parameter("0.weight").grad
+        assert gradient is not None
+        found.append((gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).item())
+        model.zero_grad()
+    return found
+
+
+def test_an_evaluation_that_raises_after_shards_leaves_a_backward_that_is_to_come_alone(pool: Pool) -> None:
+    assert pool.run(2, _fail_to_evaluate_while_a_backward_is_to_come) == [[3.0, 30.0, 300.0]] * 2

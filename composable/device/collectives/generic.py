@@ -37,20 +37,20 @@ class GenericCommunicator(GroupCommunicator):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        (self._gather, self._for_gather), (self._scatter, self._for_sum), (_, self._for_mean) = launchers()
+        (self._gather, self._for_gather), (self._scatter, self._for_sum), (_, self._for_mean) = launchers(group)
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return [(as_real(part.whole), as_real(part.shard), self._for_gather) for part in parts]
 
     def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
-        return self._run(label, lambda *call: self._gather(self.group, *call), prepared)
+        return self._run(label, lambda *call: getattr(self.group, self._gather)(*call), prepared)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         is_mean = self._is_mean(parts)
         options = self._for_mean if is_mean else self._for_sum
         calls = [(as_real(part.out), as_real(part.source), options) for part in parts]
         finish = None if is_mean else partial(scale_sums, parts)
-        return self._run(label, lambda *call: self._scatter(self.group, *call), calls, finish)
+        return self._run(label, lambda *call: getattr(self.group, self._scatter)(*call), calls, finish)
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None

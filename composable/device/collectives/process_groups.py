@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, WeakMethod, WeakValueDictionary, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.device.private import forget_group, timeout_of, when_destroyed
+from composable.device.private import have_meshes_forget, timeout_of, when_destroyed
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -20,34 +20,28 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     return "undefined"
 
 
-class _Holders:
-    """The meshes that keep a group, until it is destroyed. What is left of it afterwards are threads, and one that drops its
-    last tensor when the interpreter is already gone ends the process by `std::terminate`, after all work was done."""
+class _Watched:
+    """A group that meshes keep until it is destroyed. What is left of it afterwards are threads, and one that drops its last
+    tensor when the interpreter is already gone ends the process by `std::terminate`, after all work was done."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = ref(group)
-        self._meshes: WeakValueDictionary[int, DeviceMesh] = WeakValueDictionary()
-        when_destroyed(group, WeakMethod(self._let_go))
+        when_destroyed(group, WeakMethod(self._end))
 
-    def add(self, mesh: DeviceMesh) -> None:
-        self._meshes[id(mesh)] = mesh
-
-    def _let_go(self) -> None:
+    def _end(self) -> None:
         group = self._group()
-        for mesh in self._meshes.values():
-            forget_group(mesh, group)
+        if group is not None:
+            have_meshes_forget(group)
 
 
-_HOLDERS: WeakKeyDictionary[dist.ProcessGroup, _Holders] = WeakKeyDictionary()
+_WATCHED: WeakKeyDictionary[dist.ProcessGroup, _Watched] = WeakKeyDictionary()
 
 
 def let_go_when_destroyed(mesh: DeviceMesh) -> None:
-    """A mesh keeps no group of its dimensions that this rank has destroyed."""
+    """No mesh keeps a group of this mesh's dimensions that this rank has destroyed."""
     for group in mesh.get_all_groups():
-        holders = _HOLDERS.get(group)
-        if holders is None:
-            holders = _HOLDERS[group] = _Holders(group)
-        holders.add(mesh)
+        if group not in _WATCHED:
+            _WATCHED[group] = _Watched(group)
 
 
 def reference_to(group: dist.ProcessGroup) -> ref[dist.ProcessGroup]:
