@@ -30,6 +30,7 @@ import composable
 from composable import MixedPrecisionPolicy, checkpoint, describe, fully_shard, replicate
 from composable.device.private import timeout_of
 from composable.errors import ComposableError
+from tests.helpers.compare import full
 from tests.helpers.quiet import errors_only
 
 _LIBRARY: Final = str(Path(composable.__file__).parent)
@@ -260,10 +261,6 @@ def _expected(plan: Plan, left_out: Sequence[int], ranks: int) -> dict[str, Tens
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def _whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-
 def _look(model: Model, before: dict[str, Tensor], seen: Seen) -> None:
     """What users do right after an interrupt."""
     said = str(describe(model))
@@ -358,7 +355,7 @@ def run_seed(seed: int, seconds: float, scheme: str = "") -> Seen:
     else:
         try:
             for name, parameter in model.named_parameters():
-                got = _whole(parameter.detach())
+                got = full(parameter)
                 if got.shape != expected[name].shape or not torch.allclose(got, expected[name], rtol=1e-4, atol=1e-6):
                     seen.wrong.append(f"{name} differs by {(got - expected[name]).abs().max().item():.2g}")
         except Exception as error:
