@@ -14,7 +14,7 @@ from composable.errors import AnnotationError, TiedParametersError
 from composable.model.contract import find_fqn, module_name
 from composable.model.traversal import REPLICATE, ManagedParameter
 from composable.runtime.averaging import Averaging
-from composable.runtime.optimizers import Form
+from composable.runtime.optimizer_hooks import Form
 from composable.runtime.ownership import holder_of
 from composable.runtime.sparse import is_sparse_lookup
 

@@ -21,7 +21,7 @@ from composable.device.parameter_forms import describe_mesh, make_replicated
 from composable.device.parameter_swap import ParameterSwap, ParamInfo, Place, ShardedParam
 from composable.device.private import local_of
 from composable.errors import ForeignParameterError
-from composable.runtime.optimizers import Form, forget, note
+from composable.runtime.optimizer_hooks import Form, forget, note
 from composable.runtime.resting_form import Pair, fits, pair_of, plain_over
 from composable.runtime.sparse import is_sparse_lookup
 

@@ -19,9 +19,9 @@ from composable.runtime.dtype_group import version_of
 from composable.runtime.gradient_group import GradientGroup
 from composable.runtime.group_builder import GroupBuilder
 from composable.runtime.mesh_info import MeshInfo
-from composable.runtime.optimizers import Form, note
+from composable.runtime.optimizer_hooks import Form, note
 from composable.runtime.registered import Registered, RegisteredOwn, RegisteredShards
-from composable.runtime.restoring import restore
+from composable.runtime.whole_parameters import restore
 
 Versions = list[list[int]]  # of each group's shards
 

@@ -15,7 +15,7 @@ from composable.device.private import innermost, local_of
 from composable.errors import ForeignParameterError
 from composable.runtime.dtype_group import DtypeGroup
 from composable.runtime.group_builder import GroupBuilder
-from composable.runtime.optimizers import Form, note
+from composable.runtime.optimizer_hooks import Form, note
 
 
 class Registered(Protocol):

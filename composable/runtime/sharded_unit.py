@@ -22,7 +22,7 @@ from composable.runtime.inner_units import InnerUnit, sharded_units_changed
 from composable.runtime.inputs import EdgeCasts, edge_casts
 from composable.runtime.joint_removal import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
-from composable.runtime.optimizers import Form, forget, note
+from composable.runtime.optimizer_hooks import Form, forget, note
 from composable.runtime.originals import Originals
 from composable.runtime.recurrent import WeightsInPlace
 from composable.runtime.root import Root

@@ -1,4 +1,4 @@
-"""What optimizers do to the parameters of units: whose step writes to which, and which of them nothing trains; knows no unit.
+"""Hooks around steps of optimizers: whose step writes to which parameters of units, and which nothing trains; knows no unit.
 
 Note [State of a parameter without dimensions]
 `torch.distributed.checkpoint` spreads a full state dict as the state that it replaces was spread. But it leaves tensors without
