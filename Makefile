@@ -1,6 +1,6 @@
 # The two commands a newcomer needs are `make demo` and `make test`; both prepare .venv when it is missing or out of date.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sockets lint format types layers bench bench-smoke demo-smoke check clean
+.PHONY: help demo test test-sockets lint format types layers bench bench-smoke check-gpu demo-smoke check clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
@@ -52,6 +52,10 @@ bench: $(READY) ## measure against FSDP2, FSDP1 and DDP; rewrites the tables in 
 
 bench-smoke: $(READY) ## show that every benchmark runs; measures nothing
 	@$(PY) benchmarks/run_all.py --smoke
+	@$(PY) benchmarks/check_gpu.py --rehearse --only host-waits,sanitizer
+
+check-gpu: $(READY) ## on a machine with a GPU: tests, sanitizer, memory and times there, on one page
+	@$(PY) benchmarks/check_gpu.py $(ARGS)
 
 demo-smoke: $(READY) ## a few steps of the demo, resumed once
 	@rm -rf runs/smoke
