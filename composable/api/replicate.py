@@ -82,7 +82,7 @@ def replicate(
         module: a module, or a list of modules that form one unit.
         mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine.
         policy: which submodules get buckets of their own; what is left over belongs to `module`.
-        bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB and more travel alone.
+        bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB (accelerators: 25 MiB) and more travel alone.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
         sync_module_states: "broadcast" copies rank 0's parameters, "check" compares them, "off" trusts the caller.
         broadcast_buffers: buffers follow rank 0 before every forward of the outermost annotated module; False leaves them to

@@ -59,15 +59,20 @@ class Resizing:
 
 
 class MemoryPool:
-    """Lends blocks of host memory of exact sizes, so that CPU steps do not fault the same pages in again and again."""
+    """Lends blocks of host memory of exact sizes, so that CPU steps do not fault the same pages in again and again.
 
-    def __init__(self) -> None:
+    Args:
+        keeps: what comes back is kept for the next; otherwise it goes to the allocator that it is from.
+    """
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
         self._free_lists: WeakValueDictionary[int, FreeList] = WeakValueDictionary()
         self._given: dict[int, list[torch.UntypedStorage]] = {}  # what `give` brought, by size
 
     def free_list(self, nbytes: int, device: torch.device) -> FreeList | Resizing:
         """Where storages of `nbytes` on `device` get their memory and leave it."""
-        if device.type != "cpu" or not nbytes or not CAN_SWAP:
+        if device.type != "cpu" or not nbytes or not CAN_SWAP or not self._keeps:
             return Resizing(nbytes)
         found = self._free_lists.get(nbytes)
         if found is None:
@@ -82,6 +87,8 @@ class MemoryPool:
         return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
 
     def give(self, tensor: Tensor) -> None:
+        if not self._keeps:
+            return
         storage = tensor.untyped_storage()
         self._given.setdefault(storage.nbytes(), []).append(storage)
 
@@ -99,3 +106,4 @@ class MemoryPool:
 
 
 HOST_MEMORY = MemoryPool()  # one for the process: units of many models take turns
+NO_POOL = MemoryPool(keeps=False)

@@ -6,16 +6,18 @@ from collections.abc import Hashable, Sequence
 from typing import Final
 
 FIRST_BUCKET_BYTES: Final = 1 << 20  # the first one is small, so that communication starts early
-ALONE_BYTES: Final = 1 << 20  # an item from this size on waits for no other one
+ALONE_BYTES: Final = 1 << 20  # a gradient from this size on waits for no other one
+ALONE_BYTES_ON_ACCELERATORS: Final = 25 << 20  # it takes tens of MiB to use the bandwidth of their links
 
 
-def buckets_in_order(sizes: Sequence[int], kinds: Sequence[Hashable], *, cap: int) -> list[list[int]]:
+def buckets_in_order(sizes: Sequence[int], kinds: Sequence[Hashable], *, cap: int, alone_bytes: int) -> list[list[int]]:
     """Which items share a bucket, and in which order buckets are complete.
 
     Args:
         sizes, kinds, cap: as `fill_buckets` takes them.
+        alone_bytes: an item from this size on waits for no other one.
     """
-    alone = [(kind, n if size >= ALONE_BYTES else -1) for n, (size, kind) in enumerate(zip(sizes, kinds, strict=True))]
+    alone = [(kind, n if size >= alone_bytes else -1) for n, (size, kind) in enumerate(zip(sizes, kinds, strict=True))]
     buckets = fill_buckets(sizes, alone, cap=cap, first_cap=min(cap, FIRST_BUCKET_BYTES))
     # A bucket is complete when its last item is, so that is where it stands in the order.
     return sorted(buckets, key=lambda members: members[-1])

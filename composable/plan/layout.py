@@ -152,6 +152,7 @@ def plan_layout(
     *,
     num_shards: int,
     direct_numel: int = 0,
+    max_direct: int | None = None,
     align: int = 16,
     packed_align: int | None = None,
     copied: bool = False,
@@ -163,6 +164,7 @@ def plan_layout(
         specs: the parameters of one unit and one dtype, in the order of their FQNs.
         num_shards: number of ranks that the parameters are cut over.
         direct_numel: elements in one shard from which a parameter travels in a message of its own.
+        max_direct: messages of their own at most; the largest parameters get them.
         align: every slot of the unsharded buffer, and every direct slot, starts at a multiple of this many elements.
         packed_align: the same for the other slots of the shard buffer, a divisor of `align`; by default `align`. The less,
             the more often they lie without gaps, as in a message.
@@ -179,6 +181,10 @@ def plan_layout(
     if packed_align < 1 or align % packed_align:
         raise ValueError(f"packed_align must divide align={align}, got {packed_align}")
     routes = [choose_route(spec.shape, spec.dim, num_shards=num_shards, direct_numel=direct_numel) for spec in specs]
+    if max_direct is not None:
+        alone = [index for index, route in enumerate(routes) if route is Route.DIRECT]
+        for index in sorted(alone, key=lambda index: -math.prod(specs[index].shape))[max_direct:]:
+            routes[index] = Route.PACKED
     shard_cursor = full_cursor = packed_start = packed_end = 0
     placed: dict[int, Slot] = {}
     for route, shard_align in ((Route.DIRECT, align), (Route.PACKED, packed_align), (Route.WHOLE, packed_align)):

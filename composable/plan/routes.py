@@ -20,6 +20,8 @@ from typing import Final
 # Bytes in a shard from which its own message pays; benchmarks/collectives.py.
 DIRECT_BYTES_OF_COLLECTIVES: Final = 1 << 20
 DIRECT_BYTES_OF_SOCKETS: Final = 512 << 10
+# Messages that an accelerator's backend is given at once: groups of many small ones take longer than one with all of them.
+PARTS_ON_ACCELERATORS: Final = 32
 
 
 class Route(Enum):

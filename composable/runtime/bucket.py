@@ -16,12 +16,15 @@ from composable.runtime.hop import Hop
 IDLE, AWAITED, ARRIVED, SENT = range(4)  # what a gradient may be; idle: no backward is under way
 
 
-def grouped_in_order(order: Sequence[int], parameters: Sequence[nn.Parameter], cap_bytes: int) -> list[list[int]]:
+def grouped_in_order(
+    order: Sequence[int], parameters: Sequence[nn.Parameter], cap_bytes: int, alone_bytes: int
+) -> list[list[int]]:
     """Which of `parameters`, by number, share a bucket; `order` is that in which gradients become ready."""
     ordered = [parameters[i] for i in order]
     sizes = [parameter.numel() * parameter.element_size() for parameter in ordered]
     kinds = [(parameter.dtype, parameter.device) for parameter in ordered]
-    return [[order[position] for position in positions] for positions in buckets_in_order(sizes, kinds, cap=cap_bytes)]
+    buckets = buckets_in_order(sizes, kinds, cap=cap_bytes, alone_bytes=alone_bytes)
+    return [[order[position] for position in positions] for positions in buckets]
 
 
 class Tally:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
+from composable.device.collectives import Capabilities
 from composable.errors import CommunicationError
 from composable.runtime.accumulation import Pass
 from composable.runtime.bucket import Bucket
@@ -30,10 +31,10 @@ class Buckets:
         local: gradients of earlier backwards, of this rank alone.
         round_: says whether backward has more to go through.
         trailer: of the last one; None where there are none.
-        ordered: whether order alone tells collectives apart.
+        capabilities: of the communicator.
     """
 
-    __slots__ = ("_few_in_flight", "_in_flight", "_launched", "_local", "_on_host", "_pass", "_round", "each", "trailer")
+    __slots__ = ("_few_in_flight", "_in_flight", "_launched", "_local", "_looked_after", "_pass", "_round", "each", "trailer")
 
     def __init__(
         self,
@@ -41,16 +42,15 @@ class Buckets:
         round_: Round,
         each: Sequence[Bucket] = (),
         trailer: Trailer | None = None,
-        *,
-        ordered: bool = False,
+        capabilities: Capabilities = Capabilities(),  # noqa: B008 - frozen
     ) -> None:
         self.each = tuple(each)
         self.trailer = trailer
         self._local = local
         self._round = round_
-        self._on_host = all(p.device.type == "cpu" for bucket in each for p in bucket.gradients.parameters)
+        self._looked_after = capabilities.looked_after
         # Where order alone tells collectives apart, what is launched must not depend on what has arrived.
-        self._few_in_flight = self._on_host and not ordered
+        self._few_in_flight = self._looked_after and not capabilities.ordered
         self._pass = Pass.SPARES
         self._launched = 0
         self._in_flight: list[Bucket] = []
@@ -78,9 +78,9 @@ class Buckets:
 
     def launch_complete(self) -> None:
         """Launch those that are complete, up to the first that is not, or until many are in flight."""
-        if self._on_host:
-            # A host's communicators do part of the work when asked to, better while backward runs than after it. Nobody is
-            # waited for: another rank may launch its bucket at the end of its backward only, see Note [Launch points].
+        if self._looked_after:
+            # Part of the work is done when asked for, better while backward runs than after it. Nobody is waited for: another
+            # rank may launch its bucket at the end of its backward only, see Note [Launch points].
             self._in_flight = [bucket for bucket in self._in_flight if not bucket.progress()]
         while (bucket := self._next) is not None and not bucket.tally.awaited:
             if bucket is self.each[-1] and self._round.incomplete:

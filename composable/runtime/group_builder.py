@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.config import MixedPrecisionPolicy
-from composable.device.collectives import TagSequence
 from composable.device.flat_parameters import FlatParameters, dtype_named, memory_order, name_of
 from composable.device.memory import MemoryPool
 from composable.device.parameter_forms import adopt_local, cut, keep_gradients_in, make_sharded, make_unsharded
@@ -25,7 +23,6 @@ from composable.runtime.gradient_hooks import call_when_accumulated
 from composable.runtime.mesh_info import MeshInfo
 
 _CACHE_LINE: Final = 64  # bytes
-_VECTOR: Final = 16  # bytes that an accelerator reads at once, if they are aligned
 
 
 class GroupBuilder:
@@ -80,7 +77,7 @@ class GroupBuilder:
 
     def _flat(self, precision: Precision, device: torch.device, members: Sequence[ShardedParam]) -> FlatParameters:
         communicator = self._mesh_info.shard
-        layout = self._layout(members, precision, device)
+        layout = self._layout(members, precision)
         own = [tensor for param in members if (tensor := param.registered) is not None] if self._in_place else ()
         flat = FlatParameters(layout, precision=precision, device=device, communicator=communicator, pool=self._pool, own=own)
         if own:
@@ -96,7 +93,7 @@ class GroupBuilder:
                     view.copy_(cut(tensor.data, layout.slots[position], communicator.rank))
         return flat
 
-    def _layout(self, members: Sequence[ShardedParam], precision: Precision, device: torch.device) -> Layout:
+    def _layout(self, members: Sequence[ShardedParam], precision: Precision) -> Layout:
         communicator = self._mesh_info.shard
         specs = []
         for param in members:
@@ -107,19 +104,16 @@ class GroupBuilder:
             specs.append(ParamSpec(param.info.fqn, shape, order.index(dim) if order and dim is not None else dim, order))
         sent = dtype_named(precision.compute).itemsize
         smallest = min(sent, dtype_named(precision.original).itemsize)
-        direct = -(-communicator.capabilities.direct_bytes // sent)
-        if len(specs) > TagSequence.PARTS // 2:
-            direct = max(
-                direct, sorted(max(1, math.prod(s.shape)) // communicator.size for s in specs)[-TagSequence.PARTS // 2]
-            )
+        capabilities = communicator.capabilities
         return plan_layout(
             specs,
             num_shards=communicator.size,
-            direct_numel=direct,
+            direct_numel=-(-capabilities.direct_bytes // sent),
+            max_direct=capabilities.max_parts,
             align=max(1, _CACHE_LINE // smallest),
-            packed_align=1 if device.type == "cpu" else max(1, _VECTOR // smallest),
+            packed_align=max(1, capabilities.packed_align // smallest),
             copied=precision.compute != precision.original,
-            staging_apart=communicator.capabilities.saves_memory,
+            staging_apart=capabilities.saves_memory,
         )
 
     def _settle_in(self, flat: FlatParameters, position: int, param: ShardedParam) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from composable.config import AfterForward, Free, MixedPrecisionPolicy, ReshardTo
 from composable.device.collectives import Work
-from composable.device.memory import MemoryPool
+from composable.device.memory import HOST_MEMORY, NO_POOL, MemoryPool
 from composable.device.parameter_swap import ParamInfo, ShardedParam
 from composable.errors import PhaseError, unit_name
 from composable.plan.phases import Event, Phase, advance
@@ -33,7 +33,8 @@ class Recipe:
     mp_policy: MixedPrecisionPolicy
     holders: tuple[nn.Module, ...]  # modules whose buffers are cast
 
-    def build(self, pool: MemoryPool) -> Handle:
+    def build(self) -> Handle:
+        pool = HOST_MEMORY if self.mesh_info.shard.capabilities.pools_memory else NO_POOL
         params = []
         for info in self.params:
             registered = info.places[0].registered

@@ -107,7 +107,8 @@ class Reducer:
 
     def _make_buckets(self) -> Buckets:
         parameters, names, order = self.parameters.everyone, self.parameters.names, self.agreement
-        grouped = grouped_in_order(order.of_parameters(), parameters, self._cap_bytes)
+        capabilities = self._communicator.capabilities
+        grouped = grouped_in_order(order.of_parameters(), parameters, self._cap_bytes, capabilities.alone_bytes)
         holds = self.local.accumulation.passes and self._pass is not Pass.REDUCES
         held = GradPhase.HELD if holds else GradPhase.EMPTY
         buckets, trailer = [], None
@@ -122,13 +123,13 @@ class Reducer:
                     str(first.dtype).removeprefix("torch."),
                     self._communicator.size,
                     on_the_way_in=True,
-                    reads_inputs=self._communicator.capabilities.reads_scaled_inputs,
+                    reads_inputs=capabilities.reads_scaled_inputs,
                 ),
                 flags=trailer.numel if trailer is not None else 0,
             )
             label = f"gradient all-reduce of unit '{self.unit}' ('{names[members[0]]}' to '{names[members[-1]]}')"
             buckets.append(Bucket(members, gradients, self._communicator, label, held))
-        return Buckets(self.local, self._round, buckets, trailer, ordered=self._communicator.capabilities.ordered)
+        return Buckets(self.local, self._round, buckets, trailer, capabilities)
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these are still the parameters, of the same kinds, and as trainable as they were."""
@@ -165,7 +166,7 @@ class Reducer:
         agreement, buckets = self.agreement, self.buckets
         if buckets.trailer is not None:
             numbers = buckets.each[-1].gradients.flags
-            if numbers.device.type == "cpu" or not agreement.sure:  # elsewhere reading them would hold up the host each time
+            if self._communicator.capabilities.reads_freely or not agreement.sure:
                 buckets.trailer.check(numbers, self.refuse_others)
                 agreement.sure = not agreement.recording
             complete = buckets.settle() if agreement.recording or buckets.awaited else False

@@ -82,8 +82,7 @@ class ShardedBracket:
             self._left_to_run = list(unit.modules)
         root.forward.enter(handle)
         handle.calls.begin()
-        mesh = handle.mesh_info.mesh
-        if mesh is not None and mesh.device_type != "cpu" and len(root.running) == 1:
+        if len(root.running) == 1 and handle.mesh_info.shard.capabilities.moves_inputs:
             args, kwargs = on_device(args, kwargs, handle.parameters.device)
         return (args, kwargs) if edges is None else edges.inputs(args, kwargs)
 

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from composable.compilation import untraced
-from composable.device.memory import HOST_MEMORY
 from composable.device.parameter_swap import Place, ShardedParam
 from composable.model.hooks import Guard
 from composable.model.removed_hooks import refuse_removed_hooks
@@ -92,7 +91,7 @@ class ShardedUnit:
     def handle(self) -> Handle:
         if self._handle is None:
             assert self.recipe is not None, "the unit is used before fully_shard has finished"
-            self._handle = self.recipe.build(HOST_MEMORY)
+            self._handle = self.recipe.build()
             self.edges = edge_casts(self.recipe.mp_policy)
             self._handle.rename(self.spare_name)
             self._handle.calls.guarded_by(self.guards)

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from composable.device.collectives import (
+    AcceleratorCommunicator,
     Communicator,
     GatherPart,
     GenericCommunicator,
+    LocalCommunicator,
     PointToPointCommunicator,
     PollableWork,
     ReducePart,
@@ -24,6 +26,7 @@ from composable.device.collectives import (
     Work,
     communicator_like,
 )
+from composable.device.streams import HostStreams
 
 
 @dataclass
@@ -251,3 +254,12 @@ def all_ordered(communicator: Communicator) -> Communicator:
         return GenericCommunicator(communicator_like(communicator.group, communicator.device), communicator.device)
     sent_by_pairs = communicator.capabilities.tells_of_leaving or isinstance(communicator, PointToPointCommunicator)
     return GenericCommunicator(communicator.group, communicator.device) if sent_by_pairs else communicator
+
+
+def all_accelerators(communicator: Communicator) -> Communicator:
+    """An accelerator's communicator with all of its choices, over CPU tensors, which need no streams."""
+    if isinstance(communicator, LocalCommunicator):
+        return LocalCommunicator(torch.device("cuda"))
+    tags_tell = communicator.capabilities.tells_of_leaving and communicator.dedicated
+    group = communicator_like(communicator.group, communicator.device) if tags_tell else communicator.group
+    return AcceleratorCommunicator(group, communicator.device, HostStreams())

@@ -281,6 +281,31 @@ def test_thought_needs_no_torch(room: str) -> None:
     assert not [name for name in imported if name.split(".")[0] == "torch"]
 
 
+# What depends on the device is a field of `Capabilities`, which tests can give to tensors of the host. Which rooms ask a tensor
+# or a mesh what type of device it has nevertheless, and what for. What is on meta has no values, which anybody may ask.
+ASK_FOR_TYPES: Final = {
+    "api/devices.py": "whether what is annotated is where the ranks communicate",
+    "api/meshes.py": "where the ranks of a mesh communicate",
+    "device/collectives/choice.py": "here it is decided which communicator, and so which capabilities, there are",
+    "device/collectives/host/communicator.py": "whether a tensor can be in shared memory",
+    "device/collectives/local.py": "as choice.py, for one rank",
+    "device/memory.py": "whether a storage can be lent memory of the host",
+    "device/streams.py": "whether there are streams",
+    "optim/clipping.py": "whether a number lies where it can be read at once",
+    "optim/scalars.py": "the same, of a scalar of an optimizer's state, which may lie on the host while parameters do not",
+    "optim/spans.py": "whether it is a CPU's kernels that compute, which do not round alike everywhere in a tensor",
+    "runtime/group_builder.py": "whether a parameter is where it belongs",
+    "runtime/resting_form.py": "the same",
+    "runtime/rounds.py": "whether a copy leaves the host",
+}
+_ASKS: Final = re.compile(r"(\.type|device_type)\b (==|!=|in|not in) (?!\"meta\")|\bis_(cpu|cuda)\b")
+
+
+def test_what_depends_on_the_device_is_asked_of_communicators() -> None:
+    asking = [room for room in rooms() if _ASKS.search(source(room)) and not room.startswith(DEMO)]
+    assert asking == list(ASK_FOR_TYPES)
+
+
 @pytest.mark.parametrize("room", rooms())
 def test_no_order_depends_on_a_set(room: str) -> None:
     """Sets are iterated in an order that differs between ranks; collectives would not meet."""

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable.plan.bucketing import fill_buckets
+from composable.plan.bucketing import buckets_in_order, fill_buckets
 
 _SETTINGS = settings(max_examples=60, deadline=None)
 _ITEMS = st.lists(st.tuples(st.integers(0, 20), st.sampled_from(["float32", "float16"])), max_size=12)
@@ -57,6 +57,11 @@ def test_no_bucket_ends_while_the_next_gradient_of_its_kind_would_fit(
 
 def test_a_small_first_bucket_lets_communication_start_early() -> None:
     assert fill_buckets([4, 4, 4, 4], ["f"] * 4, cap=8, first_cap=4) == [[0], [1, 2], [3]]
+
+
+def test_a_large_gradient_waits_for_no_others_and_stands_where_it_is_complete() -> None:
+    assert buckets_in_order([1, 4, 1, 4], ["f"] * 4, cap=8, alone_bytes=4) == [[1], [0, 2], [3]]
+    assert buckets_in_order([1, 4, 1, 4], ["f"] * 4, cap=8, alone_bytes=5) == [[0, 1, 2], [3]]
 
 
 def test_a_kind_in_between_does_not_end_a_bucket() -> None:

@@ -337,6 +337,19 @@ def test_a_row_lands_straight_where_everything_is_trained_and_nothing_is_padded(
     assert plan_reduction(only_direct, trainable=[True], even_only=True).straight == only_direct.shard_numel, "the flag"
 
 
+def test_the_largest_parameters_get_the_messages_that_a_launch_takes_also_where_many_are_equal() -> None:
+    specs = [ParamSpec(f"w{k}", (8, 64 + k % 2)) for k in range(10)]
+
+    def direct(**options: int) -> list[int]:
+        slots = plan_layout(specs, num_shards=2, direct_numel=100, **options).slots
+        return [index for index, slot in enumerate(slots) if slot.route is Route.DIRECT]
+
+    assert direct() == direct(max_direct=10) == list(range(10))
+    assert direct(max_direct=7) == [0, 1, 2, 3, 5, 7, 9]
+    assert direct(max_direct=5) == [1, 3, 5, 7, 9]
+    assert direct(max_direct=0) == []
+
+
 @_SETTINGS
 @given(planned())
 def test_only_direct_parameters_are_reduced_where_they_lie_and_uneven_ones_only_where_the_backend_can(plan: Planned) -> None:

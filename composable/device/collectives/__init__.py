@@ -11,6 +11,7 @@ from composable.device.collectives.accelerator import AcceleratorCommunicator
 from composable.device.collectives.base import backwards_of
 from composable.device.collectives.choice import PAIRS_UP_TO, communicator_of, communicators_wrapped_by
 from composable.device.collectives.communicator import (
+    ON_ACCELERATOR,
     Capabilities,
     Communicator,
     GatherPart,
@@ -37,6 +38,7 @@ from composable.device.collectives.scalars import reduce_numbers
 from composable.device.collectives.tags import Steps, TagSequence
 
 __all__ = [
+    "ON_ACCELERATOR",
     "PAIRS_UP_TO",
     "AcceleratorCommunicator",
     "Capabilities",

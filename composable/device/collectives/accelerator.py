@@ -12,7 +12,7 @@ from torch import Tensor
 
 from composable.device.collectives.base import GroupCommunicator, all_gather_single, reduce_scatter_single
 from composable.device.collectives.communicator import (
-    Capabilities,
+    ON_ACCELERATOR,
     GatherPart,
     PollableWork,
     ReducePart,
@@ -26,7 +26,6 @@ from composable.device.collectives.communicator import (
 from composable.device.collectives.tags import TagSequence
 from composable.device.private import coalesced
 from composable.device.streams import Mark, Streams
-from composable.plan.routes import DIRECT_BYTES_OF_COLLECTIVES
 
 
 class _OnStream:
@@ -52,7 +51,7 @@ class _OnStream:
 class AcceleratorCommunicator(GroupCommunicator):
     """An accelerator's tensor collectives, many in one launch, each kind on a stream of its own."""
 
-    capabilities = Capabilities(DIRECT_BYTES_OF_COLLECTIVES, even_only=True, ordered=True, saves_memory=True)
+    capabilities = ON_ACCELERATOR
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         super().__init__(group, device)

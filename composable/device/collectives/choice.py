@@ -56,7 +56,7 @@ def communicator_of(group: dist.ProcessGroup | None, device: torch.device, *, de
         return communicator_like(group, device) if dedicated else group
 
     if group is None or dist.get_world_size(group) == 1:
-        communicator = LocalCommunicator()
+        communicator = LocalCommunicator(device)
     elif device.type not in ("cpu", "meta"):
         communicator = AcceleratorCommunicator(mine(group, device), device, streams_of(device))
     elif backend_of(group, cpu) == "gloo":

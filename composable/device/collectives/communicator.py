@@ -11,6 +11,8 @@ from torch import Tensor
 
 from composable.device.collectives.tags import Presence, TagSequence, TagSequences
 from composable.errors import CommunicationError, first_line
+from composable.plan.bucketing import ALONE_BYTES, ALONE_BYTES_ON_ACCELERATORS
+from composable.plan.routes import DIRECT_BYTES_OF_COLLECTIVES, PARTS_ON_ACCELERATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,23 +86,57 @@ class PollableWork(Work, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What communicators differ in. Callers ask for these, and never for the class of a communicator.
+    """What communicators, and the devices that they serve, differ in. Callers ask for these, and never for the class of a
+    communicator or the type of a device. Where nothing is said it is a host.
 
     direct_bytes: bytes in a shard from which a message of its own pays.
+    max_parts: messages of one launch at most; the largest shards get them, and the others share one.
+    packed_align: bytes at whose multiples shards start that share a message.
+    alone_bytes: bytes in a replicated gradient from which it waits for no others to share a message with.
     even_only: tensors can only be cut into equal chunks.
     reads_scaled_inputs: `all_reduce` reads a scaled input where it lies; the others copy it first, which can be done earlier.
     ordered: sums, broadcasts and checks are told apart by nothing but their order, which all ranks must keep.
     tells_of_leaving: who waits for a rank that has left the step is told (`leave`); otherwise the group's timeout ends it.
     saves_memory: memory that comes and goes costs nothing, and to wait does not hold up the host: messages have none between
         gathers, and one reduction is over before the next one is launched.
+    pools_memory: memory that is freed is kept for the next who needs as much. Otherwise an allocator does so already.
+    wide_copies: copies walk short rows element by element, so elements are to be as wide as they can.
+    looked_after: collectives do part of their work when asked to (`progress`), and hold memory until then: so they are asked
+        now and then, and few are in flight. Otherwise they go on by themselves, and are waited for at the end.
+    reads_freely: to read a tensor costs no more than the read. Otherwise the host would wait for all that was launched before.
+    moves_inputs: what a root's forward is given may be elsewhere, and is moved to the parameters.
     """
 
     direct_bytes: int = 0
+    max_parts: int = TagSequence.PARTS // 2
+    packed_align: int = 1
+    alone_bytes: int = ALONE_BYTES
     even_only: bool = False
     reads_scaled_inputs: bool = False
     ordered: bool = False
     tells_of_leaving: bool = False
     saves_memory: bool = False
+    pools_memory: bool = True
+    wide_copies: bool = True
+    looked_after: bool = True
+    reads_freely: bool = True
+    moves_inputs: bool = False
+
+
+ON_ACCELERATOR: Final = Capabilities(
+    direct_bytes=DIRECT_BYTES_OF_COLLECTIVES,
+    max_parts=PARTS_ON_ACCELERATORS,
+    packed_align=16,  # what kernels read at once, if it is aligned
+    alone_bytes=ALONE_BYTES_ON_ACCELERATORS,
+    even_only=True,
+    ordered=True,
+    saves_memory=True,
+    pools_memory=False,
+    wide_copies=False,  # not every accelerator has such elements
+    looked_after=False,
+    reads_freely=False,
+    moves_inputs=True,
+)
 
 
 class Store(Protocol):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from composable.device.collectives.communicator import (
+    ON_ACCELERATOR,
     Capabilities,
     CompositeWork,
     GatherPart,
@@ -20,6 +23,8 @@ from composable.device.collectives.communicator import (
     scale_sums,
 )
 from composable.device.collectives.tags import NoPresence, Steps, TagSequence
+
+_CPU: Final = torch.device("cpu")
 
 
 class _Tags:
@@ -55,9 +60,10 @@ class LocalCommunicator:
 
     rank = 0
     size = 1
-    capabilities = Capabilities()
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device = _CPU) -> None:
+        on_host = device.type in ("cpu", "meta")
+        self.capabilities = Capabilities() if on_host else replace(ON_ACCELERATOR, even_only=False, ordered=False)
         self.sums = TagSequence(0)
         self.tags = _Tags(self.sums)
         self.presence = NoPresence()
