@@ -21,7 +21,7 @@ def _local(model: nn.Module, units: type[nn.Module], mesh: DeviceMesh) -> nn.Mod
     return model
 
 
-def _composable(reshard: bool) -> Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]:
+def _composable(reshard: bool | None) -> Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]:
     def scale(model: nn.Module, units: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
         from composable import fully_shard
 
@@ -89,7 +89,7 @@ ON_SHARDS: Final = "composable-on-shards"  # for those who time clipping or opti
 
 CONTENDERS: Final[dict[str, Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]]] = {
     LOCAL: _local,
-    "composable": _composable(reshard=True),
+    "composable": _composable(reshard=None),
     "fsdp2": _fsdp2(reshard=True),
     "fsdp1": _fsdp1("FULL_SHARD", original=True),
     "composable-keep": _composable(reshard=False),
@@ -103,11 +103,11 @@ CONTENDERS: Final[dict[str, Callable[[nn.Module, type[nn.Module], DeviceMesh], n
 
 MEANING: Final = {
     LOCAL: "the model as it is: each rank computes alone, nothing is communicated",
-    "composable": "composable `fully_shard(model, policy={Block})`",
+    "composable": "composable `fully_shard(model, policy={Block})`, as it comes: root and last block stay until backward",
     "composable-keep": "the same with `reshard_after_forward=False`",
     ON_SHARDS: "the same with `step_on_shards(optimizer)` and `composable.clip_grad_norm_`, which work on local shards",
     "composable-replicate": "composable `replicate(model)`",
-    "fsdp2": "`torch.distributed.fsdp.fully_shard` on each block and the root",
+    "fsdp2": "`torch.distributed.fsdp.fully_shard` on each block and the root, as it comes: the root stays until backward",
     "fsdp2-keep": "the same with `reshard_after_forward=False`",
     "fsdp1": "`FullyShardedDataParallel`, `FULL_SHARD`, `use_orig_params=True`",
     "fsdp1-keep": "the same with `SHARD_GRAD_OP`",

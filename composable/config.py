@@ -17,6 +17,11 @@ class Free:
 
 
 @dataclass(frozen=True, slots=True)
+class FreeUnlessLast:
+    """`Free`, but for what backward needs first: the units whose forwards ended last, until another unit is entered."""
+
+
+@dataclass(frozen=True, slots=True)
 class Keep:
     """Keep the unsharded parameters until backward is done: more memory, one gather fewer."""
 
@@ -28,13 +33,15 @@ class ReshardTo:
     ranks: int
 
 
-AfterForward = Free | Keep | ReshardTo
+AfterForward = Free | FreeUnlessLast | Keep | ReshardTo
 
 SYNC_MODES: Final = ("check", "broadcast", "off")
 
 
-def after_forward(value: bool | int) -> AfterForward:
+def after_forward(value: bool | int | None) -> AfterForward:
     """The value of `reshard_after_forward`, by name. Whether the number fits the mesh is for the caller to say."""
+    if value is None:
+        return FreeUnlessLast()
     if value is True:
         return Free()
     if value is False:

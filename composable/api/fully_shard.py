@@ -81,7 +81,7 @@ def fully_shard(
     *,
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
-    reshard_after_forward: bool | int = True,
+    reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecision = None,
     shard_placement_fn: Placement | None = None,
     ignored_params: Iterable[Any] = (),
@@ -102,7 +102,8 @@ def fully_shard(
             two dimensions shards over one and replicates over the other (hybrid sharding). Names that contain "replicate" and
             "shard" tell which is which; without names the first one is replicated over.
         policy: which submodules become units of their own; see `composable.policies`. What is left over belongs to `module`.
-        reshard_after_forward: True frees the parameters after forward and gathers them again in backward (ZeRO-3); False
+        reshard_after_forward: None frees the parameters after forward and gathers them again in backward, except those that
+            backward needs first: of the unit that ran last, and of the units around it. True frees them all (ZeRO-3); False
             keeps them until backward is done (ZeRO-2); a number keeps a shard over that many neighbouring ranks.
         mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
             gradients, optimizer state and what is saved keep the dtype that the parameters have.
@@ -209,9 +210,10 @@ def _treatment(module: nn.Module, unit: nn.Module, options: Mapping[str, Any], p
     return [f"unit '{name}', reshard_after_forward={after}{over}, dimension {dim}{cast}" for dim in placements]
 
 
-def _after_forward(value: bool | int) -> AfterForward:
-    if not isinstance(value, int):
-        raise AnnotationError(f"reshard_after_forward must be True, False or a number of ranks, got {type(value).__name__}")
+def _after_forward(value: object) -> AfterForward:
+    if not isinstance(value, int | None):
+        name = type(value).__name__
+        raise AnnotationError(f"reshard_after_forward must be None, True, False or a number of ranks, got {name}")
     return after_forward(value)
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
-from composable.config import Free, Keep, ReshardTo
+from composable.config import Free, FreeUnlessLast, Keep, ReshardTo
 from composable.device.flat_parameters import name_of
 from composable.errors import few, unit_name
 from composable.model.contract import Annotation, registry
 from composable.model.traversal import REPLICATE, SHARD, managed_parameters
 from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.sharded_unit import ShardedUnit
+
+_AFTER: Final[dict[type, str]] = {Free: "reshard", FreeUnlessLast: "keep last", Keep: "keep"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +176,7 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
     unit.settle()
     handle = unit.handle
     parameters = [param.sharded for param in handle.parameters.params]
-    after = {Free: "reshard", Keep: "keep"}.get(type(handle.after_forward), "")
+    after = _AFTER.get(type(handle.after_forward), "")
     if isinstance(handle.after_forward, ReshardTo):
         after = f"regroup {handle.after_forward.ranks}"
     local = [p.to_local() if isinstance(p, DTensor) else p for p in parameters]

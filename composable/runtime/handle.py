@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from composable.config import AfterForward, Free, MixedPrecisionPolicy, ReshardTo
+from composable.config import AfterForward, Free, FreeUnlessLast, MixedPrecisionPolicy, ReshardTo
 from composable.device.collectives import Work
 from composable.device.memory import HOST_MEMORY, NO_POOL, MemoryPool
 from composable.device.parameter_swap import ParamInfo, ShardedParam
@@ -47,12 +47,15 @@ class Handle:
     """The run-time object of one fully sharded module: its parameters are unsharded, resharded and reduced together.
 
     Life: SHARDED -> GATHERING -> UNSHARDED -> SHARDED, see `composable.plan.phases`. A handle never decides when.
+
+    Attributes:
+        is_last: its forward has ended, and it is unsharded only because no unit has been entered since.
     """
 
     __slots__ = (
         "__weakref__", "_dtypes", "_gathered", "_gathered_anew", "_gathers_post_forward", "_label", "_works",
-        "after_forward", "calls", "fqn", "gradients", "kept_by", "mesh_info", "name", "outputs", "parameters", "phase",
-        "tags", "versions"
+        "after_forward", "calls", "fqn", "gradients", "is_last", "kept_by", "mesh_info", "name", "outputs", "parameters",
+        "phase", "tags", "versions"
     )  # fmt: skip
 
     def __init__(self, params: Sequence[ShardedParam], recipe: Recipe, pool: MemoryPool) -> None:
@@ -61,6 +64,7 @@ class Handle:
         self.after_forward = recipe.after_forward
         self.phase = Phase.SHARDED
         self.kept_by: dict[object, None] = {}  # the reasons to keep the parameters unsharded
+        self.is_last = False
         self._works: list[Work] = []
         self._gathers_post_forward = False
         self.gradients = UnitGradients()
@@ -121,6 +125,7 @@ class Handle:
 
     def unshard(self) -> None:
         """Launch the all-gather unless the parameters are, or will be, there. Users may write to what is gathered."""
+        self.is_last = False
         self.tags.steps.open()  # ranks may have left the last one at different places
         self.unshard_in_step(for_user=True)
 
@@ -161,6 +166,7 @@ class Handle:
             return
         if self.phase is Phase.GATHERING:
             self.wait_for_unshard()
+        self.is_last = False
         self.phase = advance(self.phase, Event.RESHARD, unit=self.name)
         written: list[str] = []
         for each in self.parameters.groups:
@@ -185,7 +191,7 @@ class Handle:
         if self.phase is not Phase.UNSHARDED or self.kept_by:
             return
         match self.after_forward:
-            case Free():
+            case Free() | FreeUnlessLast():
                 self.reshard()
             case ReshardTo():
                 self.phase = advance(self.phase, Event.RESHARD_POST_FORWARD, unit=self.name)
@@ -214,6 +220,7 @@ class Handle:
             for work in works:
                 work.abort()
         finally:
+            self.is_last = False
             self.phase = Phase.SHARDED
             for each in self.parameters.groups:
                 each.free()  # whatever was written: the step is lost anyway

@@ -64,12 +64,12 @@ def _by_policy(**options: Any) -> Callable[[nn.Module, Case], None]:
 
 def _by_hand(model: nn.Module, case: Case) -> None:
     for unit in reversed(units_of(model, case)):
-        fully_shard(unit)
-    fully_shard(model)
+        fully_shard(unit, reshard_after_forward=True)
+    fully_shard(model, reshard_after_forward=True)
 
 
 def _whole(model: nn.Module, case: Case) -> None:
-    fully_shard(model)
+    fully_shard(model, reshard_after_forward=True)
 
 
 def _replicate(model: nn.Module, case: Case) -> None:

@@ -71,7 +71,7 @@ def test_what_is_replicated_and_what_nobody_annotated_is_told_apart() -> None:
 unit             module              annotation   params  numel     bytes  per rank  dtype    placement   after fwd  state
 ----------------------------------------------------------------------------------------------------------------------------
 0                Block               replicate         4    608  2.38 KiB  2.38 KiB  float32  replicated  -          -
-1.linear         Linear + LayerNorm  fully_shard       4    608  2.38 KiB  2.38 KiB  float32  local       reshard    SHARDED
+1.linear         Linear + LayerNorm  fully_shard       4    608  2.38 KiB  2.38 KiB  float32  local       keep last  SHARDED
 (not annotated)  Sequential          -                 2     68     272 B     272 B  float32  local       -          -
 ----------------------------------------------------------------------------------------------------------------------------
 total                                                 10  1,284  5.02 KiB  5.02 KiB""",
@@ -94,7 +94,7 @@ def test_verbs_that_make_no_unit_are_told_of_wherever_they_are() -> None:
         """\
 unit    module      annotation               params  numel     bytes  per rank  dtype    placement  after fwd  state
 ----------------------------------------------------------------------------------------------------------------------
-0       Block       fully_shard + log_calls       4    608  2.38 KiB  2.38 KiB  float32  local      reshard    SHARDED
+0       Block       fully_shard + log_calls       4    608  2.38 KiB  2.38 KiB  float32  local      keep last  SHARDED
 (rest)  Sequential  log_calls                     6    676  2.64 KiB  2.64 KiB  float32  local      -          -
 ----------------------------------------------------------------------------------------------------------------------
 total                                            10  1,284  5.02 KiB  5.02 KiB
@@ -131,8 +131,8 @@ def test_sharded_units_say_how_they_are_cut_and_what_each_rank_holds(pool: Pool)
         """\
 unit    module      annotation   params  numel     bytes  per rank  dtype     placement      after fwd  state
 ---------------------------------------------------------------------------------------------------------------
-(root)  Sequential  fully_shard       2      8      16 B       8 B  bfloat16  S(0)           reshard    SHARDED
-0       Block       fully_shard       5    609  2.38 KiB  1.19 KiB  float32   R, S(1), S(0)  reshard    SHARDED
+(root)  Sequential  fully_shard       2      8      16 B       8 B  bfloat16  S(0)           keep last  SHARDED
+0       Block       fully_shard       5    609  2.38 KiB  1.19 KiB  float32   R, S(1), S(0)  keep last  SHARDED
 1       Linear      fully_shard       2     51     204 B     136 B  float32   S(0)           regroup 2  SHARDED
 ---------------------------------------------------------------------------------------------------------------
 total                                 9    668  2.59 KiB  1.33 KiB""",
@@ -202,7 +202,7 @@ def test_rows_are_plain_values_in_the_order_of_modules() -> None:
         "computes_in": ["float32"],
         "reduces_in": ["float32"],
         "placements": ["local"],
-        "after_forward": "reshard",
+        "after_forward": "keep last",
         "state": "SHARDED",
         "checkpointed": False,
     }

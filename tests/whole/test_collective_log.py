@@ -62,8 +62,8 @@ def _log_of(how: str, steps: int) -> list[tuple[str, str]]:
             checkpoint(model, policy={Layer})
         if how == "by hand":
             for layer in reversed(model[:LAYERS]):
-                fully_shard(layer)
-            fully_shard(model)
+                fully_shard(layer, reshard_after_forward=True)
+            fully_shard(model, reshard_after_forward=True)
         elif how == "replicate":
             replicate(model, policy={Layer}, bucket_cap_mb=0.05)
         else:
@@ -84,7 +84,7 @@ def test_with_resharding_each_unit_is_gathered_twice_and_reduced_once(pool: Pool
     need_devices(device, 2)
     for events in pool.run(2, _log_of, how, steps, device=device):
         counts = Counter(Log(events).labels())
-        # The root's parameters are needed last in forward and first in backward, yet it keeps no exception.
+        # The root's parameters are needed last in forward and first in backward, yet it is no exception.
         assert counts == {_gather(unit): 2 for unit in _UNITS} | {_reduction(unit): 1 for unit in _UNITS}
 
 

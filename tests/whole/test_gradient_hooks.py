@@ -57,7 +57,11 @@ def _train(model: nn.Module, x: Tensor, accumulate: int) -> None:
 
 
 @spmd(ranks=[1, 2])
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"policy": None}], ids=["units", "kept", "one unit"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"policy": None, "reshard_after_forward": True}],
+    ids=["units", "kept", "one unit"],
+)
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_an_optimizer_in_backward_trains_as_the_ordinary_loop_does(options: dict[str, Any], accumulate: int) -> None:
     plain, sharded, x = _models(**options)

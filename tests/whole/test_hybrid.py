@@ -237,7 +237,8 @@ def test_both_hops_sum_in_the_dtype_that_the_policy_says() -> None:
 
 
 def _leave_on_the_last_rank() -> str:
-    model = fully_shard(Layers(), mesh=_mesh(2, 2), policy={Layer}, sync_module_states="broadcast")
+    model = Layers()
+    fully_shard(model, mesh=_mesh(2, 2), policy={Layer}, reshard_after_forward=True, sync_module_states="broadcast")
     x = torch.ones(2, 8)
     for step in range(3):
         try:

@@ -223,8 +223,8 @@ def test_a_rank_that_arranges_the_mesh_otherwise_is_named(pool: Pool, device: st
         pool.run(4, _another_arrangement_on_the_last_rank, device=device)
         == [
             "fully_shard: the arguments come to different things for parameter 'scale': unit '(root)', "
-            "reshard_after_forward=True, over the replicas [[0, 2], [1, 3]], dimension None on rank 0; unit '(root)', "
-            "reshard_after_forward=True, over the replicas [[0, 1], [2, 3]], dimension None on rank 3. Pass the same "
+            "reshard_after_forward=None, over the replicas [[0, 2], [1, 3]], dimension None on rank 0; unit '(root)', "
+            "reshard_after_forward=None, over the replicas [[0, 1], [2, 3]], dimension None on rank 3. Pass the same "
             "arguments on every rank."
         ]
         * 4

@@ -45,30 +45,37 @@ _CASES: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
     "keeps": (
         {"reshard_after_forward": False},
         "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
-        "unit '0', reshard_after_forward=True, dimension 0 on rank 0; "
+        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
         "unit '0', reshard_after_forward=False, dimension 0 on rank 1. Pass the same arguments on every rank.",
+        "",
+    ),
+    "frees": (
+        {"reshard_after_forward": True},
+        "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
+        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
+        "unit '0', reshard_after_forward=True, dimension 0 on rank 1. Pass the same arguments on every rank.",
         "",
     ),
     "regroups": (
         {"reshard_after_forward": 2},
         "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
-        "unit '0', reshard_after_forward=True, dimension 0 on rank 0; "
+        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
         "unit '0', reshard_after_forward=2, dimension 0 on rank 1. Pass the same arguments on every rank.",
         "",
     ),
     "computes otherwise": (
         {"mp_policy": "bf16"},
         "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
-        "unit '0', reshard_after_forward=True, dimension 0 on rank 0; "
-        "unit '0', reshard_after_forward=True, dimension 0, param_dtype=bfloat16 on rank 1. Pass the same arguments on every "
+        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
+        "unit '0', reshard_after_forward=None, dimension 0, param_dtype=bfloat16 on rank 1. Pass the same arguments on every "
         "rank.",
         "",
     ),
     "places otherwise": (
         {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
         "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
-        "unit '0', reshard_after_forward=True, dimension 0 on rank 0; "
-        "unit '0', reshard_after_forward=True, dimension 1 on rank 1. Pass the same arguments on every rank.",
+        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
+        "unit '0', reshard_after_forward=None, dimension 1 on rank 1. Pass the same arguments on every rank.",
         "",
     ),
     "trusts": (

@@ -167,7 +167,7 @@ def test_the_step_after_an_exception_is_a_good_one(pool: Pool, failure: str, sch
 def _states_after(failure: str) -> list[str]:
     case = BATTERY["a unit used several times"]
     model = case.model(0, 0, current_device())
-    SCHEMES["fully_shard by policy"].annotate(model, case)
+    SCHEMES["fully_shard by hand"].annotate(model, case)
     (x,) = case.inputs(0, 0, dist.get_rank(), current_device())
     FAILURES[failure](model, x)
     return [unit["state"] for unit in describe(model).to_dict()["units"]]

@@ -83,7 +83,11 @@ def _refusal(write: str, options: dict[str, Any]) -> tuple[list[str], str]:
     return said, refused[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}],
+    ids=["resharded unless last", "resharded", "kept"],
+)
 @pytest.mark.parametrize("write", WRITES)
 def test_a_backward_through_values_that_are_gone_is_refused(
     pool: Pool, write: str, options: dict[str, Any], device: str
@@ -142,7 +146,11 @@ def _same_gradients(program: str, options: dict[str, Any]) -> None:
                 torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["resharded", "kept"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}],
+    ids=["resharded unless last", "resharded", "kept"],
+)
 @pytest.mark.parametrize("program", LEGAL)
 def test_what_plain_autograd_allows_is_allowed(pool: Pool, program: str, options: dict[str, Any], device: str) -> None:
     need_devices(device, 2)
