@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from typing import Final
@@ -28,6 +29,8 @@ from composable.device.collectives import (
 from composable.errors import MeshError
 from composable.runtime.mesh_info import MeshInfo
 
+logger = logging.getLogger("composable")
+
 Mesh = DeviceMesh | dist.ProcessGroup | None
 
 
@@ -49,7 +52,21 @@ def _mesh_over(group: dist.ProcessGroup, device_type: str) -> DeviceMesh:
     mesh = made.get(device_type)
     if mesh is None:
         mesh = made[device_type] = DeviceMesh.from_group(group, device_type)
+        if device_type == "cpu":
+            _tell_of_accelerator(group)
     return mesh
+
+
+def _tell_of_accelerator(group: dist.ProcessGroup) -> None:
+    """Say, once per group, that training goes on on the host, if the group was made for an accelerator as well."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is not None and backend_of(group, accelerator) not in ("undefined", backend_of(group, torch.device("cpu"))):
+        logger.warning(
+            "a module that is being annotated is on the host, and so it trains there, though its process group serves %s, too; "
+            "if it should train there, call module.to('%s') first, or pass a mesh of that device",
+            accelerator.type,
+            accelerator.type,
+        )
 
 
 def _type_for(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -25,17 +25,30 @@ from composable.model.traversal import ManagedParameter
 _CHUNK: Final = 1 << 18  # words that are digested at once
 
 
-def fingerprint(tensor: Tensor) -> int:
-    """A number that equal values share and different ones hardly ever do; the position of values counts."""
-    if tensor.device.type == "meta" or tensor.numel() == 0:
-        return 0
+def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
+    """Numbers that equal values share and different ones hardly ever do; the position of values counts.
+
+    Takes a few MiB, however large the tensors are, and reads memory once per device.
+    """
+    totals: dict[torch.device, dict[int, Tensor]] = {}
+    for index, tensor in enumerate(tensors):
+        if tensor.device.type != "meta" and tensor.numel():
+            totals.setdefault(tensor.device, {})[index] = _total(tensor)
+    found = [0] * len(tensors)
+    for of_device in totals.values():
+        for index, total in zip(of_device, torch.stack(list(of_device.values())).tolist(), strict=True):
+            found[index] = (total >> 16) & 0x7FFF_FFFF_FFFF
+    return found
+
+
+def _total(tensor: Tensor) -> Tensor:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 4 * 4
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for words in (*data[:whole].view(torch.int32).split(_CHUNK), data[whole:]):
         # Each word counts as often as its position says; numbers are taken modulo 2 ** 64.
         total = total * _STEP + (words.to(torch.int64) * _weights(data.device)[: words.numel()]).sum()
-    return (int(total) >> 16) & 0x7FFF_FFFF_FFFF
+    return total
 
 
 _STEP: Final = 0x5851_F42D_4C95_7F2D
@@ -72,7 +85,7 @@ def synchronise(
         return
     trusted = mode == "off"
     shapes = [] if trusted else _shape_digest(parameters)
-    values = [fingerprint(p.parameter) for p in parameters] if mode == "check" else []
+    values = fingerprints([p.parameter for p in parameters]) if mode == "check" else []
     digests = [_digest(shapes), 0 if trusted else _digest(treatment), _digest(values)]
     label = label_of(verb)
     summary = [0, SYNC_MODES.index(mode), 0 if trusted else len(parameters), *digests]

@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from composable.device.host_numbers import numbers_for
+
 
 class UseFlags:
     """The numbers for some parameters.
@@ -37,9 +39,10 @@ class UseFlags:
         """What this rank writes if it has no gradient for the parameters in `missing`. Not to be written to."""
         if not missing:
             return self._all_used
-        flags = self._all_used.clone()
-        flags[..., [self._places[parameter] for parameter in missing]] = 0
-        return flags
+        row = [1.0] * len(self.parameters)
+        for parameter in missing:
+            row[self._places[parameter]] = 0.0
+        return numbers_for(row, self._all_used.device, self._all_used.dtype).expand_as(self._all_used)
 
     def unused(self, missing: Sequence[int], summed: Tensor) -> list[int]:
         """Those of `missing` that no rank had a gradient for. Reads memory: on an accelerator the host waits.

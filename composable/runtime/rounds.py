@@ -22,10 +22,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from composable.device.collectives import Communicator, TagSequence
+from composable.device.host_numbers import numbers_for
 from composable.errors import RanksDisagreeError
 from composable.runtime.accumulation import Accumulation
 
@@ -112,8 +112,7 @@ class Round:
             row = [float(number == k) for number in key[:3] for k in range(_MODULUS)]
             digest = [float(self.agreed >> bit & 1 == value) for bit in _BITS for value in (1, 0)]
             row += [float(incomplete), *digest]
-            on_host = torch.tensor(row, dtype=numbers.dtype, pin_memory=numbers.device.type != "cpu")  # or the host would wait
-            self._rows[key] = on_host.to(numbers.device, non_blocking=True)
+            self._rows[key] = numbers_for(row, numbers.device, numbers.dtype)
         numbers.copy_(self._rows[key])
 
     def check(self, numbers: Sequence[Any], refuse_others: Callable[[], None]) -> None:

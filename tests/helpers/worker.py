@@ -13,6 +13,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
@@ -25,6 +26,9 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config, parse_warning_filter
 from torch.distributed.tensor import debug
+
+from composable.device.collectives import communicators_wrapped_by
+from tests.helpers.communicators import all_accelerators
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,8 @@ class Worker:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         os.environ["COMPOSABLE_TEST_DEVICE"] = task.device
-        with warnings.catch_warnings():
+        choices = communicators_wrapped_by(all_accelerators) if os.environ.get("COMPOSABLE_TEST_CHOICES") else nullcontext()
+        with warnings.catch_warnings(), choices:
             apply_filters(self.settings.warning_filters)
             return Outcome("returned", body(*task.args, **task.kwargs))
 

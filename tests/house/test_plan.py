@@ -289,6 +289,7 @@ ASK_FOR_TYPES: Final = {
     "device/collectives/choice.py": "here it is decided which communicator, and so which capabilities, there are",
     "device/collectives/host/communicator.py": "whether a tensor can be in shared memory",
     "device/collectives/local.py": "as choice.py, for one rank",
+    "device/host_numbers.py": "whether a copy leaves the host",
     "device/memory.py": "whether a storage can be lent memory of the host",
     "device/streams.py": "whether there are streams",
     "optim/clipping.py": "whether a number lies where it can be read at once",
@@ -296,7 +297,6 @@ ASK_FOR_TYPES: Final = {
     "optim/spans.py": "whether it is a CPU's kernels that compute, which do not round alike everywhere in a tensor",
     "runtime/group_builder.py": "whether a parameter is where it belongs",
     "runtime/resting_form.py": "the same",
-    "runtime/rounds.py": "whether a copy leaves the host",
 }
 _ASKS: Final = re.compile(r"(\.type|device_type)\b (==|!=|in|not in) (?!\"meta\")|\bis_(cpu|cuda)\b")
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from composable.api.sync_module_states import fingerprint
+from composable.api.sync_module_states import fingerprints
+
+
+def fingerprint(tensor: Tensor) -> int:
+    (found,) = fingerprints([tensor])
+    return found
 
 
 def _changed() -> dict[str, tuple[Tensor, Tensor]]:
@@ -39,3 +47,39 @@ def test_other_values_or_other_places_give_another_fingerprint(what: str) -> Non
 def test_the_layout_in_memory_does_not_count() -> None:
     one = torch.randn(4, 5)
     assert fingerprint(one) == fingerprint(one.t().contiguous().t())
+
+
+def test_all_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On an accelerator each read makes the host wait."""
+    reads = []
+    item, tolist = Tensor.item, Tensor.tolist
+    monkeypatch.setattr(Tensor, "item", lambda tensor: (reads.append("item"), item(tensor))[1])
+    monkeypatch.setattr(Tensor, "__int__", lambda tensor: (reads.append("int"), int(item(tensor)))[1])
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: (reads.append("tolist"), tolist(tensor))[1])
+    tensors = [torch.arange(7.0), torch.empty(0), torch.empty(3, device="meta"), torch.ones(300_000, dtype=torch.bfloat16)]
+    found = fingerprints(tensors)
+    assert reads == ["tolist"]
+    assert found == [fingerprint(tensor) for tensor in tensors]
+    assert [bool(number) for number in found] == [True, False, False, True]
+
+
+class _Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation makes, in other memory than that of `tensor`."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._given = tensor.data_ptr()
+        self.nbytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor) and made.untyped_storage().data_ptr() != self._given:
+            self.nbytes = max(self.nbytes, made.untyped_storage().nbytes())
+        return made
+
+
+def test_a_large_parameter_takes_a_few_mib_of_memory() -> None:
+    tensor = torch.ones(8 << 20)
+    with _Largest(tensor) as largest:
+        fingerprint(tensor)
+    assert largest.nbytes <= 4 << 20

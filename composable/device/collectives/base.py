@@ -145,7 +145,7 @@ class GroupCommunicator:
             raise failed(label, self.names[self.rank], error) from error
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
-        message = tensor.contiguous()  # NCCL takes nothing else
+        message = tensor.to(self.device).contiguous()  # NCCL takes nothing else
         self._launch(label, lambda: dist.broadcast(message, group=self.group, group_src=0))
         if message is not tensor:
             tensor.copy_(message)
