@@ -5,26 +5,21 @@ Checked with torch 2.13.0 (CPU build). Where a name is missing in another versio
 
 from __future__ import annotations
 
-import gc
 import inspect
 import math
 import sys
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from operator import attrgetter
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
-import torch.distributed as dist
 import torch.distributed._composable
 import torch.utils.checkpoint
 from torch._functorch import pyfunctorch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import AllgatherOptions, ReduceScatterOptions  # type: ignore[attr-defined]
+from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -132,83 +127,18 @@ STATES_OF_VERBS: Final[str | None] = getattr(_contract, "STATE_KEY", None)
 NAMES_OF_VERBS: Final[str | None] = getattr(_contract, "REGISTRY_KEY", None)
 
 
+_TELLS_OF_PROFILERS: Final = hasattr(profiler, "_is_profiler_enabled")
+
+
+def profiled() -> bool:
+    """Whether a profiler of torch's runs in this process: labels cost 2 us each whether or not somebody reads them. There is no
+    public way to ask; a torch that does not tell gets none."""
+    return bool(profiler._is_profiler_enabled) if _TELLS_OF_PROFILERS else False
+
+
 def flattened_by_torch(parameter: torch.Tensor) -> bool:
     """Whether a `FullyShardedDataParallel` has a part of `parameter` in a flat one of its own."""
     return bool(getattr(parameter, "_fsdp_flattened", False))
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """How long the group's collectives wait; None where this torch does not tell. There is no public way to ask."""
-    try:
-        timeout: timedelta = group._get_backend(device).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
-    return timeout
-
-
-def when_destroyed(group: dist.ProcessGroup, method: weakref.WeakMethod[Callable[[], None]]) -> None:
-    """Call a method, if its object still lives, when this rank destroys `group`. torch tells nobody.
-
-    What its registry alone holds of a group, a view of the store, goes with the entry. Meshes hold the group itself; it is
-    watched where the registry looks otherwise, and then nothing happens until they have let go of it.
-    """
-
-    def call() -> None:
-        found = method()
-        if found is not None:
-            found()
-
-    watched: Any = group
-    with suppress(AttributeError, KeyError, TypeError, ValueError):
-        _, watched = dist.distributed_c10d._world.pg_map[group]
-    weakref.finalize(watched, call).atexit = False
-
-
-def have_meshes_forget(group: dist.ProcessGroup) -> None:
-    """Have all meshes let go of a group. They keep those of their dimensions, which compiled functions look up there, also when
-    these are destroyed, and have no public way to end that. Nobody knows all of them: copies of a `DTensor` have their own."""
-    for mesh in [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]:
-        registry = getattr(mesh, "_pg_registry", {})
-        for name in [name for name, kept in registry.items() if kept is group]:
-            del registry[name]
-
-
-def _store_of(group: dist.ProcessGroup) -> Any:
-    """What the ranks of `group` found each other through: the one place that a rank reaches by itself. Nothing public gives it;
-    without it, nothing is written and nothing found."""
-    with suppress(AttributeError, KeyError, TypeError, ValueError):
-        _, store = dist.distributed_c10d._world.pg_map[group]
-        return store
-    return None
-
-
-def write_to_store(group: dist.ProcessGroup, place: str, text: str) -> None:
-    store = _store_of(group)
-    if store is not None:
-        with suppress(RuntimeError):  # a store may be gone before its group
-            store.set(place, text)
-
-
-def read_from_store(group: dist.ProcessGroup, place: str) -> str:
-    store = _store_of(group)
-    if store is not None:
-        with suppress(RuntimeError):
-            return store.get(place).decode() if store.check([place]) else ""
-    return ""
-
-
-def launchers(group: dist.ProcessGroup) -> tuple[tuple[str, Any], tuple[str, Any], tuple[str, Any]]:
-    """The group's own all-gather, reduce-scatter and averaging reduce-scatter of single tensors, asynchronous.
-
-    Pairs of a method's name and its options: `method(output, input, options)` returns a work; complex tensors go in as
-    `as_real` makes them. torch's own functions end in these, after checks that are the same at every call: 9 us of Python.
-    """
-    gather_options, sum_options, mean_options = AllgatherOptions(), ReduceScatterOptions(), ReduceScatterOptions()
-    gather_options.asyncOp = sum_options.asyncOp = mean_options.asyncOp = True
-    mean_options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
-    renamed = hasattr(group, "all_gather_single")  # in torch 2.13
-    gather, scatter = ("all_gather_single", "reduce_scatter_single") if renamed else ("_allgather_base", "_reduce_scatter_base")
-    return (gather, gather_options), (scatter, sum_options), (scatter, mean_options)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:
@@ -348,13 +278,6 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[OrderedDict[int, Any],
 def step_code(kind: type[torch.optim.Optimizer]) -> tuple[object, object]:
     """The functions that a class of optimizers steps with, without what torch wraps around `step`."""
     return inspect.unwrap(kind.step), getattr(kind, "_init_group", None)
-
-
-@contextmanager
-def coalesced(group: dist.ProcessGroup) -> Iterator[None]:
-    """Launch the tensor collectives of the body as one kernel. torch offers it for point-to-point operations only."""
-    with dist._coalescing_manager(group=group):  # type: ignore[attr-defined]
-        yield
 
 
 def checkpoint_generator(function: Any, options: tuple[Any, ...], args: Any, kwargs: Any) -> Any:

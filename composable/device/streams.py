@@ -9,13 +9,10 @@ reads is freed. So memory never needs `record_stream`, and the host never blocks
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Final, Protocol
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 
 class Mark(Protocol):
@@ -40,33 +37,65 @@ class _NoMark:
         return None
 
 
+_NO_MARK: Final = _NoMark()
+_NO_FORK: Final = nullcontext()
+
+
 class HostStreams:
     """CPU: work runs where it is called, so there is nothing to order."""
 
-    _MARK = _NoMark()
-
     def fork(self, name: str) -> AbstractContextManager[None]:
-        return nullcontext()
+        return _NO_FORK
 
     def mark(self) -> Mark:
-        return self._MARK
+        return _NO_MARK
 
 
 class _EventMark:
-    __slots__ = ("_event",)
+    __slots__ = ("_event", "_index")
 
-    def __init__(self, event: torch.Event) -> None:
+    def __init__(self, event: torch.Event, index: int) -> None:
         self._event = event
+        self._index = index
 
     def join(self) -> None:
-        torch.accelerator.current_stream(self._event.device).wait_event(self._event)
+        torch.accelerator.current_stream(self._index).wait_event(self._event)
+
+
+class _Fork:
+    """What the body of one fork returns to. Threads share the streams, and forks may nest: a stream of torch's, entered as a
+    context by itself, would remember one thread's place for another one."""
+
+    __slots__ = ("_before", "_device_before", "_stream")
+
+    def __init__(self, stream: torch.Stream, before: torch.Stream) -> None:
+        self._stream = stream
+        self._before = before
+
+    def __enter__(self) -> None:
+        self._device_before = torch.accelerator.current_device_index()
+        try:
+            torch.accelerator.set_stream(self._stream)  # and its device
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        torch.accelerator.set_stream(self._before)
+        if self._device_before != self._before.device_index:
+            torch.accelerator.set_device_index(self._device_before)
 
 
 class AcceleratorStreams:
-    """One stream per name on one accelerator device, made at its first use."""
+    """One stream per name on one accelerator device, made at its first use.
+
+    Args:
+        device: with its index.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._index: int = device.index  # torch finds the current stream quicker by number than by device
         self._streams: dict[str, torch.Stream] = {}
 
     def stream(self, name: str) -> torch.Stream:
@@ -75,24 +104,26 @@ class AcceleratorStreams:
             self._streams[name] = torch.Stream(self.device, priority=-1)
         return self._streams[name]
 
-    @contextmanager
-    def fork(self, name: str) -> Iterator[None]:
-        stream = self.stream(name)
-        stream.wait_stream(torch.accelerator.current_stream(self.device))
-        with stream:
-            yield
+    def fork(self, name: str) -> AbstractContextManager[None]:
+        stream, current = self.stream(name), torch.accelerator.current_stream(self._index)
+        stream.wait_stream(current)
+        return _Fork(stream, current)
 
     def mark(self) -> Mark:
-        return _EventMark(torch.accelerator.current_stream(self.device).record_event())
+        return _EventMark(torch.accelerator.current_stream(self._index).record_event(), self._index)
 
 
-_STREAMS: dict[torch.device, Streams] = {}
+_STREAMS: dict[int, AcceleratorStreams] = {}
+_HOST_STREAMS: Final = HostStreams()
 
 
 def streams_of(device: torch.device) -> Streams:
     """The streams of `device`, shared by every model on it so that independent roots do not oversubscribe it."""
     if device.type in ("cpu", "meta"):
-        return _STREAMS.setdefault(torch.device("cpu"), HostStreams())
-    if device not in _STREAMS:
-        _STREAMS[device] = AcceleratorStreams(device)
-    return _STREAMS[device]
+        return _HOST_STREAMS
+    index: int | None = device.index
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    if index not in _STREAMS:
+        _STREAMS[index] = AcceleratorStreams(torch.device(device.type, index))
+    return _STREAMS[index]

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from composable.compilation import untraced
 from composable.device.collectives import Communicator
 from composable.device.gradient_buckets import GradientBucket
+from composable.device.labels import labelled, profiled
 from composable.plan.bucketing import buckets_in_order
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.hop import Hop
@@ -125,8 +126,12 @@ class Bucket:
         self._advance(GradEvent.REDUCE)
         if not self.tally.awaited:  # otherwise backward is at its end, and what was awaited was missing
             self.tally.enter(SENT)
+        message = (self.gradients.message, self.label, self.gradients.scaled_input)
         try:
-            self._hop.all_reduce(self.gradients.message, self.label, self.gradients.scaled_input)
+            if profiled():
+                labelled(self.label, self._hop.all_reduce, *message)
+            else:
+                self._hop.all_reduce(*message)
         except BaseException:
             self._advance(GradEvent.DROP)  # or it would be finished without having been summed
             raise
@@ -142,7 +147,10 @@ class Bucket:
         if self.phase is not GradPhase.REDUCING:
             return
         try:
-            self._hop.wait()
+            if profiled():
+                labelled(f"wait for the {self.label}", self._hop.wait)
+            else:
+                self._hop.wait()
         except BaseException:
             self._advance(GradEvent.DROP)
             raise

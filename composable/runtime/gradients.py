@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from composable.device.collectives import TagSequence
+from composable.device.labels import labelled, profiled
 from composable.device.user_hooks import WaitingHooks
 from composable.errors import DifferentiationError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
@@ -128,8 +129,10 @@ class UnitGradients:
             label = f"{label} after {passes} {'backward' if passes == 1 else 'backwards'} under no_sync"
         if passes or accumulation.holds:
             accumulation.end_window(tags.steps)
-        for each in self.groups:
-            each.reduce(tags, label)
+        if profiled():
+            labelled(label, _launch, self.groups, tags, label)
+        else:
+            _launch(self.groups, tags, label)
 
     def _begin_reduction(self) -> TagSequence:
         self.finish()
@@ -144,8 +147,11 @@ class UnitGradients:
         tags = self.replica_tags
         if tags is None or self.phase is not GradPhase.REDUCING:
             return False
-        for each in self.groups:
-            each.all_reduce(tags, f"{self._label} over replicas")
+        label = f"{self._label} over replicas"
+        if profiled():
+            labelled(label, _launch_over_replicas, self.groups, tags, label)
+        else:
+            _launch_over_replicas(self.groups, tags, label)
         self.phase = advance_gradients(self.phase, GradEvent.ALL_REDUCE, unit=self.unit)
         return True
 
@@ -154,9 +160,10 @@ class UnitGradients:
         if self.phase is not GradPhase.REDUCING and self.phase is not GradPhase.ALL_REDUCING:
             return
         self.all_reduce()
-        for each in self.groups:
-            if waiting := each.finish():
-                self.waiting.add(waiting)
+        if profiled():
+            labelled(f"wait for the {self._label}", _land, self.groups, self.waiting)
+        else:
+            _land(self.groups, self.waiting)
         self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self.unit)
 
     def lose(self) -> None:
@@ -175,6 +182,22 @@ class UnitGradients:
             each.forget_gradients()
         for each in self.groups:
             each.drop_reduction()
+
+
+def _launch(groups: Sequence[GradientGroup], tags: TagSequence, label: str) -> None:
+    for each in groups:
+        each.reduce(tags, label)
+
+
+def _launch_over_replicas(groups: Sequence[GradientGroup], tags: TagSequence, label: str) -> None:
+    for each in groups:
+        each.all_reduce(tags, label)
+
+
+def _land(groups: Sequence[GradientGroup], waiting: WaitingHooks) -> None:
+    for each in groups:
+        if found := each.finish():
+            waiting.add(found)
 
 
 def refuse_graph(gradients: UnitGradients) -> None:

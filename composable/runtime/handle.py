@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from torch import nn
 
 from composable.config import AfterForward, Free, FreeUnlessLast, MixedPrecisionPolicy, ReshardTo
-from composable.device.collectives import Work
+from composable.device.collectives import TagSequence, Work
+from composable.device.labels import labelled, profiled
 from composable.device.memory import HOST_MEMORY, NO_POOL, MemoryPool
 from composable.device.parameter_swap import ParamInfo, ShardedParam
 from composable.errors import PhaseError, unit_name
 from composable.plan.phases import Event, Phase, advance
-from composable.runtime.dtype_group import digest_of_dtypes
+from composable.runtime.dtype_group import DtypeGroup, digest_of_dtypes
 from composable.runtime.gradients import UnitGradients
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.outputs import UnitOutputs
@@ -142,22 +143,21 @@ class Handle:
         tags = self.tags.gather_post_forward if post_forward else self.tags.gather
         assert tags is not None
         tags.decisions = self._gathered_anew + self._dtypes
-        for each in self.parameters.groups:
-            if post_forward:
-                work = each.gather_post_forward(tags, self._label)
-            else:
-                work = each.gather(tags, self._label, for_user=for_user)
-            if work is not None:
-                self._works.append(work)
+        launching = (self._works, self.parameters.groups, post_forward, tags, self._label, for_user)
+        if profiled() and self.parameters.groups:
+            labelled(self._label, _launch, *launching)
+        else:
+            _launch(*launching)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.phase is Phase.GATHERING:
             works, self._works = self._works, []
-            for work in works:
-                work.wait()
-            for each in self.parameters.groups:
-                each.wait_for_unshard(post_forward=self._gathers_post_forward)
+            landing = (works, self.parameters.groups, self._gathers_post_forward)
+            if profiled() and works:
+                labelled(f"wait for the {self._label}", _land, *landing)
+            else:
+                _land(*landing)
         self.phase = advance(self.phase, Event.WAIT, unit=self.name)
 
     def reshard(self) -> None:
@@ -224,3 +224,22 @@ class Handle:
             self.phase = Phase.SHARDED
             for each in self.parameters.groups:
                 each.free()  # whatever was written: the step is lost anyway
+
+
+def _launch(
+    works: list[Work], groups: Sequence[DtypeGroup], post_forward: bool, tags: TagSequence, label: str, for_user: bool
+) -> None:
+    for each in groups:
+        if post_forward:
+            work = each.gather_post_forward(tags, label)
+        else:
+            work = each.gather(tags, label, for_user=for_user)
+        if work is not None:
+            works.append(work)
+
+
+def _land(works: Sequence[Work], groups: Sequence[DtypeGroup], post_forward: bool) -> None:
+    for work in works:
+        work.wait()
+    for each in groups:
+        each.wait_for_unshard(post_forward=post_forward)

@@ -28,7 +28,7 @@ from composable.device.collectives import (
     world_group,
 )
 from composable.device.memory import MemoryPool
-from composable.device.private import timeout_of
+from composable.device.private_groups import timeout_of
 from tests.helpers.communicators import all_shared
 from tests.helpers.world import Pool, spmd
 

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 import composable
 from composable import MixedPrecisionPolicy, checkpoint, describe, fully_shard, replicate
-from composable.device.private import timeout_of
+from composable.device.private_groups import timeout_of
 from composable.errors import ComposableError
 from tests.helpers.compare import full
 from tests.helpers.quiet import errors_only

@@ -204,11 +204,11 @@ def test_only_one_corridor_talks_to_other_ranks() -> None:
         assert any(call in calls for calls in talkers.values()), "the search finds what is there"
 
 
-def test_private_parts_of_torch_distributed_are_used_in_one_room() -> None:
+def test_private_parts_of_torch_distributed_are_used_in_rooms_of_their_own() -> None:
     users = [
         room for room in rooms() if re.search(r"\bdist\._|distributed_c10d|torch\._C\b|_functional_collectives", source(room))
     ]
-    assert users == ["compilation.py", "device/private.py"]
+    assert users == ["compilation.py", "device/private.py", "device/private_groups.py"]
 
 
 def test_the_compiler_is_known_in_one_room() -> None:

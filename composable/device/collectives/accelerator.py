@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.base import GroupCommunicator, all_gather_single, reduce_scatter_single
+from composable.device.collectives.base import GroupCommunicator
 from composable.device.collectives.communicator import (
     ON_ACCELERATOR,
     GatherPart,
@@ -19,12 +19,13 @@ from composable.device.collectives.communicator import (
     ScaledInput,
     Scratch,
     Work,
-    failed,
     put_scaled_input,
+    raise_failed,
     scale_sums,
 )
 from composable.device.collectives.tags import TagSequence
-from composable.device.private import coalesced
+from composable.device.private import as_real
+from composable.device.private_groups import Launcher, cannot_coalesce, launchers, sum_launcher
 from composable.device.streams import Mark, Streams
 
 
@@ -56,52 +57,65 @@ class AcceleratorCommunicator(GroupCommunicator):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, streams: Streams) -> None:
         super().__init__(group, device)
         self._streams = streams
+        self._gather, self._sum, self._mean = launchers(group, asynchronous=False)
+        self._sum_in_place, self._for_sum_in_place = sum_launcher(group)
+        self._coalesces = True  # until the backend says otherwise
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
-        return tuple(parts)
+        return [as_real(part.whole) for part in parts], [as_real(part.shard) for part in parts]
 
     def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
-        def calls() -> None:
-            for part in prepared:
-                all_gather_single(part.whole, part.shard, group=self.group)
-
-        return self._on_stream("all_gather", label, calls, len(prepared), prepared)
+        return self._on_stream("all_gather", label, self._launch_all, (self._gather, *prepared))
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         is_mean = self._is_mean(parts)
-        operation = dist.ReduceOp.AVG if is_mean else dist.ReduceOp.SUM
-
-        def calls() -> None:
-            for part in parts:
-                reduce_scatter_single(part.out, part.source, op=operation, group=self.group)
-
+        outputs, inputs = [as_real(part.out) for part in parts], [as_real(part.source) for part in parts]
         rest = None if is_mean else partial(scale_sums, parts)
-        return self._on_stream("reduce_scatter", label, calls, len(parts), parts, rest)
+        call = (self._mean if is_mean else self._sum, outputs, inputs)
+        return self._on_stream("reduce_scatter", label, self._launch_all, call, rest)
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
     ) -> PollableWork:
         put_scaled_input(tensor, scaled_input)
-        return self._on_stream("all_reduce", label, lambda: dist.all_reduce(tensor, group=self.group), 1, tensor)
+        return self._on_stream("all_reduce", label, self._launch_sum, (as_real(tensor),))
+
+    def _launch_all(self, launcher: Launcher, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        group = self.group
+        if self._coalesces and len(outputs) > 1:
+            try:
+                _finish(getattr(group, launcher.coalesced)(outputs, inputs, launcher.options))
+                return
+            except RuntimeError as error:
+                if not cannot_coalesce(error):
+                    raise
+                self._coalesces = False
+        launch = getattr(group, launcher.single)
+        for output, source in zip(outputs, inputs, strict=True):
+            _finish(launch(output, source, launcher.options))
+
+    def _launch_sum(self, tensor: Tensor) -> None:
+        _finish(getattr(self.group, self._sum_in_place)([tensor], self._for_sum_in_place))
 
     def _on_stream(
         self,
         stream: str,
         label: str,
-        calls: Callable[[], Any],
-        count: int,
-        kept: object,
+        launch: Callable[..., None],
+        call: tuple[Any, ...],
         finish: Callable[[], None] | None = None,
     ) -> PollableWork:
         try:
             with self._streams.fork(stream):
-                if count == 1:
-                    calls()
-                else:
-                    with coalesced(self.group):
-                        calls()
+                launch(*call)
                 if finish is not None:
                     finish()
-                return _OnStream(self._streams.mark(), kept)
+                return _OnStream(self._streams.mark(), call)
         except RuntimeError as error:
-            raise failed(label, self.names[self.rank], error) from error
+            raise_failed(label, self.names[self.rank], error)
+
+
+def _finish(work: Any) -> None:
+    """Backends that order the current stream by themselves have nothing to wait for."""
+    if work is not None:
+        work.wait()

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.communicator import DESTROYED_HERE, Capabilities, ReducePart, failed
+from composable.device.collectives.communicator import DESTROYED_HERE, Capabilities, ReducePart, raise_failed
 from composable.device.collectives.process_groups import backend_of
 from composable.device.collectives.tags import NoPresence, Presence, Steps, TagSequence
-from composable.device.private import read_from_store, write_to_store
+from composable.device.private_groups import read_from_store, write_to_store
 
-# torch 2.13 renamed these two; both names mean the same collective.
+# torch 2.13 renamed it; both names mean the same collective.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _AVERAGING: Final = ("nccl", "fake")  # backends that divide sums by the number of ranks at no price, if asked to
 
@@ -142,7 +141,7 @@ class GroupCommunicator:
         try:
             return call()
         except RuntimeError as error:
-            raise failed(label, self.names[self.rank], error) from error
+            raise_failed(label, self.names[self.rank], error)
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
         message = tensor.to(self.device).contiguous()  # NCCL takes nothing else

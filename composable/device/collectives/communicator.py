@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives.tags import Presence, TagSequence, TagSequences
@@ -218,16 +219,29 @@ class Communicator(Protocol):
 
 
 DESTROYED_HERE: Final = "this rank has destroyed its process group"
+_OF_BACKEND: Final = (
+    "This is an error of the process group's backend. Look for the first error among all ranks; if they have this one only, "
+    "NCCL_DEBUG=WARN in the environment lets NCCL say more."
+)
 FAILURES: Final = (RuntimeError, OSError, EOFError)  # of backends, of memory and of pipes
 
 
-def failed(label: str, rank: int, error: Exception) -> CommunicationError:
-    found = CommunicationError(
-        f"rank {rank}: the {label} failed: {first_line(error) or type(error).__name__}\n"
-        "Another rank raised, ended or took another path through the model; look for the first error among all ranks."
-    )
+def raise_failed(label: str, rank: int, error: Exception) -> NoReturn:
+    """Say what has failed on this rank, and what to do about it; from within the handler of the error."""
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error  # which is of this rank alone
+    said = first_line(error) or type(error).__name__
+    found = CommunicationError(f"rank {rank}: the {label} failed: {said}\n{_cure(error)}")
     found.later_step = getattr(error, "later_step", None)
-    return found
+    raise found from error
+
+
+def _cure(error: Exception) -> str:
+    if DESTROYED_HERE in str(error):
+        return "destroy_process_group() ends the training of all models over the group; call it after the last step."
+    if isinstance(error, dist.DistBackendError):
+        return _OF_BACKEND
+    return "Another rank raised, ended or took another path through the model; look for the first error among all ranks."
 
 
 class CompositeWork:
@@ -249,7 +263,7 @@ class CompositeWork:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise failed(self._label, self._rank, error) from error
+            raise_failed(self._label, self._rank, error)
         self._works = []
         if self._finish is not None:
             self._finish()

@@ -21,12 +21,13 @@ from composable.device.collectives.communicator import (
     ScaledInput,
     Scratch,
     Work,
-    failed,
     put_scaled_input,
+    raise_failed,
     scale_sums,
 )
 from composable.device.collectives.tags import TagSequence
-from composable.device.private import as_real, launchers
+from composable.device.private import as_real
+from composable.device.private_groups import launchers
 from composable.plan.routes import DIRECT_BYTES_OF_COLLECTIVES
 
 
@@ -37,20 +38,20 @@ class GenericCommunicator(GroupCommunicator):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
-        (self._gather, self._for_gather), (self._scatter, self._for_sum), (_, self._for_mean) = launchers(group)
+        self._gather, self._sum, self._mean = launchers(group, asynchronous=True)
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
-        return [(as_real(part.whole), as_real(part.shard), self._for_gather) for part in parts]
+        return [(as_real(part.whole), as_real(part.shard), self._gather.options) for part in parts]
 
     def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
-        return self._run(label, lambda *call: getattr(self.group, self._gather)(*call), prepared)
+        return self._run(label, lambda *call: getattr(self.group, self._gather.single)(*call), prepared)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         is_mean = self._is_mean(parts)
-        options = self._for_mean if is_mean else self._for_sum
-        calls = [(as_real(part.out), as_real(part.source), options) for part in parts]
+        launcher = self._mean if is_mean else self._sum
+        calls = [(as_real(part.out), as_real(part.source), launcher.options) for part in parts]
         finish = None if is_mean else partial(scale_sums, parts)
-        return self._run(label, lambda *call: getattr(self.group, self._scatter)(*call), calls, finish)
+        return self._run(label, lambda *call: getattr(self.group, launcher.single)(*call), calls, finish)
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
@@ -68,4 +69,4 @@ class GenericCommunicator(GroupCommunicator):
         try:
             return CompositeWork(list(starmap(launch, calls)), label, self.names[self.rank], finish)
         except RuntimeError as error:
-            raise failed(label, self.names[self.rank], error) from error
+            raise_failed(label, self.names[self.rank], error)

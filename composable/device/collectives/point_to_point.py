@@ -24,8 +24,8 @@ from composable.device.collectives.communicator import (
     ScaledInput,
     Scratch,
     Work,
-    failed,
     put_scaled_input,
+    raise_failed,
     scale_sums,
 )
 from composable.device.collectives.tags import TagSequence
@@ -68,7 +68,7 @@ class PointToPointCommunicator(GroupCommunicator):
             works = [group.recv(tensor, peer, tag + index) for tensor, peer, index in receives]
             works += [group.send(tensor, peer, tag + index) for tensor, peer, index in sends]
         except RuntimeError as error:
-            raise failed(label, self.names[self.rank], error) from error
+            raise_failed(label, self.names[self.rank], error)
         if copies[0]:
             torch._foreach_copy_(*copies)  # which transforms of torch.func leave alone, as they do not `copy_`
         return CompositeWork(works, label, self.names[self.rank])
@@ -91,7 +91,7 @@ class PointToPointCommunicator(GroupCommunicator):
                     if piece.numel():
                         works.append(group.send([piece], peer, tag + index))
         except RuntimeError as error:
-            raise failed(label, self.names[rank], error) from error
+            raise_failed(label, self.names[rank], error)
 
         def add_up() -> None:
             for part, rows, lent in incoming:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.device.private import have_meshes_forget, timeout_of, when_destroyed
+from composable.device.private_groups import have_meshes_forget, timeout_of, when_destroyed
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.communicator import failed
+from composable.device.collectives.communicator import raise_failed
 
 
 def reduce_numbers(numbers: Tensor, group: dist.ProcessGroup, *, largest: bool, label: str) -> Tensor:
@@ -24,5 +24,5 @@ def _all_reduce(numbers: Tensor, group: dist.ProcessGroup, operation: dist.Reduc
     try:
         dist.all_reduce(numbers, op=operation, group=group)
     except RuntimeError as error:
-        raise failed(label, dist.get_rank(), error) from error
+        raise_failed(label, dist.get_rank(), error)
     return numbers

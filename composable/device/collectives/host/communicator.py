@@ -29,7 +29,7 @@ from composable.device.collectives.communicator import (
     ScaledInput,
     Scratch,
     Work,
-    failed,
+    raise_failed,
 )
 from composable.device.collectives.host.discovery import host_group_of
 from composable.device.collectives.host.gathers import GatherPlan, offsets, plan_gather, view_of
@@ -92,7 +92,7 @@ class _Transfer:
                         return False
                     self._messages[peer] = message
         except FAILURES as error:
-            raise failed(self._label, self._host_group.names[self._host_group.rank], error) from error
+            raise_failed(self._label, self._host_group.names[self._host_group.rank], error)
         return True
 
     def wait(self) -> None:
@@ -118,7 +118,7 @@ class _Transfer:
             host_group.acknowledge(self._tag)
         except FAILURES as error:
             self.abort()
-            raise failed(self._label, host_group.names[host_group.rank], error) from error
+            raise_failed(self._label, host_group.names[host_group.rank], error)
         except BaseException:
             self.abort()
             raise
@@ -337,7 +337,7 @@ class HostCommunicator(GroupCommunicator):
                 fill(block)
             return _Transfer(host_group, block, tag, label, receive, tags.steps, in_step=in_step, keeps=keeps)
         except FAILURES as error:
-            raise failed(label, self.names[self.rank], error) from error
+            raise_failed(label, self.names[self.rank], error)
 
 
 def _scale(tensor: Tensor, factor: float, *, out: Tensor) -> None:

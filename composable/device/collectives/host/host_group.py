@@ -16,7 +16,7 @@ from composable.device.collectives.host.pipes import Message
 from composable.device.collectives.host.presence import Connection, HostPresence, TagBit
 from composable.device.collectives.host.shared_memory import Arena, Block, Outbox
 from composable.device.collectives.tags import Steps, TagSequence
-from composable.device.private import timeout_of, when_destroyed
+from composable.device.private_groups import timeout_of, when_destroyed
 
 _LONG: Final = 0.1  # seconds from which on the others may look up what this rank waits for
 

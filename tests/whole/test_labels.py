@@ -1,0 +1,52 @@
+"""A profiler shows what the library does in a step, by the names of units; without one nothing is labelled."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import profiler
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import fully_shard, replicate
+from composable.device import labels
+from composable.device.labels import PREFIX
+from tests.helpers.world import Pool
+
+
+def _labels(verb: str) -> list[str]:
+    """Those of the second of two steps, by when they begin, each once."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    if verb == "replicate":
+        replicate(model)
+    else:
+        mesh = init_device_mesh("cpu", (2, 2)) if verb == "hybrid" else None
+        fully_shard(model, policy={nn.Linear}, mesh=mesh)
+    x = torch.ones(2, 4)
+    with mock.patch.object(labels, "record_function", side_effect=AssertionError):
+        model(x).sum().backward()
+    with profiler.profile() as found:
+        model(x).sum().backward()
+    events = sorted(found.function_events, key=lambda event: event.time_range.start)
+    return list(dict.fromkeys(event.name.removeprefix(PREFIX) for event in events if event.name.startswith(PREFIX)))
+
+
+def _around(unit: str, what: str) -> list[str]:
+    return [f"{what} of unit '{unit}'", f"wait for the {what} of unit '{unit}'"]
+
+
+@pytest.mark.parametrize(("verb", "ranks"), [("fully_shard", 2), ("hybrid", 4), ("replicate", 2)])
+def test_a_profiler_shows_launches_and_waits_by_unit(pool: Pool, verb: str, ranks: int) -> None:
+    for found in pool.run(ranks, _labels, verb):
+        if verb == "replicate":
+            what = "gradient all-reduce of unit '(root)' ('1.bias' to '0.weight')"
+            assert found == [what, f"wait for the {what}"]
+            continue
+        gathers = [_around(unit, "all-gather") for unit in "01"]
+        reductions = [_around(unit, "gradient reduction") for unit in "10"]
+        over_replicas = [f"gradient reduction of unit '{unit}' over replicas" for unit in "10" if verb == "hybrid"]
+        assert sorted(found) == sorted([*gathers[0], *gathers[1], *reductions[0], *reductions[1], *over_replicas])
+        for launch, wait in (*gathers, *reductions):
+            assert found.index(launch) < found.index(wait)
