@@ -39,18 +39,20 @@ class Accumulation:
         holds: whether this pass is one of these so far. It counts when it ends.
     """
 
-    __slots__ = ("__weakref__", "_lost", "_scopes", "holds", "now", "passes")
+    __slots__ = ("__weakref__", "_accumulates", "_lost", "_scopes", "holds", "now", "passes")
 
     def __init__(self) -> None:
         self.now = Pass.REDUCES
         self.passes = 0
         self.holds = False
+        self._accumulates = False  # a scope was opened at any time
         self._lost = False  # and not dropped yet
         self._scopes: dict[object, Pass] = {}
 
     def open_scope(self, scope: object, now: Pass) -> None:
         """`scope` decides from here on, until it is closed or another one is opened."""
         self._scopes[scope] = now
+        self._accumulates = True
         self.now = now
 
     def close_scope(self, scope: object) -> None:
@@ -85,11 +87,12 @@ class Accumulation:
         """A step was lost, and what is held with it; it is there until `drop`. Done twice is done once.
 
         Scopes may be others when it is dropped, and on other ranks when they come to that; and other ranks may leave the
-        window in another of its steps.
+        window in another of its steps: this may have been the first one, before any scope. Those whose units stay unsharded
+        send nothing more in it, so they hear of it in the next.
         """
         if not self._lost:
             self._lost = True
-            if self.in_window or self.now is not Pass.REDUCES:
+            if self.in_window or self._accumulates:
                 steps.end_window()
 
     def drop(self) -> None:

@@ -58,3 +58,15 @@ def test_a_step_that_is_lost_inside_a_scope_ends_the_window_though_nothing_is_he
     accumulation.open_scope("scope", Pass.HOLDS)
     accumulation.lose(steps)
     assert steps.next_number == Steps.WINDOW
+
+
+def test_a_step_that_is_lost_outside_of_scopes_ends_the_window_if_there_ever_was_one() -> None:
+    """It may be the first of a window whose scopes are around backwards alone."""
+    accumulation, steps = Accumulation(), Steps()
+    accumulation.lose(steps)
+    accumulation.drop()
+    assert steps.next_number == 1
+    accumulation.open_scope("scope", Pass.HOLDS)
+    accumulation.close_scope("scope")
+    accumulation.lose(steps)
+    assert steps.next_number == Steps.WINDOW

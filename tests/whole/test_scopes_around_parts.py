@@ -20,9 +20,14 @@ from tests.helpers.leaving import Layers, Planned, leave
 from tests.helpers.world import Pool
 
 
-def _around_shards(model: Layers, **options: Any) -> None:
-    fully_shard(model[2], **options)
+def _around_shards(model: Layers, *, reshard: bool | None = None, **options: Any) -> None:
+    fully_shard(model[2], reshard_after_forward=reshard, **options)
     replicate(model, **options)
+
+
+def _around_freed_shards(model: Layers, **options: Any) -> None:
+    """What is gathered in backward, too, tells ranks of losses in the step itself."""
+    _around_shards(model, reshard=True, **options)
 
 
 _SCHEMES: Final[dict[str, Callable[..., None]]] = {
@@ -30,6 +35,7 @@ _SCHEMES: Final[dict[str, Callable[..., None]]] = {
     "replicated": replicated,
     "next to shards": next_to_shards,
     "around shards": _around_shards,
+    "around freed shards": _around_freed_shards,
 }
 _APART: Final = {1: 0, 3: 1}
 _IN_A_ROW: Final = ({1: 0, 2: 0, 3: 1}, {1: 2, 2: 0}, {1: 0, 2: 2}, {1: 2, 2: 2})
