@@ -1,6 +1,6 @@
 # The two commands a newcomer needs are `make demo` and `make test`; both prepare .venv when it is missing or out of date.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sockets lint format types layers bench bench-smoke check-gpu demo-smoke check clean
+.PHONY: help demo test test-sockets test-accelerator lint format types layers bench bench-smoke check-gpu demo-smoke check clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
@@ -32,6 +32,12 @@ test-sockets: $(READY) ## run the tests of the transport, and of training over i
 	cp -R composable tests docs pyproject.toml "$$copy"; \
 	rm -r "$$copy/composable/device/collectives/host"; \
 	cd "$$copy"; PYTHONPATH="$$copy" "$(CURDIR)/$(PY)" -m pytest -p no:cacheprovider $(OVER_SOCKETS) $(NOT_OVER_SOCKETS:%=--ignore=%) $(ARGS)
+
+# What an accelerator may do otherwise than a host: streams, memory that is gone, waits of the host. Not what only the host does.
+ON_ACCELERATOR ?= tests/accelerator tests/whole/test_host_waits.py
+
+test-accelerator: $(READY) ## run what streams matter to on a simulated accelerator, which finds missing waits; builds it first
+	@$(PY) -m pytest --device sim $(ON_ACCELERATOR) $(ARGS)
 
 lint: $(READY) ## style and formatting
 	@$(PY) -m ruff check .

@@ -3,34 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
 
 import pytest
 import torch
 
+from tests.accelerator.build import build, what_is_missing
 from tests.helpers import host
 from tests.helpers.world import Pool
 
 pytest.register_assert_rewrite("tests.helpers.compare", "tests.helpers.models")
 
+ACCELERATOR: Final = Path(__file__).parent / "accelerator"  # whose tests run on nothing else
+
 if host.is_left_out():
     collect_ignore = ["device/host"]
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not host.is_used():
-        for item in items:
-            if item.get_closest_marker("host") is not None:
-                item.add_marker(pytest.mark.skip(reason="ranks of one host use sockets here"))
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "sim"), default="cpu", help="what tests run on; sim: a simulated accelerator")
+
+
+def is_simulated(config: pytest.Config) -> bool:
+    return bool(config.getoption("--device") == "sim")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if collection_path == ACCELERATOR and not is_simulated(config) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    missing = what_is_missing() if is_simulated(config) else ""
+    for item in items:
+        if missing:
+            item.add_marker(pytest.mark.skip(reason=missing))
+        elif item.get_closest_marker("host") is not None and (is_simulated(config) or not host.is_used()):
+            item.add_marker(pytest.mark.skip(reason="ranks of one host use sockets here"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
-        metafunc.parametrize("device", ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+        beside = ["cuda"] if torch.cuda.is_available() else []
+        metafunc.parametrize("device", ["sim"] if is_simulated(metafunc.config) else ["cpu", *beside])
 
 
 @pytest.fixture(scope="session")
 def pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
     """Workers that live as long as the session, under the session's warning filters."""
-    ranks = Pool(pytestconfig.getini("filterwarnings"))
+    simulated = is_simulated(pytestconfig)
+    extension = build(pytestconfig.rootpath / ".pytest_cache/simulated-accelerator") if simulated else None
+    ranks = Pool(pytestconfig.getini("filterwarnings"), "sim" if simulated else "cpu", extension)
     yield ranks
     ranks.stop()

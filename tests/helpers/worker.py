@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from _pytest.config import get_config, parse_warning_filter
 from torch.distributed.tensor import debug
 
 from composable.device.collectives import communicators_wrapped_by
+from tests.accelerator import watch
 from tests.helpers.communicators import all_accelerators
 
 
@@ -39,11 +41,16 @@ class Settings:
     log: str
     store_port: int
     warning_filters: tuple[str, ...]
+    extension: str | None = None  # the simulated accelerator's
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call on one rank. `generation` numbers the process groups of the session; a new number means a new group."""
+    """One call on one rank. `generation` numbers the process groups of the session; a new number means a new group.
+
+    Attributes:
+        everywhere: what says nothing of devices runs on `device`, too.
+    """
 
     module: str
     name: str
@@ -53,6 +60,7 @@ class Task:
     device: str
     generation: int
     group_timeout: float
+    everywhere: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Outcome:
 
 
 def backend_of(device: str) -> str:
-    return "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    return {"cuda": "cpu:gloo,cuda:nccl", "sim": "cpu:gloo,sim:simccl"}.get(device, "gloo")
 
 
 def rewrite_assertions() -> None:
@@ -99,6 +107,9 @@ class Worker:
         self.generation = task.generation
         if task.device == "cuda":
             torch.cuda.set_device(self.settings.index % torch.cuda.device_count())
+        if task.device == "sim":
+            assert self.settings.extension is not None
+            watch.start(Path(self.settings.extension), self.settings.index)
         # Distinct prefixes keep a group's keys apart from those of every group before it.
         dist.init_process_group(
             backend_of(task.device),
@@ -117,9 +128,15 @@ class Worker:
         torch.set_default_dtype(torch.float32)
         os.environ["COMPOSABLE_TEST_DEVICE"] = task.device
         choices = communicators_wrapped_by(all_accelerators) if os.environ.get("COMPOSABLE_TEST_CHOICES") else nullcontext()
-        with warnings.catch_warnings(), choices:
+        everywhere = torch.device(task.device) if task.everywhere else nullcontext()
+        with warnings.catch_warnings(), choices, everywhere:
             apply_filters(self.settings.warning_filters)
-            return Outcome("returned", body(*task.args, **task.kwargs))
+            if task.device != "sim":
+                return Outcome("returned", body(*task.args, **task.kwargs))
+            watch.begin(f"{task.name}{task.args}{task.kwargs}")
+            result = body(*task.args, **task.kwargs)
+            watch.end()
+            return Outcome("returned", result)
 
     def attempt(self, task: Task) -> Outcome:
         try:

@@ -79,10 +79,17 @@ class _Rank:
 
 
 class Pool:
-    """Worker processes and the process groups formed from them. A world of n ranks is the first n workers."""
+    """Worker processes and the process groups formed from them. A world of n ranks is the first n workers.
 
-    def __init__(self, warning_filters: Sequence[str] = ("error",)) -> None:
+    Args:
+        device: what functions run on that are sent without saying where.
+        extension: the simulated accelerator, where it is there.
+    """
+
+    def __init__(self, warning_filters: Sequence[str] = ("error",), device: str = "cpu", extension: Path | None = None) -> None:
         self._filters = tuple(warning_filters)
+        self._device = device
+        self._extension = extension
         self._ranks: list[_Rank] = []
         self._store: dist.TCPStore | None = None
         self._generation = 0
@@ -95,7 +102,7 @@ class Pool:
         ranks: int,
         function: Callable[..., Any],
         *args: Any,
-        device: str = "cpu",
+        device: str | None = None,
         timeout: float = TIMEOUT,
         group_timeout: float = TIMEOUT,
         spoils: bool = False,
@@ -106,7 +113,8 @@ class Pool:
         Args:
             ranks: size of the default process group.
             function: importable under its module and qualified name.
-            device: "cpu", or "cuda"; ranks share devices where there are fewer.
+            device: "cpu", "cuda" or "sim"; ranks share devices where there are fewer. None: what the session runs on, also for
+                tensors that are made without saying where.
             timeout: seconds until the call counts as hung.
             group_timeout: seconds until a collective of the default group gives up.
             spoils: the call leaves the process group unusable, though no rank raises; new workers take over.
@@ -117,6 +125,8 @@ class Pool:
         Raises:
             RanksFailed: some rank raised, died or hung.
         """
+        everywhere = device is None and self._device != "cpu"
+        device = device or self._device
         shape = (ranks, device, group_timeout)
         self._start(ranks)
         if shape != self._shape:
@@ -131,6 +141,7 @@ class Pool:
             device,
             self._generation,
             group_timeout,
+            everywhere,
         )
         world = self._ranks[:ranks]
         sent = pickle.dumps(task)
@@ -170,7 +181,9 @@ class Pool:
         log = Path(self._folder.name) / f"rank{index}.log"
         log.touch()
         ours, theirs = multiprocessing.Pipe()
-        settings = Settings(index, str(log), self._store.port, self._filters)
+        settings = Settings(
+            index, str(log), self._store.port, self._filters, str(self._extension) if self._extension is not None else None
+        )
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=serve, args=(theirs, settings), daemon=True, name=f"rank{index}")
         loopback = "lo0" if sys.platform == "darwin" else "lo"
@@ -298,9 +311,8 @@ def need_devices(device: str, ranks: int) -> None:
 
 def current_device() -> torch.device:
     """The device that this rank's part of a test runs on."""
-    if os.environ.get("COMPOSABLE_TEST_DEVICE", "cpu") == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    kind = os.environ.get("COMPOSABLE_TEST_DEVICE", "cpu")
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""No step makes the host wait for an accelerator. Skipped where there is none."""
+"""No step makes the host wait for an accelerator, be it a simulated one. Skipped where there is none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, replicate
-from tests.helpers.world import Pool
+from tests.accelerator import watch
+from tests.helpers.world import Pool, current_device, need_devices
 
 _BLOCK: Final = nn.TransformerEncoderLayer
 
@@ -21,7 +22,7 @@ def _fully_sharded(**options: Any) -> Callable[[nn.Module], object]:
 
 
 def _hybrid(model: nn.Module) -> None:
-    mesh = init_device_mesh("cuda", (2, 1), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(current_device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
     fully_shard(model, policy={_BLOCK}, mesh=mesh)
 
 
@@ -41,12 +42,13 @@ _SCHEMES: Final[dict[str, Callable[[nn.Module], object]]] = {
 
 
 def _train(scheme: str) -> None:
+    device = current_device()
     torch.manual_seed(0)
     blocks = [_BLOCK(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(3)]
-    model = nn.Sequential(*blocks, nn.Linear(64, 64)).cuda()
+    model = nn.Sequential(*blocks, nn.Linear(64, 64)).to(device)
     _SCHEMES[scheme](model)
     optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(4, 16, 64, device="cuda")
+    x = torch.randn(4, 16, 64, device=device)
 
     def step() -> Tensor:
         loss: Tensor = model(x).square().mean()
@@ -57,7 +59,10 @@ def _train(scheme: str) -> None:
 
     for _ in range(3):  # orders are agreed upon, and buffers made
         step()
-    torch.cuda.synchronize()
+    torch.accelerator.synchronize()
+    if device.type == "sim":
+        assert watch.host_waits_of(step) == []
+        return
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
@@ -65,7 +70,9 @@ def _train(scheme: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("scheme", _SCHEMES)
-def test_no_step_waits_for_the_device(pool: Pool, scheme: str) -> None:
-    pool.run(2, _train, scheme, device="cuda")
+def test_no_step_waits_for_the_device(pool: Pool, scheme: str, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("needs an accelerator")
+    need_devices(device, 2)
+    pool.run(2, _train, scheme, device=device)

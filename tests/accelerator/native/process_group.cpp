@@ -1,0 +1,233 @@
+// A process group with NCCL's manners over gloo's bytes: a collective is launched on a stream, and waiting for it orders the
+// current stream and leaves the host alone.
+//
+// Note [Order within a group]
+// Ranks must agree on the order of a group's collectives, and gloo's calls block a thread. So each is delayed until the one
+// before it is over, on whatever stream. Nobody is promised that order: clocks do not count it.
+#include "process_group.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include "tensors.h"
+
+namespace sim {
+
+namespace {
+
+using c10d::Work;
+using Tensors = std::vector<at::Tensor>;
+using WorkPtr = c10::intrusive_ptr<Work>;
+using Run = std::function<void(c10d::Backend&)>;
+
+std::mutex counting;
+std::map<std::string, int64_t> counts;
+int groups = 0;
+
+struct SimWork final : Work {
+  SimWork(EventPtr event, int device, bool holds_host, Tensors kept)
+      : Work(-1, c10d::OpType::UNKNOWN), event_(std::move(event)), device_(device), holds_host_(holds_host),
+        kept_(std::move(kept)) {}
+  bool isCompleted() override {
+    std::lock_guard lock(event_->mutex);
+    return event_->done;
+  }
+  bool isSuccess() const override { return true; }
+  void synchronize() override {
+    wait_on_stream(current_stream(device_), event_);
+    kept_.clear();
+  }
+  bool wait(std::chrono::milliseconds) override {
+    synchronize();
+    if (holds_host_) wait_on_host(event_, "barrier");
+    return true;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
+    future->markCompleted();
+    return future;
+  }
+  EventPtr event_;
+  int device_;
+  bool holds_host_;
+  Tensors kept_;  // as NCCL's: what an asynchronous collective uses is not freed before somebody has waited
+};
+
+Tensors cpu(const Tensors& tensors) {
+  Tensors made;
+  for (auto& t : tensors) made.push_back(on_cpu(t));
+  return made;
+}
+
+Tensors flat(const std::vector<Tensors>& lists) {
+  Tensors made;
+  for (auto& list : lists) made.insert(made.end(), list.begin(), list.end());
+  return made;
+}
+
+std::vector<Tensors> cpu(const std::vector<Tensors>& lists) {
+  std::vector<Tensors> made;
+  for (auto& list : lists) made.push_back(cpu(list));
+  return made;
+}
+
+void sum(c10d::Backend& gloo, at::Tensor tensor, c10d::ReduceOp op, int size) {
+  bool mean = op == c10d::ReduceOp::AVG;
+  c10d::AllreduceOptions options;
+  options.reduceOp = mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
+  bool narrow = tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;  // which gloo may not know
+  at::Tensor wide = narrow ? tensor.to(at::kFloat) : tensor;
+  Tensors list{wide};
+  gloo.allreduce(list, options)->wait();
+  if (mean) wide.div_(size);
+  if (narrow) tensor.copy_(wide);
+}
+
+void gather_single(c10d::Backend& gloo, at::Tensor out, at::Tensor in, int size) {
+  TORCH_CHECK(out.numel() == in.numel() * size, "simccl: all_gather: ", in.numel(), " elements of ", size, " ranks do not fill ",
+      out.numel());
+  std::vector<Tensors> outs{Tensors(out.view({size, -1}).unbind())};
+  Tensors ins{in.clone().view({-1})};  // NCCL allows the input to be a part of the output
+  gloo.allgather(outs, ins)->wait();
+}
+
+void scatter_sum(c10d::Backend& gloo, at::Tensor out, at::Tensor in, c10d::ReduceOp op, int rank, int size) {
+  TORCH_CHECK(in.numel() == out.numel() * size, "simccl: reduce_scatter: ", in.numel(), " elements are not ", size, " times ",
+      out.numel());
+  auto whole = in.clone().view({size, -1});
+  sum(gloo, whole, op, size);
+  out.view({-1}).copy_(whole[rank]);
+}
+
+class SimGroup final : public c10d::Backend {
+ public:
+  SimGroup(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) : Backend(rank, size), gloo_(std::move(gloo)) {
+    std::lock_guard lock(counting);
+    number_ = groups++;
+  }
+
+  const std::string getBackendName() const override { return "simccl"; }
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override {}
+  WorkPtr endCoalescing() override { return last_work_; }
+
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
+    return go("all_reduce", {}, tensors, o.asyncOp, [on = cpu(tensors), o, n = size_](auto& gloo) {
+      for (auto& t : on) sum(gloo, t, o.reduceOp, n);
+    });
+  }
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& o) override {
+    return go("all_reduce_coalesced", {}, tensors, o.asyncOp, [on = cpu(tensors), o, n = size_](auto& gloo) {
+      for (auto& t : on) sum(gloo, t, o.reduceOp, n);
+    });
+  }
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& o) override {
+    return go("broadcast", {}, tensors, o.asyncOp,
+        [on = cpu(tensors), o](auto& gloo) mutable { gloo.broadcast(on, o)->wait(); });
+  }
+  WorkPtr barrier(const c10d::BarrierOptions&) override {
+    auto one = at::zeros({1}, at::TensorOptions().device(c10::Device(kType, (c10::DeviceIndex)current_device())));
+    return go("barrier", {}, {one}, false,
+        [on = on_cpu(one), n = size_](auto& gloo) { sum(gloo, on, c10d::ReduceOp::SUM, n); }, true);
+  }
+  WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions& o) override {
+    return go("all_gather", {in}, {out}, o.asyncOp,
+        [a = on_cpu(out), b = on_cpu(in), n = size_](auto& gloo) { gather_single(gloo, a, b, n); });
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::AllgatherOptions& o) override {
+    return go("all_gather_coalesced", ins, outs, o.asyncOp, [a = cpu(outs), b = cpu(ins), n = size_](auto& gloo) {
+      for (size_t i = 0; i < a.size(); i++) gather_single(gloo, a[i], b[i], n);
+    });
+  }
+  WorkPtr allgather(std::vector<Tensors>& outs, Tensors& ins, const c10d::AllgatherOptions& o) override {
+    return go("all_gather_list", ins, flat(outs), o.asyncOp,
+        [a = cpu(outs), b = cpu(ins)](auto& gloo) mutable { gloo.allgather(a, b)->wait(); });
+  }
+  WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& o) override {
+    return go("reduce_scatter", {in}, {out}, o.asyncOp, [a = on_cpu(out), b = on_cpu(in), o, r = rank_, n = size_](auto& gloo) {
+      scatter_sum(gloo, a, b, o.reduceOp, r, n);
+    });
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outs, Tensors& ins, const c10d::ReduceScatterOptions& o) override {
+    return go("reduce_scatter_coalesced", ins, outs, o.asyncOp,
+        [a = cpu(outs), b = cpu(ins), o, r = rank_, n = size_](auto& gloo) {
+          for (size_t i = 0; i < a.size(); i++) scatter_sum(gloo, a[i], b[i], o.reduceOp, r, n);
+        });
+  }
+  WorkPtr scatter(Tensors& outs, std::vector<Tensors>& ins, const c10d::ScatterOptions& o) override {
+    return go("scatter", flat(ins), outs, o.asyncOp,
+        [a = cpu(outs), b = cpu(ins), o](auto& gloo) mutable { gloo.scatter(a, b, o)->wait(); });
+  }
+  WorkPtr gather(std::vector<Tensors>& outs, Tensors& ins, const c10d::GatherOptions& o) override {
+    return go("gather", ins, flat(outs), o.asyncOp,
+        [a = cpu(outs), b = cpu(ins), o](auto& gloo) mutable { gloo.gather(a, b, o)->wait(); });
+  }
+  WorkPtr send(Tensors& tensors, int to, int tag) override {
+    return go("send", tensors, {}, true, [a = cpu(tensors), to, tag](auto& gloo) mutable { gloo.send(a, to, tag)->wait(); });
+  }
+  WorkPtr recv(Tensors& tensors, int from, int tag) override {
+    return go("recv", {}, tensors, true, [a = cpu(tensors), from, tag](auto& gloo) mutable { gloo.recv(a, from, tag)->wait(); });
+  }
+
+ private:
+  WorkPtr go(const char* name, Tensors reads, Tensors writes, bool async, Run run, bool holds_host = false) {
+    const auto first = writes.empty() ? reads.at(0) : writes.at(0);
+    std::vector<Access> accesses;
+    for (auto* list : {&reads, &writes})
+      for (auto& t : *list) {
+        TORCH_CHECK(on_device(t), "simccl: ", name, " got a tensor on ", t.device());
+        TORCH_CHECK(t.device() == first.device(), "simccl: ", name, " got tensors on several devices");
+        TORCH_CHECK(t.is_contiguous(), "simccl: tensors must be contiguous");
+        TORCH_CHECK(!t.is_complex(), "simccl: ", name, " got complex numbers");
+        accesses.push_back(access_of(t, list == &writes));
+      }
+    int device = first.device().index();
+    Stream* caller = current_stream(device);
+    Stream* stream = caller;
+    if (async) {
+      auto& own = own_[device];
+      if (!own) own = new_stream(device, "the stream of group " + std::to_string(number_));
+      stream = own;
+      wait_on_stream(stream, record(caller));
+    }
+    if (last_) delay_stream(stream, last_);  // see Note [Order within a group]
+    {
+      std::lock_guard lock(counting);
+      counts[name]++;
+    }
+    launch(stream, std::string(name) + " of group " + std::to_string(number_), accesses,
+        [gloo = gloo_, run = std::move(run)] { run(*gloo); });
+    last_ = record(stream);
+    Tensors kept;
+    if (async) {
+      kept = std::move(reads);
+      kept.insert(kept.end(), writes.begin(), writes.end());
+    }
+    last_work_ = c10::make_intrusive<SimWork>(last_, device, holds_host, std::move(kept));
+    return last_work_;
+  }
+
+  c10::intrusive_ptr<c10d::Backend> gloo_;
+  Stream* own_[kDevices] = {};
+  EventPtr last_;
+  WorkPtr last_work_;
+  int number_;
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> over_gloo(const c10::intrusive_ptr<c10d::Backend>& gloo, int rank, int size) {
+  return c10::make_intrusive<SimGroup>(gloo, rank, size);
+}
+
+std::map<std::string, int64_t> collectives() {
+  std::lock_guard lock(counting);
+  return counts;
+}
+
+void clear_collectives() {
+  std::lock_guard lock(counting);
+  counts.clear();
+}
+
+}  // namespace sim

@@ -1,0 +1,191 @@
+"""The simulated accelerator is what it says: asynchronous, ordered by streams and events alone, and it tells what is not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.accelerator import sim, watch
+from tests.helpers.world import Pool, RanksFailed, current_device
+
+MS = 1000  # microseconds
+
+
+def _found(program: Callable[[torch.device, torch.Stream], None]) -> list[str]:
+    """What is found in `program`, which gets the device and another stream than the current one."""
+    sim.native.set_places(False)
+    try:
+        device = current_device()
+        side = torch.Stream(device)
+        sim.native.name_stream(side.stream_id, "the side stream")
+        program(device, side)
+        return watch.take_findings()
+    finally:
+        sim.native.set_places(True)
+
+
+# --- streams, events and memory -----------------------------------------------------------------------------------------
+
+
+def _reads_too_early() -> tuple[list[float], list[str]]:
+    seen: list[float] = []
+
+    def program(device: torch.device, side: torch.Stream) -> None:
+        x = torch.zeros(2, device=device)
+        torch.accelerator.synchronize()
+        sim.native.sleep(100 * MS)
+        x.add_(1)
+        with side:
+            y = x.clone()
+        seen.extend(y.tolist())
+
+    return seen, _found(program)
+
+
+def test_a_read_that_waits_for_nothing_reads_what_was_before_and_both_launches_are_named(pool: Pool) -> None:
+    ((seen, found),) = pool.run(1, _reads_too_early, device="sim")
+    assert seen == [0.0, 0.0]
+    assert found[0] == "write by [add] on the default stream of sim:0 is not ordered before read by [copy_] on the side stream"
+
+
+def _waits() -> list[str]:
+    def program(device: torch.device, side: torch.Stream) -> None:
+        x = torch.zeros(2, device=device)
+        sim.native.sleep(20 * MS)
+        x.add_(1)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            y = x * 2
+            event = side.record_event()
+        torch.accelerator.current_stream().wait_event(event)
+        assert (y + x).tolist() == [3.0, 3.0]
+        side.wait_stream(torch.accelerator.current_stream())  # or it would get its memory back too early
+        del y
+
+    return _found(program)
+
+
+def test_events_order_streams(pool: Pool) -> None:
+    assert pool.run(1, _waits, device="sim") == [[]]
+
+
+def _frees(recorded: bool) -> list[str]:
+    def program(device: torch.device, side: torch.Stream) -> None:
+        x = torch.ones(2, device=device)
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            sim.native.sleep(20 * MS)
+            y = x * 2
+        if recorded:
+            x.record_stream(side)
+        del x
+        side.synchronize()
+        assert (y.tolist() == [2.0, 2.0]) is recorded
+
+    return _found(program)
+
+
+def test_memory_that_is_freed_while_another_stream_reads_it_is_found(pool: Pool) -> None:
+    ((*found, poison),) = pool.run(1, _frees, False, device="sim")
+    assert found == ["read by [mul] on the side stream is not ordered before write by [free] on the default stream of sim:0"]
+    assert poison == (
+        "poison reached the host by [copy to host] on the default stream of sim:0; last written by [mul] on the side stream"
+    )
+
+
+def test_a_stream_that_is_recorded_keeps_memory(pool: Pool) -> None:
+    assert pool.run(1, _frees, True, device="sim") == [[]]
+
+
+def _reads_what_nobody_wrote() -> None:
+    torch.empty(2, device=current_device()).tolist()
+
+
+def test_a_task_fails_that_let_poison_reach_the_host(pool: Pool) -> None:
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(1, _reads_what_nobody_wrote, device="sim")
+    text = str(caught.value)
+    assert "Unordered: 1 findings of the simulated accelerator:\npoison reached the host by [copy to host at " in text
+    assert "last written by [allocation at " in text
+    assert "test_device.py" in text
+
+
+def _makes_the_host_wait() -> list[str]:
+    device = current_device()
+    x = torch.ones(2, device=device)
+    sim.native.set_places(False)
+
+    def program() -> None:
+        x.sum().item()
+        x.cpu()
+        torch.ones(2).to(device)
+        torch.ones(2).to(device, non_blocking=True)
+        x.nonzero()
+        torch.accelerator.synchronize()
+
+    return [each.split(" at ")[0] for each in watch.host_waits_of(program)]
+
+
+def test_what_makes_the_host_wait_is_counted(pool: Pool) -> None:
+    (waits,) = pool.run(1, _makes_the_host_wait, device="sim")
+    assert waits[:3] == ["item", "copy to host", "copy to device"]
+    assert waits[3] == "operator aten::nonzero"
+    assert waits[-1] == "device.synchronize"
+
+
+# --- operators ----------------------------------------------------------------------------------------------------------
+
+_MODULES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolution": (lambda: nn.Conv2d(3, 4, 3, padding=1), (2, 3, 6, 6)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(3, 4, 3), (2, 3, 6, 6)),
+    "batch statistics": (lambda: nn.BatchNorm2d(3), (2, 3, 6, 6)),
+    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, dropout=0.0), (2, 5, 8)),
+    "embedding": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.LayerNorm(4)), (2, 4)),
+}
+
+
+def _results(module: nn.Module, x: Tensor) -> list[Tensor]:
+    y = module(x)
+    y.square().sum().backward()
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    return [each.detach().cpu() for each in (y, *gradients)]
+
+
+def _computes() -> None:
+    for make, shape in _MODULES.values():
+        module, x = make().double(), torch.randn(shape, dtype=torch.float64)
+        expected = _results(module, x)
+        module.zero_grad()
+        torch.testing.assert_close(_results(module.to(current_device()), x.to(current_device())), expected)
+
+
+def test_operators_compute_what_they_do_on_a_host(pool: Pool) -> None:
+    pool.run(1, _computes, device="sim")
+
+
+# --- collectives --------------------------------------------------------------------------------------------------------
+
+
+def _reduces(waits: bool) -> list[str]:
+    def program(device: torch.device, side: torch.Stream) -> None:
+        x = torch.ones(2, device=device)
+        work = dist.all_reduce(x, async_op=True)
+        if waits:
+            work.wait()
+        x.mul_(2)
+        work.wait()
+
+    return _found(program)
+
+
+def test_who_waits_for_a_collective_is_ordered_and_who_does_not_is_found(pool: Pool) -> None:
+    assert pool.run(2, _reduces, True, device="sim") == [[], []]
+    for found in pool.run(2, _reduces, False, device="sim"):
+        assert found
+        first = r"write by \[all_reduce of group (\d)\] on the stream of group \1"
+        assert re.match(first + r" is not ordered before read by \[mul\] on the default stream of sim:", found[0]), found
