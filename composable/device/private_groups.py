@@ -5,6 +5,7 @@ Checked with torch 2.13.0 (CPU build), and read in the sources of 2.11 and 2.12.
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -30,6 +31,56 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
     except (AttributeError, RuntimeError):
         return None
     return timeout
+
+
+def _options_of(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """A copy of what the group's backend was told besides its timeout; None where there is nothing, or no copy of it."""
+    with suppress(AttributeError, RuntimeError, TypeError):  # of what cannot be copied, the new group would change the original
+        options: Any = copy.deepcopy(group._get_backend(device).options)
+        if hasattr(options, "split_from"):
+            options.split_from = None  # nobody else than the new group's ranks take part
+        return options
+    return None
+
+
+def named_group(
+    ranks: list[int], name: str, description: str, *, like: dist.ProcessGroup, device: torch.device
+) -> dist.ProcessGroup | None:
+    """A new group of `ranks`, this one among them, with the backends, options and timeout of another one. All of them call it.
+    None where this torch, or a default group written in Python that makes others itself, has no such way.
+
+    `dist.new_group` is not enough. It names a group by how many groups the process knows: ranks that were in different ones
+    before would look for each other under different names. And where the default group is bound to a device, as
+    `init_process_group(device_id=...)` does it, it splits the new communicator off the default one, which all ranks of that
+    have to take part in; a split off `like`, `dist.split_group`, names groups in the same way.
+    """
+    c10d, default = dist.distributed_c10d, dist.group.WORLD
+    assert default is not None
+    known, (_, store) = c10d._world.pg_map, c10d._world.pg_map[default]
+    backend, _ = known.get(like) or known[default]
+    backend = dist.Backend(backend)
+    timeout = timeout_of(like, device) or c10d._get_default_timeout(backend)
+    make = getattr(c10d, "_new_process_group_helper", None)
+    if make is None or hasattr(default, "new_group"):
+        return None
+    bound, default.bound_device_id = default.bound_device_id, None
+    try:
+        made: dist.ProcessGroup
+        made, _ = make(
+            len(ranks),
+            ranks.index(dist.get_rank()),
+            ranks,
+            backend,
+            store,
+            name,
+            backend_options=_options_of(like, device),
+            timeout=timeout,
+            group_desc=description,
+        )
+    finally:
+        default.bound_device_id = bound
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made
 
 
 def when_destroyed(group: dist.ProcessGroup, method: weakref.WeakMethod[Callable[[], None]]) -> None:

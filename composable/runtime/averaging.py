@@ -56,6 +56,7 @@ class Averaging:
     def initialize(self, mesh_info: MeshInfo, cap_bytes: int) -> None:
         self.look_up_name()
         self.mesh_info, self.order = mesh_info, LaunchOrder(mesh_info.all)
+        (self.place,) = self.order.company.reserve(1)
         self._cap_bytes = cap_bytes
         self._newcomers = Newcomers(self.parameters.modules)
         enroll(self)

@@ -37,7 +37,8 @@ def share_buffers(units: Sequence[Buffered]) -> None:
         if buffers and communicator.size > 1:
             for unit in members:
                 unit.averaging.order.abort()  # if a backward raised
-            if communicator.capabilities.ordered and len(members) < len(members[0].averaging.order):
+            order = members[0].averaging.order
+            if communicator.capabilities.ordered and (len(members) < len(order) or order.company.has_others(order.kin)):
                 _check_order(members[0].averaging)
             _share(buffers, communicator, members[0].averaging.name)
 

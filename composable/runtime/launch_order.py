@@ -8,7 +8,9 @@ backward what is left is launched in this order, and waited for. Only then come 
 gradients, reducer by reducer: whether there are any follows from what all ranks have been told.
 Where messages carry tags a reducer is in an order of its own.
 A copy of a model communicates over the same, in an order of its own: the one that a backward came to first launches first.
-docs/decisions/0013-launch-points.md tells why units side by side cannot be in one.
+docs/decisions/0013-launch-points.md tells why units side by side cannot be in one. Where they share a communicator all the
+same, as on accelerators, each has an order of its own, and launches at the end of a backward only: what it could launch before
+depends on its gradients, and another one may be in a backward inside of this one.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from collections.abc import Callable, Container, Sequence, Sized
 from functools import partial
 from operator import methodcaller
 from typing import Any, Final, Protocol
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 
@@ -74,24 +76,56 @@ class Member(Protocol):
 _LAUNCH_COMPLETE: Final = methodcaller("launch_complete")
 _LAUNCH_REST: Final = methodcaller("launch_rest")
 
-# Backwards that have been opened and not closed, by communicator, in the order in which that happened: copies of a model share
-# communicators.
-_LINES: Final[WeakKeyDictionary[Communicator, list[ref[OrderedBackward]]]] = WeakKeyDictionary()
+
+class Company:
+    """All that launch over one communicator.
+
+    Attributes:
+        line: backwards that have been opened and not closed, in the order in which that happened.
+    """
+
+    def __init__(self) -> None:
+        self._orders: WeakSet[LaunchOrder] = WeakSet()
+        self._places = 0  # that have been given away
+        self.line: list[ref[OrderedBackward]] = []
+
+    def join(self, order: LaunchOrder) -> None:
+        self._orders.add(order)
+
+    def reserve(self, count: int) -> range:
+        """Places that no other reducer has. Every rank reserves the same."""
+        start = self._places
+        self._places += count
+        return range(start, start + count)
+
+    def has_others(self, kin: object) -> bool:
+        """Whether reducers train that are not in an order of this kin."""
+        others = [order for order in self._orders if order.kin is not kin]
+        return any(member.hooks for order in others for member in order.members)
+
+
+_COMPANIES: Final[WeakKeyDictionary[Communicator, Company]] = WeakKeyDictionary()
 
 
 class LaunchOrder:
     """Some reducers that take part in each backward together, in the order in which they launch. See Note [One order].
 
+    Args:
+        original: the order that this one is a copy of.
+
     Attributes:
         members: the reducers, in this order.
         communicator: over which all of them communicate.
-        line: backwards over it that have been opened and not closed.
+        company: all that launch over that.
         backward: the one of this order that has been opened and not closed: it runs, or has raised and not been forgotten.
+        kin: it and its copies have this in common.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, original: LaunchOrder | None = None) -> None:
         self.communicator = communicator
-        self.line = _LINES.setdefault(communicator, [])
+        self.kin: object = object() if original is None else original.kin
+        self.company = _COMPANIES.setdefault(communicator, Company())
+        self.company.join(self)
         self._places: dict[int, Member] = {}
         self.members: tuple[Member, ...] = ()
         self.backward: OrderedBackward | None = None
@@ -112,7 +146,7 @@ class LaunchOrder:
         self.members = tuple(self._places[place] for place in sorted(self._places))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LaunchOrder:
-        twin = memo[id(self)] = LaunchOrder(self.communicator)
+        twin = memo[id(self)] = LaunchOrder(self.communicator, self)
         return twin  # who is copied, too, puts a reducer of its own there
 
     # --- backward ---------------------------------------------------------------------------------------------------
@@ -138,7 +172,7 @@ class LaunchOrder:
         if end.join(backward, steps, backward.launch_again):
             steps.look_ahead([self.communicator.presence])
         self.backward = backward  # before anything changes: whoever finds it open, and no backward, cleans up
-        self.line.append(ref(backward))
+        self.company.line.append(ref(backward))
         for member in self.members:
             member.begin(only)
 
@@ -157,7 +191,7 @@ class LaunchOrder:
 
     def launch_complete(self) -> None:
         """Launch what may be launched by now."""
-        if self.backward is not None:
+        if self.backward is not None and self.backward.launches_early:
             self.backward.launch_complete()
 
     def close(self) -> None:
@@ -165,7 +199,8 @@ class LaunchOrder:
         for member in self.members:
             member.close()
         backward = self.backward
-        self.line[:] = [reference for reference in self.line if reference() not in (backward, None)]
+        line = self.company.line
+        line[:] = [reference for reference in line if reference() not in (backward, None)]
         self.backward = None  # last: who is interrupted before finds that it is to be done again
 
     def abort(self) -> None:
@@ -184,13 +219,16 @@ class OrderedBackward:
 
     Attributes:
         end: of autograd's backward, as long as that runs.
+        launches_early: whatever is complete, and not at the end only.
     """
 
-    __slots__ = ("__weakref__", "_first", "_order", "end")
+    __slots__ = ("__weakref__", "_first", "_order", "end", "launches_early")
 
     def __init__(self, order: LaunchOrder, end: Callable[[], BackwardEnd | None]) -> None:
         self._order = order
         self.end = end
+        ordered = order.communicator.capabilities.ordered
+        self.launches_early = not (ordered and order.company.has_others(order.kin))
         self._first = 0  # of the members that have not launched everything
 
     @property
@@ -224,11 +262,11 @@ class OrderedBackward:
         """Those over the same communicator, of copies, that this backward came to before this one; and this one."""
         end = self.end()
         before = []
-        for reference in self._order.line:
+        for reference in self._order.company.line:
             backward = reference()
             if backward is self:
                 break
-            if backward is not None and end is not None and backward.end() is end:
+            if backward is not None and end is not None and backward.end() is end and backward._order.kin is self._order.kin:
                 before.append(backward)
         return (*before, self)
 
@@ -302,7 +340,8 @@ def launch_together(units: Sequence[Launcher]) -> None:
         if len(family) > 1 and mesh_info is not None:
             order = LaunchOrder(mesh_info.all)
             on_undo(partial(_apart, order, [(unit, unit.order, unit.place, unit.mesh_info) for unit in family]))
-            for place, unit in enumerate(reversed(family)):  # gradients of what comes last are ready first
+            places = order.company.reserve(len(family))
+            for place, unit in zip(places, reversed(family), strict=True):  # gradients of what comes last are ready first
                 unit.launch_in(order, place, mesh_info)
 
 

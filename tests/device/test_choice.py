@@ -24,6 +24,7 @@ from composable.device.collectives import (
     communicator_like,
     communicator_of,
     communicators_wrapped_by,
+    process_groups,
     subgroup_of,
     world_group,
 )
@@ -150,7 +151,7 @@ def test_ranks_of_one_host_need_no_second_communicator(pool: Pool) -> None:
 
 def _groups_made_for_a_dedicated_communicator() -> int:
     communicator_of(world_group(), CPU)
-    with mock.patch.object(dist, "new_group", side_effect=AssertionError) as made:
+    with mock.patch.object(process_groups, "named_group", side_effect=AssertionError) as made:
         communicator_of(world_group(), CPU, dedicated=True)
     return made.call_count
 

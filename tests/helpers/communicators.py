@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from composable.device.collectives import (
-    AcceleratorCommunicator,
     Communicator,
     GatherPart,
     GenericCommunicator,
@@ -26,7 +25,7 @@ from composable.device.collectives import (
     Work,
     communicator_like,
 )
-from composable.device.streams import HostStreams
+from composable.device.collectives.choice import of_accelerator
 
 
 @dataclass
@@ -260,6 +259,5 @@ def all_accelerators(communicator: Communicator) -> Communicator:
     """An accelerator's communicator with all of its choices, over CPU tensors, which need no streams."""
     if isinstance(communicator, LocalCommunicator):
         return LocalCommunicator(torch.device("cuda"))
-    tags_tell = communicator.capabilities.tells_of_leaving and communicator.dedicated
-    group = communicator_like(communicator.group, communicator.device) if tags_tell else communicator.group
-    return AcceleratorCommunicator(group, communicator.device, HostStreams())
+    dedicated = communicator.capabilities.tells_of_leaving and communicator.dedicated
+    return of_accelerator(communicator.group, communicator.device, dedicated=dedicated)

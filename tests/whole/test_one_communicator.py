@@ -18,17 +18,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
 from composable import fully_shard, remove, replicate
-from composable.device.collectives import communicators_wrapped_by
+from composable.device.collectives import communicators_wrapped_by, process_groups
 from composable.errors import RanksDisagreeError
 from composable.model.traversal import get_replicated_states
-from tests.helpers.communicators import all_ordered, all_shared, all_sockets
+from tests.helpers.communicators import all_accelerators, all_ordered, all_shared, all_sockets
 from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import Pool
 
 WIDTH: Final = 4
 _CAP: Final = 100 / (1 << 20)  # bytes: several buckets in a unit
 
-_WIRES: Final = {"ordered": all_ordered, "sockets": all_sockets, "tags": all_shared}
+_WIRES: Final = {"ordered": all_ordered, "sockets": all_sockets, "tags": all_shared, "accelerator": all_accelerators}
 
 
 class Block(nn.Module):
@@ -110,13 +110,13 @@ _FORMS: Final = {each.__name__: each for each in (_by_policy, _in_a_loop, _below
 def _groups() -> Iterator[list[int]]:
     """Ranks of the process groups that are made in the body."""
     made: list[Any] = []
-    real = dist.new_group
+    real = process_groups.named_group
 
-    def noted(ranks: list[int], **kwargs: Any) -> Any:
+    def noted(ranks: list[int], *args: Any, **kwargs: Any) -> Any:
         made.append(ranks)
-        return real(ranks, **kwargs)
+        return real(ranks, *args, **kwargs)
 
-    with mock.patch.object(dist, "new_group", noted):
+    with mock.patch.object(process_groups, "named_group", noted):
         yield made
 
 
@@ -176,7 +176,10 @@ def _parity(form: str, communicator: str, **options: Any) -> None:
     _train(*_annotated(form, communicator, **options))
 
 
-@pytest.mark.parametrize("communicator", ["ordered", "sockets", pytest.param("tags", marks=pytest.mark.host)])
+_ACCELERATOR: Final = pytest.param("accelerator", marks=pytest.mark.host)
+
+
+@pytest.mark.parametrize("communicator", ["ordered", "sockets", pytest.param("tags", marks=pytest.mark.host), _ACCELERATOR])
 @pytest.mark.parametrize("form", _FORMS)
 def test_ranks_whose_units_become_ready_in_different_orders_get_the_means(pool: Pool, form: str, communicator: str) -> None:
     pool.run(2, _parity, form, communicator)
@@ -192,18 +195,94 @@ def test_a_unit_whose_gradients_come_in_a_backward_inside_another_one_belongs_to
     pool.run(2, _parity, form, "ordered", reentrant=2)
 
 
-def _counted(form: str) -> tuple[int, int]:
+def _counted(form: str, communicator: str) -> tuple[int, int]:
     model = Model(32)
-    with communicators_wrapped_by(all_ordered), _groups() as made:
+    with communicators_wrapped_by(_WIRES[communicator]), _groups() as made:
         _FORMS[form](model)
     return _communicators(model), len(made)
 
 
 @pytest.mark.parametrize("form", _FORMS)
 def test_many_units_use_one_communicator_and_a_policy_makes_no_other(pool: Pool, form: str) -> None:
-    for used, made in pool.run(2, _counted, form):
+    for used, made in pool.run(2, _counted, form, "ordered"):
         assert used == 1
         assert made == (1 if form == "_by_policy" else 33)
+
+
+def _all_counted() -> tuple[list[int], int]:
+    counts = [_counted(form, "accelerator") for form in _FORMS]
+    return [used for used, _ in counts], sum(made for _, made in counts)
+
+
+@pytest.mark.host
+def test_on_an_accelerator_all_units_of_all_models_use_one_communicator(pool: Pool) -> None:
+    """Each costs hundreds of MiB there."""
+    for used, made in pool.run(2, _all_counted):
+        assert used == [1] * len(_FORMS)
+        assert made <= 1, "there may be one from before"
+
+
+class _Sides(nn.Module):
+    """Parts of which each rank runs all, in an order of its own, and shortens one."""
+
+    def __init__(self, reentrant: int = -1) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Block() for _ in range(3))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        rank = dist.get_rank()
+        for turn in range(3):
+            index = (rank + step + turn) % 3 if self.reentrant < 0 else turn
+            short = index == (rank + step) % 3
+            if index == self.reentrant:
+                x = checkpoint_of_torch(self.parts[index], x, short, use_reentrant=True)
+            else:
+                x = self.parts[index](x, short)
+        return x
+
+
+def _side_by_side(reentrant: int) -> None:
+    """Nothing is annotated around the units: over one communicator they may be in backwards inside of each other."""
+    torch.manual_seed(0)
+    plain = _Sides(reentrant).to(torch.float64)
+    model = copy.deepcopy(plain)
+    with communicators_wrapped_by(all_accelerators), _groups() as made:
+        for part in model.parts:
+            replicate(part, bucket_cap_mb=_CAP, broadcast_buffers=False)
+    assert len(made) <= 1
+    for step in range(4):
+        for each in (plain, model):
+            each.zero_grad()
+            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+            x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
+            each(x, step).square().sum().backward()
+        _compare(plain, model, step)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("reentrant", [-1, 0, 1], ids=["side by side", "the first in a backward inside", "the middle one"])
+def test_units_side_by_side_share_an_accelerators_communicator_in_whatever_order_gradients_come(
+    pool: Pool, reentrant: int
+) -> None:
+    pool.run(2, _side_by_side, reentrant)
+
+
+def _buffers_in_other_orders() -> str:
+    parts = _Sides().parts
+    with communicators_wrapped_by(all_accelerators):
+        for part in parts:
+            replicate(part)
+    with pytest.raises(RanksDisagreeError) as caught:
+        parts[dist.get_rank()](torch.ones(3, WIDTH))
+    return str(caught.value)
+
+
+@pytest.mark.host
+def test_units_side_by_side_with_buffers_must_be_called_in_one_order_on_an_accelerator(pool: Pool) -> None:
+    for text in pool.run(2, _buffers_in_other_orders):
+        assert text.startswith("replicate: rank ")
+        assert text.endswith("Call such units in the same order on every rank, or call the annotated module around them")
 
 
 def _without_words_of_the_root(form: str) -> None:

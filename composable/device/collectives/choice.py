@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -47,23 +48,39 @@ def communicator_of(group: dist.ProcessGroup | None, device: torch.device, *, de
 
     Args:
         dedicated: collectives that have no tag of a unit's, too, are told from all others of the group. Backends tell them
-            apart by their order only, so there it takes a process group of its own.
+            apart by their order only, so there it takes a process group of its own; on an accelerator one for all of these.
     """
     communicator: Communicator
     cpu = torch.device("cpu")
 
-    def mine(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-        return communicator_like(group, device) if dedicated else group
+    def mine(group: dist.ProcessGroup) -> dist.ProcessGroup:
+        return communicator_like(group, cpu) if dedicated else group
 
     if group is None or dist.get_world_size(group) == 1:
         communicator = LocalCommunicator(device)
     elif device.type not in ("cpu", "meta"):
-        communicator = AcceleratorCommunicator(mine(group, device), device, streams_of(device))
+        communicator = of_accelerator(group, device, dedicated=dedicated)
     elif backend_of(group, cpu) == "gloo":
         pairs = PointToPointCommunicator if dist.get_world_size(group) <= PAIRS_UP_TO else GenericCommunicator
-        communicator = host_communicator(group, cpu, dedicated=dedicated) or pairs(mine(group, cpu), cpu)
+        communicator = host_communicator(group, cpu, dedicated=dedicated) or pairs(mine(group), cpu)
     else:
-        communicator = GenericCommunicator(mine(group, cpu), cpu)
+        communicator = GenericCommunicator(mine(group), cpu)
     for wrapper in _WRAPPERS:
         communicator = wrapper(communicator)
     return communicator
+
+
+_DEDICATED: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = WeakKeyDictionary()
+
+
+def of_accelerator(group: dist.ProcessGroup, device: torch.device, *, dedicated: bool) -> Communicator:
+    """What is dedicated is one for all: each costs hundreds of MiB, and two in use at a time may wait for each other."""
+    streams = streams_of(device)
+    if not dedicated:
+        return AcceleratorCommunicator(group, device, streams)
+    made = _DEDICATED.setdefault(group, {})
+    if device not in made:
+        made[device] = AcceleratorCommunicator(communicator_like(group, device), device, streams)
+        # Backends connect at the first collective. All ranks come to this one; later, some may be waiting in others.
+        made[device].min_max([0], label="first collective of a new communicator")
+    return made[device]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from hashlib import sha256
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.device.private_groups import have_meshes_forget, timeout_of, when_destroyed
+from composable.device.private_groups import have_meshes_forget, named_group, timeout_of, when_destroyed
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -63,7 +64,7 @@ def subgroup_of(group: dist.ProcessGroup, size: int, device: torch.device) -> di
     if size not in made:
         ranks = dist.get_process_group_ranks(group)
         start = dist.get_rank(group) // size * size
-        made[size] = _new_group(ranks[start : start + size], group, device)
+        made[size] = _new_group(ranks[start : start + size], group, device, "gathers among neighbours")
     return made[size]
 
 
@@ -76,7 +77,7 @@ def group_of_both(
             return group
     made = _UNIONS.setdefault(one, WeakKeyDictionary())
     if other not in made:
-        made[other] = _new_group(sorted(ranks), one, device)
+        made[other] = _new_group(sorted(ranks), one, device, "checks among all ranks of a mesh")
     return made[other]
 
 
@@ -84,12 +85,26 @@ def communicator_like(group: dist.ProcessGroup, device: torch.device) -> dist.Pr
     """A new group of the same ranks, whose collectives cannot be taken for those of `group`."""
     if dist.get_world_size(group) == 1:
         return group
-    return _new_group(dist.get_process_group_ranks(group), group, device)
+    return _new_group(dist.get_process_group_ranks(group), group, device, "sums of replicated modules")
 
 
-def _new_group(ranks: list[int], like: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """A group of `ranks` that gives up as early, or as late, as `like` does."""
-    made: dist.ProcessGroup = dist.new_group(ranks, timeout=timeout_of(like, device), use_local_synchronization=True)
+# How many groups were made here, by their ranks. Each was made by all of its ranks, so they agree on a name for the next one.
+_MADE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = WeakKeyDictionary()
+
+
+def _new_group(ranks: list[int], like: dist.ProcessGroup, device: torch.device, purpose: str) -> dist.ProcessGroup:
+    """A group of `ranks`, made like `like`, whatever the other ranks do meanwhile.
+
+    Args:
+        purpose: what tools call it by.
+    """
+    counts = _MADE.setdefault(world_group(), {})
+    number = counts[tuple(ranks)] = counts.get(tuple(ranks), 0) + 1
+    digest = sha256(repr(ranks).encode()).hexdigest()[:16]
+    name, description = f"composable_{digest}_{number}", f"composable {purpose}"
+    made = named_group(ranks, name, description, like=like, device=device)
+    if made is None:
+        made = dist.new_group(ranks, timeout_of(like, device), use_local_synchronization=True, group_desc=description)
     return made
 
 
