@@ -204,7 +204,7 @@ class SimGroup final : public c10d::Backend {
       kept.insert(kept.end(), writes.begin(), writes.end());
     }
     last_work_ = c10::make_intrusive<SimWork>(last_, device, holds_host, std::move(kept));
-    return last_work_;
+    return async || holds_host ? last_work_ : nullptr;  // NCCL, too, has no work for what the current stream does itself
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
