@@ -55,6 +55,7 @@ class RegisteredShards:
 
     def adopt_replaced(self, unit: str) -> bool:
         self._refuse_resized(unit)
+        self._refuse_moved_off_the_host(unit)
         # Whatever is refused is refused before the first parameter changes.
         newcomers = [_newcomer(unit, param) for param in self._params]
         for param, newcomer in zip(self._params, newcomers, strict=True):
@@ -82,6 +83,20 @@ class RegisteredShards:
                 "from before. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor, which is "
                 "sharded then"
             )
+
+    def _refuse_moved_off_the_host(self, unit: str) -> None:
+        """Shards of ranks that communicate on a host would come back to it, and be trained there without a word."""
+        for param in self._params:
+            tensor = param.registered
+            if not isinstance(tensor, DTensor) or tensor.device_mesh.device_type != "cpu":
+                continue
+            device = local_of(tensor).device
+            if device.type not in ("cpu", "meta"):
+                raise ForeignParameterError(
+                    f"parameter '{param.info.fqn}' of unit '{unit}' was moved to {device}, and the ranks of its mesh "
+                    f"communicate on cpu. Call module.to('{device.type}') before fully_shard, or pass it a mesh of "
+                    f"{device.type}, which moves parameters and buffers there; module.to('cpu') goes on as before"
+                )
 
 
 class RegisteredOwn:
