@@ -296,7 +296,8 @@ ASK_FOR_TYPES: Final = {
     "optim/scalars.py": "the same, of a scalar of an optimizer's state, which may lie on the host while parameters do not",
     "optim/spans.py": "whether it is a CPU's kernels that compute, which do not round alike everywhere in a tensor",
     "runtime/group_builder.py": "whether a parameter is where it belongs",
-    "runtime/resting_form.py": "the same",
+    "runtime/registered.py": "the same, of one that was moved",
+    "runtime/resting_form.py": "whether a parameter is where it belongs",
 }
 _ASKS: Final = re.compile(r"(\.type|device_type)\b (==|!=|in|not in) (?!\"meta\")|\bis_(cpu|cuda)\b")
 
