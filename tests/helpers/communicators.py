@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives import (
@@ -255,9 +259,58 @@ def all_ordered(communicator: Communicator) -> Communicator:
     return GenericCommunicator(communicator.group, communicator.device) if sent_by_pairs else communicator
 
 
+class _Waiting:
+    """What waits for a launch, and for what it brings."""
+
+    def __init__(self, launched: Future[Any], kept: object) -> None:
+        self._launched = launched
+        self._kept = kept
+
+    def progress(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        self._launched.result()
+        self._kept = None
+
+    abort = wait
+
+
+class ThreadedAccelerator(AcceleratorCommunicator):
+    """An accelerator's communicator with all of its choices, over CPU tensors: the host launches, and goes on.
+
+    What is launched on one communicator runs in a thread, one after the other, as with NCCL.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        cpu = torch.device("cpu")
+        super().__init__(communicator_like(group, cpu), cpu, HostStreams())  # what a test itself sends is never in between
+        self._thread = ThreadPoolExecutor(1)
+
+    def _on_stream(self, stream: str, label: str, launch: Any, call: tuple[Any, ...], finish: Any = None) -> PollableWork:
+        run = partial(super()._on_stream, stream, label, launch, call, finish)
+        return _Waiting(self._in_turn(lambda: run().wait()), call)
+
+    def _launch(self, label: str, call: Callable[[], Any]) -> Any:
+        return self._in_turn(partial(super()._launch, label, call)).result()
+
+    def _in_turn(self, launch: Callable[[], Any]) -> Future[Any]:
+        def run() -> Any:
+            with torch.no_grad():
+                return launch()
+
+        return self._thread.submit(run)
+
+
+_ACCELERATORS: WeakKeyDictionary[dist.ProcessGroup, dict[bool, ThreadedAccelerator]] = WeakKeyDictionary()
+
+
 def all_accelerators(communicator: Communicator) -> Communicator:
-    """An accelerator's communicator with all of its choices, over CPU tensors, which need no streams."""
+    """An accelerator's communicator in place of another one: one per group, and one for all that are dedicated."""
     if isinstance(communicator, LocalCommunicator):
         return LocalCommunicator(torch.device("cuda"))
     dedicated = communicator.capabilities.tells_of_leaving and communicator.dedicated
-    return of_accelerator(communicator.group, communicator.device, dedicated=dedicated)
+    made = _ACCELERATORS.setdefault(communicator.group, {})
+    if dedicated not in made:
+        made[dedicated] = ThreadedAccelerator(communicator.group)
+    return made[dedicated]
