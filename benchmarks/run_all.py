@@ -70,6 +70,7 @@ JOBS = (
     Job("floor-keep", "floor.py", ("--keep", "--rounds", "3", "--steps", "2"), None, selected=False),
     Job("optimizer", "optimizer.py", ("--rounds", "7")),
     Job("scale", "scale.py", ("--rounds", "21", "--worlds", "8,1024,16384", "--contenders", "composable")),
+    Job("timeline", "timeline.py", selected=False),
     Job("collectives", "collectives.py", ("--rounds", "3", "--sizes", "1024,16384,262144,4194304,67108864")),
 )
 
