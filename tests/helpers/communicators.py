@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives import (
+    AcceleratorCommunicator,
     Communicator,
     GatherPart,
     GenericCommunicator,
@@ -29,7 +30,7 @@ from composable.device.collectives import (
     Work,
     communicator_like,
 )
-from composable.device.collectives.choice import of_accelerator
+from composable.device.streams import HostStreams
 
 
 @dataclass
@@ -282,10 +283,9 @@ class ThreadedAccelerator(AcceleratorCommunicator):
     What is launched on one communicator runs in a thread, one after the other, as with NCCL.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        cpu = torch.device("cpu")
-        super().__init__(communicator_like(group, cpu), cpu, HostStreams())  # what a test itself sends is never in between
-        self._thread = ThreadPoolExecutor(1)
+    def __init__(self, group: dist.ProcessGroup, thread: ThreadPoolExecutor) -> None:
+        super().__init__(group, torch.device("cpu"), HostStreams())
+        self._thread = thread
 
     def _on_stream(self, stream: str, label: str, launch: Any, call: tuple[Any, ...], finish: Any = None) -> PollableWork:
         run = partial(super()._on_stream, stream, label, launch, call, finish)
@@ -302,15 +302,20 @@ class ThreadedAccelerator(AcceleratorCommunicator):
         return self._thread.submit(run)
 
 
-_ACCELERATORS: WeakKeyDictionary[dist.ProcessGroup, dict[bool, ThreadedAccelerator]] = WeakKeyDictionary()
+_OWN: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup, ThreadPoolExecutor]] = WeakKeyDictionary()
+_DEDICATED: WeakKeyDictionary[dist.ProcessGroup, ThreadedAccelerator] = WeakKeyDictionary()
 
 
 def all_accelerators(communicator: Communicator) -> Communicator:
-    """An accelerator's communicator in place of another one: one per group, and one for all that are dedicated."""
+    """An accelerator's communicator in place of another one; one for all that are dedicated."""
     if isinstance(communicator, LocalCommunicator):
         return LocalCommunicator(torch.device("cuda"))
+    group = communicator.group
     dedicated = communicator.capabilities.tells_of_leaving and communicator.dedicated
-    made = _ACCELERATORS.setdefault(communicator.group, {})
-    if dedicated not in made:
-        made[dedicated] = ThreadedAccelerator(communicator.group)
-    return made[dedicated]
+    if group not in (_DEDICATED if dedicated else _OWN):
+        own = communicator_like(group, torch.device("cpu"))  # what a test itself sends is never in between
+        if dedicated:
+            _DEDICATED[group] = ThreadedAccelerator(own, ThreadPoolExecutor(1))
+        else:
+            _OWN[group] = own, ThreadPoolExecutor(1)
+    return _DEDICATED[group] if dedicated else ThreadedAccelerator(*_OWN[group])
