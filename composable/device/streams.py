@@ -5,12 +5,16 @@ All buffers are allocated and freed on the compute stream. A communication strea
 work so far (`fork`), because that work may still read what the communication overwrites. The compute stream waits for the
 event at the end of the communication (`join`) before it reads the result *and* before anything that the communication
 reads is freed. So memory never needs `record_stream`, and the host never blocks.
+
+Autograd runs hooks on the stream of forward. What it runs at the end of a backward it runs there, too, unless no leaf got a
+gradient (`torch.autograd.grad`): then it knows of no stream. So the stream of forward is remembered, and used (`on`).
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Final, Protocol
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -31,6 +35,12 @@ class Streams(Protocol):
     def mark(self) -> Mark:
         """The end of the current stream's work so far."""
 
+    def here(self) -> Any:
+        """The stream that work is given to, for `on`; None where there is one only."""
+
+    def on(self, stream: Any) -> AbstractContextManager[None]:
+        """Run the body on `stream`, between what the current stream was given so far and what it is given later."""
+
 
 class _NoMark:
     def join(self) -> None:
@@ -49,6 +59,12 @@ class HostStreams:
 
     def mark(self) -> Mark:
         return _NO_MARK
+
+    def here(self) -> None:
+        return None
+
+    def on(self, stream: None) -> AbstractContextManager[None]:
+        return _NO_FORK
 
 
 class _EventMark:
@@ -111,6 +127,20 @@ class AcceleratorStreams:
 
     def mark(self) -> Mark:
         return _EventMark(torch.accelerator.current_stream(self._index).record_event(), self._index)
+
+    def here(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._index)
+
+    @contextmanager
+    def on(self, stream: torch.Stream) -> Iterator[None]:
+        current = torch.accelerator.current_stream(self._index)
+        if stream == current:
+            yield
+            return
+        stream.wait_stream(current)
+        with _Fork(stream, current):
+            yield
+        current.wait_stream(stream)
 
 
 _STREAMS: dict[int, AcceleratorStreams] = {}

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 from composable.device.collectives import Steps
+from composable.device.streams import streams_of
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import CallNesting
 from composable.runtime.backward_end import end_of_backward
@@ -28,7 +29,7 @@ class RootBackward:
         iteration: what forwards have left for backward, and the backward that is open.
     """
 
-    __slots__ = ("_handles", "_nesting", "_readers", "_saves_memory", "_steps", "iteration")
+    __slots__ = ("_handles", "_nesting", "_readers", "_saves_memory", "_steps", "_streams", "iteration")
 
     turn = -1  # of the end of a backward; roots follow each other as their outputs do
 
@@ -38,6 +39,7 @@ class RootBackward:
         self._steps = steps
         self._readers = readers
         self._saves_memory = any(handle.mesh_info.shard.capabilities.saves_memory for handle in handles)
+        self._streams = streams_of(handles[0].mesh_info.device)
         self.iteration: Iteration | None = None
         for index, handle in enumerate(handles):
             handle.outputs.on_backward = partial(self.enter, index)
@@ -47,6 +49,7 @@ class RootBackward:
         """A forward begins, or goes on, to which a backward may come."""
         if self.iteration is None:
             self.iteration = Iteration()
+        self.iteration.stream = self._streams.here()
 
     def drop(self) -> None:
         """No backward will come to what forwards have left."""
@@ -63,7 +66,7 @@ class RootBackward:
             if iteration.lost_backward:
                 refuse_lost_backward(iteration, self._handles[0].name)
             return iteration
-        iteration = self.iteration = iteration or Iteration()
+        iteration = self.iteration = iteration or Iteration(self._streams.here())
         end = end_of_backward()
         iteration.open_backward(end)  # before anything changes: whoever finds it open, and no backward, cleans up
         end.join(self)
@@ -140,22 +143,24 @@ class RootBackward:
         iteration = self.iteration
         if iteration is None or iteration.backward is None:
             return
-        for index, handle in enumerate(self._handles):
-            late = handle.gradients.phase is GradPhase.ARRIVING  # brought gradients, but was not entered, or had been left
-            if late or handle.gradients.due or index in iteration.to_reduce or index in iteration.untracked:
-                self._reduce(iteration, index)
+        with self._streams.on(iteration.stream):
+            for index, handle in enumerate(self._handles):
+                late = handle.gradients.phase is GradPhase.ARRIVING  # brought gradients, but was not entered, or had been left
+                if late or handle.gradients.due or index in iteration.to_reduce or index in iteration.untracked:
+                    self._reduce(iteration, index)
 
     def finish_backward(self) -> None:
         iteration = self.iteration
         if iteration is None or iteration.backward is None:
             return
-        iteration.reducing.make_room(0, second=0)
-        for index in iteration.active:
-            self._handles[index].calls.hide()
-        if iteration.builds_graph or self._nesting.running:
-            self._go_on(iteration)
-        else:
-            self._conclude()
+        with self._streams.on(iteration.stream):
+            iteration.reducing.make_room(0, second=0)
+            for index in iteration.active:
+                self._handles[index].calls.hide()
+            if iteration.builds_graph or self._nesting.running:
+                self._go_on(iteration)
+            else:
+                self._conclude()
         for handle in [handle for handle in self._handles if handle.gradients.waiting]:
             handle.gradients.waiting.call()
 

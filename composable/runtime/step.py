@@ -51,10 +51,11 @@ class Iteration:
     """What lives for one or more forwards and their backward; dropped at its end, never reset."""
 
     __slots__ = (
-        "active", "backward", "builds_graph", "entered", "finished", "pinned", "reducing", "to_reduce", "untracked"
+        "active", "backward", "builds_graph", "entered", "finished", "pinned", "reducing", "stream", "to_reduce", "untracked"
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, stream: Any = None) -> None:
+        self.stream = stream  # of the last forward
         self.finished = BackwardOrder()
         self.backward: Callable[[], BackwardEnd | None] | None = None  # that was opened and not closed, while it runs
         # Units by their number, in the order in which it happened to them.
@@ -79,7 +80,7 @@ class Iteration:
 
     def next(self) -> Iteration:
         """What is left of it when a backward has ended that is not the last."""
-        following = Iteration()
+        following = Iteration(self.stream)
         following.finished = self.finished
         following.pinned = self.pinned
         following.untracked = self.untracked

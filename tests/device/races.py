@@ -68,6 +68,17 @@ class ClockedStreams:
     def mark(self) -> Point:
         return Point(self, dict(self.clocks[self.current]))
 
+    def here(self) -> str:
+        return self.current
+
+    @contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        self._catch_up(stream, self.clocks[before])
+        yield
+        self.current = before
+        self._catch_up(before, self.clocks[stream])
+
     def join(self, clock: Clock) -> None:
         for act in self.before_join:
             act()

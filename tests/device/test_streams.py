@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -25,6 +26,8 @@ from composable.device.collectives import (
 )
 from composable.device.memory import MemoryPool
 from composable.device.streams import AcceleratorStreams, HostStreams, streams_of
+from composable.runtime import root_backward
+from composable.runtime.backward_end import BackwardEnd
 from tests.device.races import COMPUTE, ClockedStreams, watched
 from tests.helpers.battery import BATTERY
 from tests.helpers.compare import assert_same_training
@@ -225,6 +228,43 @@ def test_gradients_that_are_freed_while_they_are_reduced_would_be_found(pool: Po
     for found, _ in pool.run(2, _train, "fully_shard", True):
         assert found
         assert all(race.startswith("memory of compute is freed that c10d") for race in found), found
+
+
+def _train_with_an_end_elsewhere(scheme: str, deaf: bool) -> list[str]:
+    """The races of training where autograd ends each backward on a stream of its own, and orders nothing before or after."""
+    streams = ClockedStreams()
+    streams.clocks["elsewhere"] = {}
+    real, model = BackwardEnd.run, _model()
+
+    def run(end: BackwardEnd) -> None:
+        streams.current = "elsewhere"
+        try:
+            real(end)
+        finally:
+            streams.current = COMPUTE
+
+    with (
+        mock.patch.object(BackwardEnd, "run", run),
+        mock.patch.object(root_backward, "streams_of", return_value=HostStreams() if deaf else streams),
+        watched(streams) as watch,
+    ):
+        with communicators_wrapped_by(_accelerated(streams, AcceleratorCommunicator)):
+            SCHEMES[scheme](model)
+        for _ in range(2):
+            model(torch.ones(4, 8)).square().sum().backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.grad is not None:
+                        parameter.add_(parameter.grad, alpha=-0.1)
+                        parameter.grad = None
+    return list(dict.fromkeys(watch.found))
+
+
+def test_a_backward_that_ends_on_another_stream_than_forwards_waits_for_that_and_has_it_wait(pool: Pool) -> None:
+    assert pool.run(2, _train_with_an_end_elsewhere, "fully_shard", False) == [[], []]
+    for found in pool.run(2, _train_with_an_end_elsewhere, "fully_shard", True):
+        assert any("on elsewhere" in race for race in found), found
+        assert any(race.split(" on ")[1].startswith("compute") for race in found), found
 
 
 # --- the communicator ---------------------------------------------------------------------------------------------------------
