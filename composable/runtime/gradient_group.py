@@ -25,12 +25,13 @@ class GradientGroup:
     Attributes:
         trainable: for each parameter, as `follow` was told.
         trains: whether any of them gets a gradient.
+        undecided: whether gradients that have been reduced wait for `decide`.
         large_reductions: reductions whose gradients' memory is large enough.
     """
 
     __slots__ = (
         "_alone", "_communicator", "_flat", "_held", "_like_summands", "_reduction", "_reductions", "_replicas", "_unsharded",
-        "_wanted", "large_reductions", "sharded", "trainable", "trains"
+        "_wanted", "large_reductions", "sharded", "trainable", "trains", "undecided"
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +50,7 @@ class GradientGroup:
         self._like_summands = partial(summand_over_replicas_like, mesh_info.shard_dim)
         self.trainable: tuple[bool, ...] = ()
         self.trains = False
+        self.undecided = False
         self.large_reductions: list[Reduction] = []
         self._reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool], Reduction] = {}
         self._reduction: Reduction | None = None  # of what is trainable now
@@ -162,7 +164,13 @@ class GradientGroup:
         waiting = []
         for reduction in self._reductions.values():
             waiting += reduction.finish()
+            self.undecided = self.undecided or reduction.undecided
         return waiting
+
+    def decide(self) -> list[nn.Parameter]:
+        """Look whether other ranks had the gradients that are missing on this one. Makes the host wait."""
+        self.undecided = False
+        return [parameter for reduction in self._reductions.values() for parameter in reduction.decide()]
 
     def forget_gradients(self) -> None:
         """Forget what was not reduced yet."""

@@ -75,6 +75,7 @@ class UnitGradients:
     def end(self) -> None:
         """Backward has ended, and whatever arrived was reduced."""
         self.finish()
+        decide(self)
         self._end_round()
 
     def _end_round(self) -> None:
@@ -136,6 +137,7 @@ class UnitGradients:
 
     def _begin_reduction(self) -> TagSequence:
         self.finish()
+        decide(self)
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self.unit)
         self.watch.expecting = False
         assert self.tags is not None, "no forward has opened it"
@@ -198,6 +200,13 @@ def _land(groups: Sequence[GradientGroup], waiting: WaitingHooks) -> None:
     for each in groups:
         if found := each.finish():
             waiting.add(found)
+
+
+def decide(gradients: UnitGradients) -> None:
+    """Leave nothing open of what has been reduced, see `Reduction.undecided`."""
+    for each in gradients.groups:
+        if each.undecided and (found := each.decide()):
+            gradients.waiting.add(found)
 
 
 def refuse_graph(gradients: UnitGradients) -> None:

@@ -49,12 +49,14 @@ class Reduction:
         "_over_shards",
         "_packed",
         "_plan",
+        "_reads_freely",
         "_reordered",
         "_rows",
         "_scale",
         "_scaling",
         "_sharded",
         "_shards",
+        "_undecided",
         "_whole",
         "flat"
     )  # fmt: skip
@@ -88,6 +90,8 @@ class Reduction:
         self._shards = GradientShards(flat, sharded, self._plan, like)
         self._carried: Sequence[Tensor | None] = ()  # shards that go into the second hop, too
         self._missing: list[int] = []
+        self._reads_freely = communicator.capabilities.reads_freely
+        self._undecided: tuple[list[int], Tensor] | None = None  # what is missing on this rank, and what all ranks wrote
         self._reordered = [(index, slot.order) for index, slot in enumerate(flat.layout.slots) if slot.order]
         self._whole: list[tuple[int, Tensor]] = []
 
@@ -175,12 +179,33 @@ class Reduction:
         self._shards.take_from_row()
         delivered: Sequence[int] = self._plan.flagged
         if self._missing:
-            unused = self._rows.flags.unused(self._missing, self._shards.row[self._plan.flags_start :])
-            unused = [i for i in unused if not self._shards.takes_in(i)]
-            delivered = [i for i in delivered if i not in unused]
+            flags = self._shards.row[self._plan.flags_start :]
+            if self._reads_freely:
+                unused = self._unused(self._missing, flags)
+                delivered = [i for i in delivered if i not in unused]
+            else:
+                delivered = [i for i in delivered if i not in self._missing]
+                self._undecided = self._missing, flags.clone()
         self._rows.buffer.free()
         self._shards.close()
         return self._shards.deliver(delivered)
+
+    def _unused(self, missing: Sequence[int], flags: Tensor) -> list[int]:
+        assert self._rows is not None
+        return [i for i in self._rows.flags.unused(missing, flags) if not self._shards.takes_in(i)]
+
+    @property
+    def undecided(self) -> bool:
+        """Whether gradients that are missing on this rank wait for somebody to read whether others had them."""
+        return self._undecided is not None
+
+    def decide(self) -> list[nn.Parameter]:
+        """Read it, and put the means on the parameters that somebody used; returns what `finish` does."""
+        if self._undecided is None:
+            return []
+        (missing, flags), self._undecided = self._undecided, None
+        unused = self._unused(missing, flags)
+        return self._shards.deliver([i for i in missing if i not in unused])
 
     @property
     def worth_releasing(self) -> bool:
@@ -195,6 +220,7 @@ class Reduction:
     def drop(self) -> None:
         """Forget what is in flight."""
         self._whole = []
+        self._undecided = None
         try:
             self._over_shards.abort()
             self._last_hop.abort()

@@ -13,7 +13,7 @@ from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import CallNesting
 from composable.runtime.backward_end import end_of_backward
 from composable.runtime.divergence import say_farewell
-from composable.runtime.gradients import refuse_graph
+from composable.runtime.gradients import decide, refuse_graph
 from composable.runtime.handle import Handle
 from composable.runtime.prefetch import gather_ahead
 from composable.runtime.readers import Readers
@@ -181,6 +181,8 @@ class RootBackward:
             handle.gradients.end()
             if not handle.kept_by and not handle.calls.depth:
                 handle.reshard()
+        for handle in self._handles:
+            decide(handle.gradients)
         self.iteration = iteration.next()
 
     def leave_failed_backward(self) -> None:

@@ -13,6 +13,8 @@ from composable.runtime.gradients import UnitGradients
 class Ledger:
     """What a group knows of its gradients, by name."""
 
+    undecided = False
+
     def __init__(self, *names: str) -> None:
         self.names = names
         self.here: dict[str, int] = {}

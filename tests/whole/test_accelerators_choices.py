@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
@@ -18,7 +20,7 @@ from composable.plan.routes import Route
 from composable.runtime import sharded_bracket
 from tests.helpers.battery import BATTERY
 from tests.helpers.communicators import all_accelerators
-from tests.helpers.compare import assert_same_training
+from tests.helpers.compare import assert_same_training, full
 from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import Pool
 
@@ -156,6 +158,57 @@ def test_numbers_that_travel_with_gradients_are_read_until_all_ranks_agree_and_t
         assert first
         assert second
         assert later == [0, 0, 0]
+
+
+class _OftenUnused(nn.Module):
+    """A block with a parameter that even ranks use in every step, and odd ones never."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.extra = nn.Parameter(torch.ones(4))
+        self.unused = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y + self.extra if dist.get_rank() % 2 == 0 else y
+
+
+def _train_with_missing_gradients(hosts: bool) -> tuple[list[str], list[list[float] | None]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_OftenUnused() for _ in range(5)])
+    with nullcontext() if hosts else communicators_wrapped_by(all_accelerators):
+        fully_shard(model, policy={_OftenUnused})
+    tolist, seen = Tensor.tolist, []
+
+    def counted(tensor: Tensor) -> Any:
+        seen.append("read")
+        return tolist(tensor)
+
+    found: list[list[float] | None] = []
+    for _ in range(2):
+        seen.clear()
+        x = torch.ones(2, 4, requires_grad=True)
+        x.register_hook(lambda _: seen.append("backward of the first block"))
+        Tensor.tolist = counted  # type: ignore[method-assign]
+        try:
+            model(x).square().sum().backward()
+        finally:
+            Tensor.tolist = tolist  # type: ignore[method-assign]
+        found = [None if p.grad is None else full(p.grad).tolist() for p in model.parameters()]
+        model.zero_grad()
+    return seen, found
+
+
+def test_whether_others_had_missing_gradients_is_read_when_backward_is_over(pool: Pool) -> None:
+    """In the middle of it, the host would wait for each unit's reduction, and launch nothing ahead."""
+    (_, here), (on_host, expected) = pool.run(2, _train_with_missing_gradients, True)
+    (_, even), (seen, odd) = pool.run(2, _train_with_missing_gradients, False)
+    assert on_host.index("read") < on_host.index("backward of the first block")
+    assert seen[0] == "backward of the first block"
+    assert seen.count("read") == 5
+    assert even == odd == here == expected
+    assert odd.count(None) == 5, "what no rank used"
 
 
 # --- all of them together ---------------------------------------------------------------------------------------------------
