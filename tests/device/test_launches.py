@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -15,12 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.device.collectives import AcceleratorCommunicator, GatherPart, ReducePart, TagSequence, world_group
+from composable.device.collectives.choice import REDUCTIONS_VARIABLE, of_accelerator
 from composable.device.memory import MemoryPool
 from composable.device.private_groups import launchers
 from composable.device.streams import AcceleratorStreams, HostStreams
 from composable.errors import CommunicationError
 from tests.helpers.interrupts import Interrupter
-from tests.helpers.world import spmd
+from tests.helpers.world import Pool, spmd
 
 CPU: Final = torch.device("cpu")
 
@@ -152,6 +154,42 @@ def test_what_failed_is_said_with_what_to_do_about_it() -> None:
         "rank 0: the all-gather of unit 'x' failed: this rank has destroyed its process group\n"
         "destroy_process_group() ends the training of all models over the group; call it after the last step."
     )
+
+
+# --- a group for reductions -------------------------------------------------------------------------------------------
+
+
+def _reductions_apart(asking: list[int]) -> tuple[bool, list[str]]:
+    group, rank = dist.new_group(), dist.get_rank()
+    with mock.patch.dict(os.environ, {REDUCTIONS_VARIABLE: str(int(rank in asking))}):
+        communicators = [of_accelerator(group, CPU, dedicated=False) for _ in range(2)]
+    assert isinstance(communicators[0], AcceleratorCommunicator)
+    assert isinstance(communicators[1], AcceleratorCommunicator)
+    found = communicators[0].reductions()
+    assert communicators[1].reductions() is found, "made once"
+    assert found is not None
+    used: list[str] = []
+    real, (gather, scatter, _) = {}, launchers(group, asynchronous=False)
+
+    def noting(name: str) -> Callable[..., Any]:
+        def note(group: dist.ProcessGroup, *args: Any) -> Any:
+            used.append(group.group_desc)
+            return real[name](group, *args)
+
+        return note
+
+    for name in (gather.coalesced, scatter.coalesced):
+        real[name] = getattr(dist.ProcessGroup, name)
+    with mock.patch.multiple(dist.ProcessGroup, **{name: noting(name) for name in real}):
+        assert [part.tolist() for part in _gather(communicators[0])] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]
+        assert [part.tolist() for part in _reduce(communicators[0])] == [[2.0] * 2, [4.0] * 2, [6.0] * 2]
+    return found is group, used
+
+
+def test_reductions_have_a_group_of_their_own_if_all_ranks_ask_for_it(pool: Pool) -> None:
+    assert pool.run(2, _reductions_apart, [0, 1]) == [(False, ["undefined", "composable reduce-scatters"])] * 2
+    for asking in ([], [1]):
+        assert pool.run(2, _reductions_apart, asking) == [(True, ["undefined"] * 2)] * 2
 
 
 # --- streams ----------------------------------------------------------------------------------------------------------

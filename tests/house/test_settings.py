@@ -51,5 +51,5 @@ def test_the_page_tells_of_no_constant_that_is_gone() -> None:
 
 def test_the_page_has_every_variable_of_the_environment() -> None:
     found = {name: None for _, text in _sources() for name in _VARIABLE.findall(text)}
-    assert list(found) == ["COMPOSABLE_SHARED_MEMORY"]
+    assert list(found) == ["COMPOSABLE_SEPARATE_REDUCTIONS", "COMPOSABLE_SHARED_MEMORY"]
     assert all(f"`{name}`" in _PAGE for name in found)

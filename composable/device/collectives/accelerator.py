@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.base import GroupCommunicator
+from composable.device.collectives.base import GroupCommunicator, alive
 from composable.device.collectives.communicator import (
     ON_ACCELERATOR,
     GatherPart,
@@ -50,7 +51,12 @@ class _OnStream:
 
 
 class AcceleratorCommunicator(GroupCommunicator):
-    """An accelerator's tensor collectives, many in one launch, each kind on a stream of its own."""
+    """An accelerator's tensor collectives, many in one launch, each kind on a stream of its own.
+
+    Attributes:
+        reductions: another group of the same ranks, for reduce-scatters, if they have one: a group runs its collectives one
+            after the other. Not kept, as the group is not.
+    """
 
     capabilities = ON_ACCELERATOR
 
@@ -59,19 +65,20 @@ class AcceleratorCommunicator(GroupCommunicator):
         self._streams = streams
         self._gather, self._sum, self._mean = launchers(group, asynchronous=False)
         self._sum_in_place, self._for_sum_in_place = sum_launcher(group)
+        self.reductions = self._group
         self._coalesces = True  # until the backend says otherwise
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return [as_real(part.whole) for part in parts], [as_real(part.shard) for part in parts]
 
     def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
-        return self._on_stream("all_gather", label, self._launch_all, (self._gather, *prepared))
+        return self._on_stream("all_gather", label, self._launch_all, (self._group, self._gather, *prepared))
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         is_mean = self._is_mean(parts)
         outputs, inputs = [as_real(part.out) for part in parts], [as_real(part.source) for part in parts]
         rest = None if is_mean else partial(scale_sums, parts)
-        call = (self._mean if is_mean else self._sum, outputs, inputs)
+        call = (self.reductions, self._mean if is_mean else self._sum, outputs, inputs)
         return self._on_stream("reduce_scatter", label, self._launch_all, call, rest)
 
     def all_reduce(
@@ -80,8 +87,10 @@ class AcceleratorCommunicator(GroupCommunicator):
         put_scaled_input(tensor, scaled_input)
         return self._on_stream("all_reduce", label, self._launch_sum, (as_real(tensor),))
 
-    def _launch_all(self, launcher: Launcher, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        group = self.group
+    def _launch_all(
+        self, among: ref[dist.ProcessGroup], launcher: Launcher, outputs: list[Tensor], inputs: list[Tensor]
+    ) -> None:
+        group = alive(among)
         if self._coalesces and len(outputs) > 1:
             try:
                 _finish(getattr(group, launcher.coalesced)(outputs, inputs, launcher.options))

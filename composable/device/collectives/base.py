@@ -99,6 +99,13 @@ class GroupStore:
         return f"composable/{self._number}/{place}/{'all' if rank is None else rank}"
 
 
+def alive(reference: ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    group = reference()
+    if group is None:
+        raise RuntimeError(DESTROYED_HERE)
+    return group
+
+
 class GroupCommunicator:
     """What every real process group does the same way. It does not keep the group: that ends when it is destroyed."""
 
@@ -120,10 +127,7 @@ class GroupCommunicator:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        group = self._group()
-        if group is None:
-            raise RuntimeError(DESTROYED_HERE)
-        return group
+        return alive(self._group)
 
     def release(self) -> None:
         """Backends keep what they keep."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from composable.device.collectives.communicator import Communicator
 from composable.device.collectives.generic import GenericCommunicator
 from composable.device.collectives.local import LocalCommunicator
 from composable.device.collectives.point_to_point import PointToPointCommunicator
-from composable.device.collectives.process_groups import backend_of, communicator_like
+from composable.device.collectives.process_groups import backend_of, communicator_like, group_like, reference_to
 from composable.device.streams import streams_of
 
 try:
@@ -77,10 +78,28 @@ def of_accelerator(group: dist.ProcessGroup, device: torch.device, *, dedicated:
     """What is dedicated is one for all: each costs hundreds of MiB, and two in use at a time may wait for each other."""
     streams = streams_of(device)
     if not dedicated:
-        return AcceleratorCommunicator(group, device, streams)
+        communicator = AcceleratorCommunicator(group, device, streams)
+        communicator.reductions = _reductions_of(communicator, group, device)
+        return communicator
     made = _DEDICATED.setdefault(group, {})
     if device not in made:
         made[device] = AcceleratorCommunicator(communicator_like(group, device), device, streams)
         # Backends connect at the first collective. All ranks come to this one; later, some may be waiting in others.
         made[device].min_max([0], label="first collective of a new communicator")
+    return made[device]
+
+
+REDUCTIONS_VARIABLE: Final = "COMPOSABLE_SEPARATE_REDUCTIONS"  # "1" in the environment of all ranks of a group
+_REDUCTIONS: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, ref[dist.ProcessGroup]]] = WeakKeyDictionary()
+
+
+def _reductions_of(
+    communicator: AcceleratorCommunicator, group: dist.ProcessGroup, device: torch.device
+) -> ref[dist.ProcessGroup]:
+    """What reduce-scatters go over: the group itself, or one more, if all ranks want that."""
+    made = _REDUCTIONS.setdefault(group, {})
+    if device not in made:
+        wanted = int(os.environ.get(REDUCTIONS_VARIABLE) == "1")
+        (everybody,), _ = communicator.min_max([wanted], label=f"comparison of {REDUCTIONS_VARIABLE}")
+        made[device] = reference_to(group_like(group, device, "reduce-scatters") if everybody else group)
     return made[device]

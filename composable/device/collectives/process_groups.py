@@ -83,9 +83,12 @@ def group_of_both(
 
 def communicator_like(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
     """A new group of the same ranks, whose collectives cannot be taken for those of `group`."""
-    if dist.get_world_size(group) == 1:
-        return group
-    return _new_group(dist.get_process_group_ranks(group), group, device, "sums of replicated modules")
+    return group if dist.get_world_size(group) == 1 else group_like(group, device, "sums of replicated modules")
+
+
+def group_like(group: dist.ProcessGroup, device: torch.device, purpose: str) -> dist.ProcessGroup:
+    """A new group of the same ranks."""
+    return _new_group(dist.get_process_group_ranks(group), group, device, purpose)
 
 
 # How many groups were made here, by their ranks. Each was made by all of its ranks, so they agree on a name for the next one.
