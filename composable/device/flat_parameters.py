@@ -9,6 +9,10 @@ What torch saves is storages, and a `DTensor` whose local tensor starts inside i
 nor saved. So a sharded parameter does not hold a view of the shard buffer, but a tensor over the same memory with a storage
 of its own, as DLPack makes it: a saved shard is as large as the shard. Its version counter is the buffer's.
 
+Note [Late memory]
+Where memory comes and goes at no price, packed parameters have an unsharded buffer of their own, which gets its memory when
+their message has landed: until then nobody reads it, and a gather that is launched ahead takes no more than its message.
+
 Note [What is sent]
 Where modules compute in another dtype than parameters rest in, shards are cast before they are sent, into a buffer that lives
 as long as the message: whoever receives it need not know of any cast. Where the dtypes are the same, the shard buffer is sent.
@@ -121,11 +125,16 @@ class FlatParameters:
     Args:
         shard: the shard buffer, if there is one already.
         own: tensors that stay where they are in place of a shard buffer; one rank, which holds all of them.
+        in_one: all unsharded parameters lie in one buffer, see Note [Late memory].
+
+    Attributes:
+        unsharded: the buffers of what modules compute with.
     """
 
     __slots__ = (
-        "_casts", "_own", "_packed_copies", "_sent", "_staging", "compute_dtype", "device", "dtype", "full", "full_views",
-        "gather_plan", "gradient_dtype", "layout", "pool", "precision", "rank", "reduce_dtype", "shard"
+        "_casts", "_late", "_own", "_packed_copies", "_sent", "_staging", "compute_dtype", "device", "dtype", "full",
+        "full_views", "gather_plan", "gradient_dtype", "layout", "pool", "precision", "rank", "reduce_dtype", "shard",
+        "unsharded"
     )  # fmt: skip
 
     def __init__(
@@ -138,6 +147,7 @@ class FlatParameters:
         pool: MemoryPool,
         shard: Tensor | None = None,
         own: Sequence[Tensor] = (),
+        in_one: bool = False,
     ) -> None:
         self.layout = layout
         self.precision = precision
@@ -153,7 +163,14 @@ class FlatParameters:
             numel = 0 if own else layout.shard_numel
             self.shard = shard if shard is not None else torch.zeros(numel, dtype=self.dtype, device=device)
         note_shards(self.shard, layout, self.rank)
-        self.full = ElasticBuffer(0 if layout.aliased else layout.full_numel, self.compute_dtype, device, pool)
+        self._late: ElasticBuffer | None = None
+        late_numel = 0
+        if layout.staging_apart and layout.packed_numel and not in_one:
+            start, end = layout.landing
+            late_numel = end - start
+            self._late = ElasticBuffer(late_numel, self.compute_dtype, device, pool)
+        self.full = ElasticBuffer(0 if layout.aliased else layout.full_numel - late_numel, self.compute_dtype, device, pool)
+        self.unsharded = (self.full,) if self._late is None else (self.full, self._late)
         # See Note [What is sent].
         self._sent: ElasticBuffer | None = None
         if layout.gathered and self.compute_dtype != self.dtype:
@@ -167,7 +184,8 @@ class FlatParameters:
         self.full_views = [self._full_view(index) for index in range(len(layout.slots))]
         self._casts = self._plan_casts()
         self.end_gather()
-        self.full.free()
+        for buffer in self.unsharded:
+            buffer.free()
 
     def shard_view(self, index: int) -> Tensor:
         """The shard of parameter `index`, as a view: it shares the buffer's version counter."""
@@ -189,11 +207,20 @@ class FlatParameters:
         slot = self.layout.slots[index]
         if slot.aliased:
             return self.shard_view(index).data
-        start = slot.full_start
-        return as_parameter(self.full.tensor[start : start + slot.numel].view(slot.shape), slot).data
+        buffer, start = self.place_of(slot)
+        return as_parameter(buffer.tensor[start : start + slot.numel].view(slot.shape), slot).data
+
+    def place_of(self, slot: Slot) -> tuple[ElasticBuffer, int]:
+        """The buffer that a parameter lies in while it is unsharded, and where it starts."""
+        if self._late is None:
+            return self.full, slot.full_start
+        start, end = self.layout.landing
+        if slot.route is Route.PACKED:
+            return self._late, slot.full_start - start
+        return self.full, slot.full_start - (end - start if slot.full_start >= end else 0)
 
     def _gather_parts(self) -> list[GatherPart]:
-        layout, full = self.layout, self.full.tensor.data
+        layout = self.layout
         shard = self.shard.data if self._sent is None else self._sent.tensor.data
         parts = []
         if layout.packed_numel:
@@ -201,14 +228,14 @@ class FlatParameters:
             mine = shard[layout.packed_start : layout.packed_start + layout.packed_numel]
             parts.append(GatherPart(mine, staging, staging.numel()))
         for slot in layout.of(Route.DIRECT):
-            parts.append(
-                GatherPart(
-                    shard[slot.shard_start : slot.shard_start + slot.chunk_numel],
-                    full[slot.full_start : slot.full_start + slot.full_numel],
-                    slot.numel,
-                )
-            )
+            mine = shard[slot.shard_start : slot.shard_start + slot.chunk_numel]
+            parts.append(GatherPart(mine, self._room_of(slot), slot.numel))
         return parts
+
+    def _room_of(self, slot: Slot) -> Tensor:
+        """What is reserved for a parameter among the unsharded ones."""
+        buffer, start = self.place_of(slot)
+        return buffer.tensor.data[start : start + slot.full_numel]
 
     @property
     def _staging_area(self) -> Tensor:
@@ -219,7 +246,7 @@ class FlatParameters:
         return self.full.tensor.data[layout.staging_start : layout.staging_start + layout.num_shards * layout.packed_numel]
 
     def _plan_copies(self, *, wide: bool) -> tuple[list[Tensor], list[Tensor]]:
-        layout, full = self.layout, self.full.tensor.data
+        layout = self.layout
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         staging = self._staging_area
@@ -228,13 +255,15 @@ class FlatParameters:
         for chunk_numel, group in groupby(packed, key=lambda slot: slot.chunk_numel if slot.dim == 0 else 0):
             alike = list(group)
             if chunk_numel and len(alike) > 1:
-                targets.append(_stack(full, [slot.full_start for slot in alike], layout.num_shards, chunk_numel, chunk_numel))
+                buffer, _ = self.place_of(alike[0])
+                starts = [self.place_of(slot)[1] for slot in alike]
+                targets.append(_stack(buffer.tensor.data, starts, layout.num_shards, chunk_numel, chunk_numel))
                 starts = [slot.shard_start - layout.packed_start for slot in alike]
                 sources.append(_stack(staging, starts, layout.num_shards, layout.packed_numel, chunk_numel))
                 continue
             for slot in alike:
                 start = slot.shard_start - layout.packed_start
-                whole = full[slot.full_start : slot.full_start + slot.full_numel]
+                whole = self._room_of(slot)
                 for target, source in pair_rows(slot, whole, rows[:, start : start + slot.chunk_numel]):
                     targets.append(target)
                     sources.append(source)
@@ -278,6 +307,8 @@ class FlatParameters:
     def copy_out(self) -> None:
         """Copy the packed parameters from where their message landed to where modules read them."""
         targets, sources = self._packed_copies
+        if self._late is not None:
+            self._late.allocate()
         if targets:
             torch._foreach_copy_(targets, sources)
 

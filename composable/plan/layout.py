@@ -138,6 +138,13 @@ class Layout:
         return all(slot.aliased for slot in self.slots)
 
     @property
+    def landing(self) -> tuple[int, int]:
+        """Where in the unsharded buffer the packed slots start and end."""
+        packed = self.of(Route.PACKED)
+        starts = [slot.full_start for slot in packed]
+        return min(starts, default=0), max((slot.full_start + slot.full_numel for slot in packed), default=0)
+
+    @property
     def cut_numel(self) -> int:
         """Elements at the start of the shard buffer that belong to parameters which are cut."""
         return self.packed_start + self.packed_numel

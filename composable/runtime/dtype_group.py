@@ -39,8 +39,8 @@ class DtypeGroup:
 
     __slots__ = (
         "_addresses", "_aliased", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_has_messages",
-        "_is_watched", "_moving", "_outdated", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
-        "_start", "_versions", "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "unsharded"
+        "_is_watched", "_outdated", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_starts",
+        "_tensors", "_versions", "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "unsharded"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, members: Sequence[ShardedParam], mesh_info: MeshInfo) -> None:
@@ -64,14 +64,18 @@ class DtypeGroup:
         self.counted = (*self.sharded, flat.shard)
         self._communicator = mesh_info.shard
         self._full = flat.full
-        # Where the unsharded parameters lie: from the start of their buffer, which moves; what every rank holds whole stays.
-        self._moving = [not slot.aliased and slot.numel > 0 for slot in flat.layout.slots]
-        self._places = [
-            slot.full_start * flat.compute_dtype.itemsize if moves else _address(parameter)
-            for slot, parameter, moves in zip(flat.layout.slots, self.unsharded, self._moving, strict=True)
-        ]
-        self._start = 0
-        self._addresses = self._places  # with the buffer at `_start`
+        # Where the unsharded parameters lie: in which buffer, and how far from its start, which moves; what every rank holds
+        # whole stays.
+        self._tensors = tuple([buffer.tensor for buffer in flat.unsharded])
+        self._places: list[tuple[int, int]] = []
+        for slot, parameter in zip(flat.layout.slots, self.unsharded, strict=True):
+            if slot.aliased or not slot.numel:
+                self._places.append((-1, _address(parameter)))
+                continue
+            buffer, start = flat.place_of(slot)
+            self._places.append((flat.unsharded.index(buffer), start * flat.compute_dtype.itemsize))
+        self._starts: list[int] = []
+        self._addresses: list[int] = []  # with the buffers at `_starts`
         self._gathered = flat.layout.gathered
         self._aliased = flat.layout.aliased
         self._has_messages = flat.has_messages
@@ -151,11 +155,11 @@ class DtypeGroup:
 
     def moved(self) -> bool:
         """Whether somebody gave an unsharded parameter other memory: what is gathered would never reach it again."""
-        start = _address(self._full.tensor)
-        if start != self._start:
-            places = zip(self._places, self._moving, strict=True)
-            self._addresses = [place + start if moves else place for place, moves in places]
-            self._start = start
+        starts = list(map(_address, self._tensors))
+        if starts != self._starts:
+            moving = [*starts, 0]  # the last one: what stays
+            self._addresses = [moving[which] + place for which, place in self._places]
+            self._starts = starts
         return list(map(_address, self.unsharded)) != self._addresses
 
     def move_back(self) -> list[tuple[str, torch.dtype]]:
@@ -188,7 +192,8 @@ class DtypeGroup:
     def free(self) -> Sequence[str]:
         """Only the shards remain. Names the parameters whose unsharded ones were written to in place: that is lost."""
         written = () if sum(map(version_of, self._watched_ones)) == self._writes else self._find_writes()
-        self._full.free()
+        for buffer in self.flat.unsharded:
+            buffer.free()
         if self._has_messages:
             self.flat.end_gather()
         if self._post_forward_shard is not None:
@@ -205,7 +210,8 @@ class DtypeGroup:
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the unsharded buffer."""
-        return innermost(tensor).untyped_storage().data_ptr() == self._full.tensor.untyped_storage().data_ptr()
+        start = innermost(tensor).untyped_storage().data_ptr()
+        return any(buffer.untyped_storage().data_ptr() == start for buffer in self._tensors)
 
 
 def _written(before: Sequence[int], now: Sequence[int]) -> list[bool]:

@@ -79,7 +79,15 @@ class GroupBuilder:
         communicator = self._mesh_info.shard
         layout = self._layout(members, precision)
         own = [tensor for param in members if (tensor := param.registered) is not None] if self._in_place else ()
-        flat = FlatParameters(layout, precision=precision, device=device, communicator=communicator, pool=self._pool, own=own)
+        flat = FlatParameters(
+            layout,
+            precision=precision,
+            device=device,
+            communicator=communicator,
+            pool=self._pool,
+            own=own,
+            in_one=self._mesh_info.post_forward is not None,  # of which ranks keep equal cuts after forward
+        )
         if own:
             return flat
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which units' all-gathers are launched now: of the one that computes next, and ahead of need; waits for none."""
+"""Which units' all-gathers are launched now: of the one that computes next, which is waited for, and ahead of need."""
 
 from __future__ import annotations
 
@@ -12,9 +12,23 @@ from composable.runtime.handle import Handle
 PREFETCH_DEPTH: Final = 1  # units gathered ahead of need; docs/decisions/0005 says what was measured
 
 
-def gather_ahead(handles: Sequence[Handle], unit: int, order: ForwardOrder | BackwardOrder) -> None:
-    """Launch what is not there yet: the all-gather of `unit`, and those of the units that come next."""
+def gather_with_next(
+    handles: Sequence[Handle], unit: int, order: ForwardOrder | BackwardOrder, *, saves_memory: bool = False
+) -> None:
+    """Have the parameters of `unit`, and launch the all-gathers of the units that come next; those that are there stay.
+
+    Args:
+        saves_memory: messages of `unit` are given back before the next ones get memory.
+    """
+    if saves_memory:
+        _launch(handles[unit])
+        handles[unit].wait_for_unshard()
     for index in (unit, *order.next_units(PREFETCH_DEPTH)):
-        handle = handles[index]
-        if handle.phase is Phase.SHARDED or handle.phase is Phase.SHARDED_POST_FORWARD:
-            handle.unshard_in_step()
+        _launch(handles[index])
+    if not saves_memory:
+        handles[unit].wait_for_unshard()
+
+
+def _launch(handle: Handle) -> None:
+    if handle.phase is Phase.SHARDED or handle.phase is Phase.SHARDED_POST_FORWARD:
+        handle.unshard_in_step()

@@ -15,11 +15,16 @@ from composable.runtime.backward_end import end_of_backward
 from composable.runtime.divergence import say_farewell
 from composable.runtime.gradients import decide, refuse_graph
 from composable.runtime.handle import Handle
-from composable.runtime.prefetch import gather_ahead
+from composable.runtime.prefetch import gather_with_next
 from composable.runtime.readers import Readers
 from composable.runtime.step import Iteration, refuse_lost_backward
 
 REDUCTIONS_IN_FLIGHT: Final = 1  # while the next one is launched
+
+
+def saves_memory(handles: Sequence[Handle]) -> bool:
+    """Whether what is not needed any more is given back before more is taken: waiting for it holds nobody up."""
+    return any(handle.mesh_info.shard.capabilities.saves_memory for handle in handles)
 
 
 class RootBackward:
@@ -38,7 +43,7 @@ class RootBackward:
         self._nesting = nesting
         self._steps = steps
         self._readers = readers
-        self._saves_memory = any(handle.mesh_info.shard.capabilities.saves_memory for handle in handles)
+        self._saves_memory = saves_memory(handles)
         self._streams = streams_of(handles[0].mesh_info.device)
         self.iteration: Iteration | None = None
         for index, handle in enumerate(handles):
@@ -102,8 +107,7 @@ class RootBackward:
                     iteration.pinned[index] = None
                     handle.keep_for(self)
             handle.gradients.expect()
-        gather_ahead(self._handles, index, iteration.finished)
-        handle.wait_for_unshard()
+        gather_with_next(self._handles, index, iteration.finished, saves_memory=self._saves_memory)
         if entering:
             handle.calls.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
 
@@ -122,12 +126,13 @@ class RootBackward:
                 staying.append(index)
                 continue
             handle = self._handles[index]
+            if self._saves_memory:
+                _free(handle)
             if handle.outputs.pending <= 0 and index not in iteration.untracked:
                 self._reduce(iteration, index)
                 iteration.reducing.make_room(REDUCTIONS_IN_FLIGHT + 1)
-            handle.calls.hide()
-            if not handle.kept_by:
-                handle.reshard()
+            if not self._saves_memory:
+                _free(handle)
         iteration.active = staying
 
     def _reduce(self, iteration: Iteration, index: int) -> None:
@@ -197,3 +202,10 @@ class RootBackward:
             iteration.active = []
             self._readers.leave_failed_backward()
             say_farewell(self._handles, "its backward did not finish")
+
+
+def _free(handle: Handle) -> None:
+    """Backward has left it."""
+    handle.calls.hide()
+    if not handle.kept_by:
+        handle.reshard()

@@ -19,10 +19,10 @@ from composable.runtime.buffer_broadcast import share_buffers
 from composable.runtime.divergence import catch_up, check_order
 from composable.runtime.handle import Handle
 from composable.runtime.last_units import LastUnits, last_units
-from composable.runtime.prefetch import gather_ahead
+from composable.runtime.prefetch import gather_with_next
 from composable.runtime.preparation import Preparation
 from composable.runtime.readers import Readers
-from composable.runtime.root_backward import RootBackward
+from composable.runtime.root_backward import RootBackward, saves_memory
 from composable.runtime.step import refuse_doubtful, refuse_lost_backward
 from composable.runtime.sums_in_step import SumsInStep
 
@@ -38,7 +38,7 @@ class RootForward:
 
     __slots__ = (
         "_abort", "_backward", "_doubtful", "_handles", "_index", "_known", "_last", "_nesting", "_preparation", "_presences",
-        "_readers", "_steps", "_sums", "_verified", "call", "handled", "order"
+        "_readers", "_saves_memory", "_steps", "_sums", "_verified", "call", "handled", "order"
     )  # fmt: skip
 
     def __init__(
@@ -59,6 +59,7 @@ class RootForward:
         alone = LastUnits()
         self._last = [last_units(handle.mesh_info, alone) for handle in handles]
         self._nesting = nesting
+        self._saves_memory = saves_memory(handles)
         self._steps = steps
         self._presences = [each.presence for handle in handles for each in handle.mesh_info.communicators]
         self._preparation = preparation
@@ -113,8 +114,7 @@ class RootForward:
             try:
                 if not self._verified:
                     check_order(self._handles, self._known, index, handle.mesh_info)
-                gather_ahead(self._handles, index, self.order)
-                handle.wait_for_unshard()
+                gather_with_next(self._handles, index, self.order, saves_memory=self._saves_memory)
                 return
             except CommunicationError as error:
                 if not catch_up(self._handles, self._steps, error):

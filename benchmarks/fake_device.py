@@ -1,0 +1,150 @@
+"""A device without memory: tensors on it have shapes and no numbers, for worlds of any size; must not know what is measured.
+
+PrivateUse1 as a backend in Python, fake tensors and a fake process group. What the host would have to read raises; what lands
+on another device raises; memory is counted storage by storage, operation by operation. There are no numbers, streams or times.
+A process that has called `install` is good for nothing else, and ends by `leave`: torch's threads do not outlive such a device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+NAME = "pretend"
+
+
+class _Nothing:
+    """A stream, and an event: there is one stream only, and nothing takes time."""
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def _do_nothing(self, *_: Any, **__: Any) -> _Nothing:
+        return self
+
+    record = wait = synchronize = wait_stream = wait_event = record_event = _do_nothing
+
+    def query(self) -> bool:
+        return True
+
+
+class _Module(backend_registration._DummyBackendModule):
+    def __getattr__(self, name: str) -> Any:
+        if name in ("Stream", "Event", "current_stream", "stream"):
+            return lambda *_, **__: _Nothing()
+        raise AttributeError(name)
+
+    def set_device(self, device: object) -> None:
+        return None
+
+
+class Watch(TorchDispatchMode):
+    """Counts operations, bytes that storages of the device hold, and bytes per rank that collectives are given.
+
+    Attributes:
+        peak: bytes at most, since `start`.
+        operations: by name, since then.
+        payloads: bytes per rank of each gather and reduction, by the name of the collective.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.peak = 0
+        self.operations: Counter[str] = Counter()
+        self.payloads: list[tuple[str, int]] = []
+        self._ranks = ranks
+        self._storages: WeakKeyDictionary[torch.UntypedStorage, None] = WeakKeyDictionary()
+
+    def start(self) -> None:
+        self.peak = 0
+        self.operations.clear()
+
+    @property
+    def held(self) -> int:
+        return sum(storage.nbytes() for storage in list(self._storages))
+
+    def _note(self, tensor: Tensor) -> None:
+        if tensor.device.type == NAME:
+            self._storages[tensor.untyped_storage()] = None
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations[function.name()] += 1
+        tree_map_only(Tensor, self._note, (args, kwargs))
+        if function.namespace == "c10d":
+            self._note_payloads(function.name(), args)
+        if function.namespace == "c10d" and "coalesced" in function.name():  # which torch has no fake of
+            result = FakeWork().boxed()
+        else:
+            result = function(*args, **(kwargs or {}))
+        tree_map_only(Tensor, self._note, result)
+        self.peak = max(self.peak, self.held)
+        return result
+
+    def _note_payloads(self, name: str, args: Any) -> None:
+        whole = 0 if "gather" in name else 1 if "reduce_scatter" in name else None
+        if whole is None:
+            return
+        parts = args[whole] if isinstance(args[whole], list) else [args[whole]]
+        self.payloads += [(name, part.numel() * part.element_size() // self._ranks) for part in parts]
+
+
+def install() -> None:
+    """Make the device, and stand in for what reads a mesh or memory that fake tensors do not have."""
+    import composable.api.fully_shard  # noqa: F401 - the module, which the function of that name hides
+    from composable.device.collectives.base import GroupCommunicator
+    from composable.device.elastic_buffer import ElasticBuffer
+
+    backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
+
+    def elastic(self: Any, numel: int, dtype: torch.dtype, device: torch.device, pool: Any) -> None:
+        self._nbytes = numel * dtype.itemsize
+        self._shelf = pool.free_list(self._nbytes, device)
+        self.tensor = torch.empty(numel, dtype=dtype, device=device).data
+        self._storage = self.tensor.untyped_storage()
+        self._held = True
+
+    ElasticBuffer.__init__ = elastic  # type: ignore[assignment]
+    GroupCommunicator.min_max = lambda self, values, **_: (list(values), list(values))  # type: ignore[method-assign]
+    verb: Any = sys.modules["composable.api.fully_shard"]
+    verb.refuse_unordered = verb.refuse_taken = lambda *_, **__: None
+    verb._in_words = lambda *_: ""
+
+
+@contextlib.contextmanager
+def world_of(ranks: int) -> Iterator[tuple[DeviceMesh, Watch]]:
+    """Rank 0 of a world of `ranks`; tensors that the body makes are fake."""
+    dist.init_process_group(f"cpu:fake,{NAME}:fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        mesh = init_device_mesh(NAME, (ranks,))
+        with FakeTensorMode(allow_non_fake_inputs=True), Watch(ranks) as watch:
+            yield mesh, watch
+    finally:
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def leave(code: int = 0) -> None:
+    """End the process at once."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

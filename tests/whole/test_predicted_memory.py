@@ -1,0 +1,48 @@
+"""What a step needs above the shards on an accelerator, predicted on a device without memory: benchmarks/peak.py."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+if not BENCHMARKS.is_dir():  # a copy of the tests, without them
+    pytest.skip("there are no benchmarks here", allow_module_level=True)
+
+
+@cache
+def measured(ranks: int) -> dict[bool, dict[str, Any]]:
+    """Six blocks of Llama 7B, by whether they are kept after forward. A host that reads a tensor would have ended the run."""
+    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "peak.py"), "--json", "--contenders", "composable"]
+    done = subprocess.run([*command, "--ranks", str(ranks)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {row["keep"]: row for row in rows}
+
+
+def test_a_step_that_frees_units_needs_three_of_them_in_forward_and_four_in_backward() -> None:
+    found = measured(64)[False]
+    assert found["forward"] <= 3.0
+    assert found["backward"] - found["gradients"] <= 4.0, "FSDP2 needs as much"
+
+
+def test_a_step_that_keeps_units_needs_one_more_than_there_are() -> None:
+    found = measured(64)[True]
+    assert found["forward"] <= 8.0
+    assert found["backward"] - found["gradients"] <= 7.0, "FSDP2 needs as much"
+
+
+def test_a_gather_takes_one_collective_and_one_copy_and_a_reduction_one_of_each() -> None:
+    found = measured(64)[False]["operations"]
+    collectives = {phase: sum(n for name, n in found[phase].items() if name.startswith("c10d")) for phase in found}
+    copies = {phase: sum(n for name, n in found[phase].items() if "_foreach_copy_" in name) for phase in found}
+    assert collectives == {"forward": 6, "backward": 5 + 6}, "the block that ran last is not gathered again"
+    assert copies == {"forward": 6, "backward": 5}
+    assert found["backward"]["aten::_chunk_cat.out"] == 6
