@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -127,13 +128,13 @@ STATES_OF_VERBS: Final[str | None] = getattr(_contract, "STATE_KEY", None)
 NAMES_OF_VERBS: Final[str | None] = getattr(_contract, "REGISTRY_KEY", None)
 
 
-_TELLS_OF_PROFILERS: Final = hasattr(profiler, "_is_profiler_enabled")
+_profiler: Final[Any] = profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
 
 
 def profiled() -> bool:
     """Whether a profiler of torch's runs in this process: labels cost 2 us each whether or not somebody reads them. There is no
     public way to ask; a torch that does not tell gets none."""
-    return bool(profiler._is_profiler_enabled) if _TELLS_OF_PROFILERS else False
+    return _profiler._is_profiler_enabled  # type: ignore[no-any-return]
 
 
 def flattened_by_torch(parameter: torch.Tensor) -> bool:
