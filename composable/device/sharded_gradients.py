@@ -68,8 +68,8 @@ class GradientRows:
     """
 
     __slots__ = (
-        "_all_used", "_as_they_are", "_cut_together", "_num_shards", "_pick_columns", "_pick_flagged", "_rows", "_slots",
-        "buffer", "flags", "plan"
+        "_all_used", "_as_they_are", "_constants", "_cut_together", "_fillers", "_num_shards", "_pick_flagged", "_pick_row",
+        "_rows", "_slots", "buffer", "flags", "plan"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, plan: ReduceLayout, num_shards: int, source: torch.dtype) -> None:
@@ -83,9 +83,25 @@ class GradientRows:
         # One kernel cuts, pads and packs all tensors whose dimension 0 is cut.
         self._cut_together = all(self._slots[column.slot].dim == 0 for column in plan.columns)
         self._as_they_are = self._cut_together and all(self._slots[c.slot].route is not Route.WHOLE for c in plan.columns)
-        self._pick_columns = _picker([column.slot for column in plan.columns])
+        # Zeros for the gaps of a row: where each starts, behind a column or behind the flags.
+        ends = [*(column.start + column.numel for column in plan.columns), plan.flags_start + len(plan.flagged)]
+        gaps = zip(ends, plan.gaps, strict=True)
+        with torch.inference_mode(False):
+            self._fillers = {end: self._all_used.new_zeros((num_shards, gap)) for end, gap in gaps if gap}
+        self._constants = (self._all_used, *self._fillers.values())
+        self._pick_row = _picker(self._places_in_row())
         self._pick_flagged = _picker(plan.flagged)
         self.buffer.free()
+
+    def _places_in_row(self) -> list[int]:
+        """What a row consists of, by its number among all gradients and `_constants`."""
+        plan, first = self.plan, len(self._slots)
+        fillers = {end: first + 1 + number for number, end in enumerate(self._fillers)}
+        places = []
+        for column in plan.columns:
+            places += [column.slot, *([fillers[end]] if (end := column.start + column.numel) in fillers else ())]
+        end = plan.flags_start + len(plan.flagged)
+        return [*places, first, *([fillers[end]] if end in fillers else ())]
 
     def copy_in(self, gradients: Sequence[Tensor | None]) -> list[int]:
         """Fill the rows; a missing gradient counts as zeros with a zero flag. The buffer must be allocated.
@@ -98,26 +114,30 @@ class GradientRows:
         """
         complete = not missing_in(self._pick_flagged(gradients))
         if complete and self._as_they_are:
-            chunk_cat((*self._pick_columns(gradients), self._all_used), self._num_shards, self._rows)
+            chunk_cat(self._pick_row((*gradients, *self._constants)), self._num_shards, self._rows)
             return []
         missing = [] if complete else [slot for slot in self.plan.flagged if gradients[slot] is None]
         self._copy_in_carefully(gradients, missing)
         return missing
 
     def _copy_in_carefully(self, gradients: Sequence[Tensor | None], missing: Sequence[int]) -> None:
-        wanted = []
+        wanted: list[Tensor | None] = list(gradients)
         for column in self.plan.columns:
             slot, gradient = self._slots[column.slot], gradients[column.slot]
             if gradient is None:
                 gradient = self._all_used.new_zeros(slot.shape)
-            wanted.append(gradient.expand(self._num_shards, *slot.shape) if slot.route is Route.WHOLE else gradient)
+            whole = slot.route is Route.WHOLE
+            wanted[column.slot] = gradient.expand(self._num_shards, *slot.shape) if whole else gradient
         flags = self.flags.without(missing)
         if self._cut_together:
-            chunk_cat([*wanted, flags], self._num_shards, self._rows)
+            chunk_cat(self._pick_row((*wanted, flags, *self._fillers.values())), self._num_shards, self._rows)
             return
-        targets, sources = [self._rows[:, self.plan.flags_start :]], [flags]
-        for column, tensor in zip(self.plan.columns, wanted, strict=True):
-            slot = self._slots[column.slot]
+        starts = [self.plan.flags_start, *self._fillers]
+        sources = [flags, *self._fillers.values()]
+        targets = [self._rows[:, start : start + source.shape[1]] for start, source in zip(starts, sources, strict=True)]
+        for column in self.plan.columns:
+            slot, tensor = self._slots[column.slot], wanted[column.slot]
+            assert tensor is not None
             view = self._rows[:, column.start : column.start + column.numel]
             if slot.route is Route.WHOLE:
                 targets.append(view)

@@ -164,6 +164,7 @@ def plan_layout(
     packed_align: int | None = None,
     copied: bool = False,
     staging_apart: bool = False,
+    direct_multiple: int = 1,
 ) -> Layout:
     """Lay `specs` out over `num_shards` ranks.
 
@@ -177,6 +178,7 @@ def plan_layout(
             the more often they lie without gaps, as in a message.
         copied: modules compute in another dtype, so that whole ones have an unsharded form of their own.
         staging_apart: packed messages land in a buffer of their own.
+        direct_multiple: messages of a parameter's own have a multiple of this many elements for each rank.
 
     Example:
         >>> plan_layout([ParamSpec("weight", (5, 4))], num_shards=2, align=4).slots[0].local_shape(1)
@@ -187,7 +189,10 @@ def plan_layout(
         raise ValueError(f"num_shards and align must be at least 1, got num_shards={num_shards}, align={align}")
     if packed_align < 1 or align % packed_align:
         raise ValueError(f"packed_align must divide align={align}, got {packed_align}")
-    routes = [choose_route(spec.shape, spec.dim, num_shards=num_shards, direct_numel=direct_numel) for spec in specs]
+    routes = [
+        choose_route(spec.shape, spec.dim, num_shards=num_shards, direct_numel=direct_numel, multiple=direct_multiple)
+        for spec in specs
+    ]
     if max_direct is not None:
         alone = [index for index, route in enumerate(routes) if route is Route.DIRECT]
         for index in sorted(alone, key=lambda index: -math.prod(specs[index].shape))[max_direct:]:
@@ -241,8 +246,9 @@ class Column:
 class ReduceLayout:
     """How the gradients of one unit and dtype travel: direct ones as they are, the others as columns of one row per rank.
 
-    Each row ends with one flag per gradient. A rank that has no gradient for a parameter contributes zeros and a
+    Behind them each row has one flag per gradient. A rank that has no gradient for a parameter contributes zeros and a
     zero flag, so the sum of the flags tells every rank whether *any* rank used the parameter, at the price of no message.
+    Columns may be aligned, and so the flags and the rows: what lies between and behind them is zeros.
 
     Attributes:
         direct: slots whose gradients travel as they are.
@@ -261,14 +267,22 @@ class ReduceLayout:
     row_numel: int
     straight: int | None
 
+    @property
+    def gaps(self) -> tuple[int, ...]:
+        """Elements between the end of each column and what comes next, then those behind the flags."""
+        starts = [*(column.start for column in self.columns), self.flags_start, self.row_numel]
+        ends = [*(column.start + column.numel for column in self.columns), self.flags_start + len(self.flagged)]
+        return tuple(start - end for start, end in zip(starts[1:], ends, strict=True))
 
-def plan_reduction(layout: Layout, *, trainable: Sequence[bool], even_only: bool) -> ReduceLayout:
+
+def plan_reduction(layout: Layout, *, trainable: Sequence[bool], even_only: bool, align: int = 1) -> ReduceLayout:
     """Lay out one reduction.
 
     Args:
         layout: where the parameters live.
         trainable: for each slot, whether its gradient is wanted.
         even_only: the backend can only cut tensors evenly, so an uneven direct parameter joins the packed ones.
+        align: columns, flags and rows start at multiples of this many elements.
     """
     slots = layout.slots
     flagged = tuple(index for index in range(len(slots)) if trainable[index])
@@ -278,8 +292,9 @@ def plan_reduction(layout: Layout, *, trainable: Sequence[bool], even_only: bool
     cursor = 0
     for index in carried:
         columns.append(Column(index, cursor, slots[index].chunk_numel))
-        cursor += slots[index].chunk_numel
-    return ReduceLayout(direct, tuple(columns), flagged, cursor, cursor + len(flagged), _landing_place(layout, columns))
+        cursor = _round_up(cursor + slots[index].chunk_numel, align)
+    row_numel = _round_up(cursor + len(flagged), align)
+    return ReduceLayout(direct, tuple(columns), flagged, cursor, row_numel, _landing_place(layout, columns))
 
 
 def _landing_place(layout: Layout, columns: Sequence[Column]) -> int | None:

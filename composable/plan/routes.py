@@ -32,15 +32,17 @@ class Route(Enum):
     WHOLE = "it is not cut: every rank holds all of it"
 
 
-def choose_route(shape: tuple[int, ...], dim: int | None, *, num_shards: int, direct_numel: int) -> Route:
+def choose_route(shape: tuple[int, ...], dim: int | None, *, num_shards: int, direct_numel: int, multiple: int = 1) -> Route:
     """The route of one parameter.
 
     Args:
         shape: as it is in memory, from the outermost dimension to the innermost.
         dim: the one of these that is cut; None if none is.
         direct_numel: elements in a shard from which a message of its own pays.
+        multiple: of how many elements such a message must be for each rank.
     """
     if num_shards == 1 or dim is None or not shape:
         return Route.WHOLE
     chunk_numel = -(-shape[0] // num_shards) * math.prod(shape[1:]) if dim == 0 else 0
-    return Route.DIRECT if dim == 0 and chunk_numel >= max(direct_numel, 1) else Route.PACKED
+    pays = dim == 0 and chunk_numel >= max(direct_numel, 1) and chunk_numel % multiple == 0
+    return Route.DIRECT if pays else Route.PACKED

@@ -122,6 +122,7 @@ class GroupBuilder:
             packed_align=max(1, capabilities.packed_align // smallest),
             copied=precision.compute != precision.original,
             staging_apart=capabilities.saves_memory,
+            direct_multiple=max(1, capabilities.packed_align // min(sent, dtype_named(precision.reduce).itemsize)),
         )
 
     def _settle_in(self, flat: FlatParameters, position: int, param: ShardedParam) -> None:

@@ -73,7 +73,14 @@ class Reduction:
     ) -> None:
         self.flat = flat
         self._sharded = sharded
-        self._plan = plan_reduction(flat.layout, trainable=trainable, even_only=communicator.capabilities.even_only)
+        capabilities = communicator.capabilities
+        smallest = min(dtype.itemsize for dtype in (flat.dtype, flat.compute_dtype, flat.reduce_dtype))
+        self._plan = plan_reduction(
+            flat.layout,
+            trainable=trainable,
+            even_only=capabilities.even_only,
+            align=max(1, capabilities.packed_align // smallest),
+        )
         ranks = communicator.size * (1 if replicas is None else replicas.size)
         self._rows = GradientRows(flat, self._plan, communicator.size, source) if ranks > 1 or like is not None else None
         self._dtype = flat.reduce_dtype

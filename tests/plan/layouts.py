@@ -38,19 +38,23 @@ class Planned:
     align: int
     layout: Layout
     packed_align: int = 0  # 0: as `align`
+    multiple: int = 1  # elements of messages for each rank
 
 
 @st.composite
-def planned(draw: Callable[..., Any], *, copied: bool = False) -> Planned:
+def planned(draw: Callable[..., Any], *, copied: bool = False, align: int = 0) -> Planned:
     """Layouts for 1 to 7 ranks with every mixture of routes.
 
     Args:
         copied: for modules that compute in another dtype.
+        align: of all slots, and messages are multiples of a divisor of it. 0: any alignment, and messages of any size.
     """
     specs = draw(specs_with())
     num_shards = draw(st.integers(1, 7))
-    align = draw(st.sampled_from([1, 3, 4, 16]))
+    given = align
+    align = given or draw(st.sampled_from([1, 3, 4, 16]))
     packed_align = draw(st.sampled_from([divisor for divisor in (1, 2, 3, 4, 16) if align % divisor == 0]))
+    multiple = packed_align if given else 1
     direct = draw(st.sampled_from([0, 1, 8, 40, 10**9]))
     layout = plan_layout(
         specs,
@@ -60,5 +64,6 @@ def planned(draw: Callable[..., Any], *, copied: bool = False) -> Planned:
         packed_align=packed_align,
         copied=copied,
         staging_apart=draw(st.booleans()),
+        direct_multiple=multiple,
     )
-    return Planned(specs, num_shards, align, layout, packed_align)
+    return Planned(specs, num_shards, align, layout, packed_align, multiple)

@@ -305,6 +305,38 @@ def test_columns_fill_a_row_without_gaps_and_the_flags_end_it(plan: Planned, eve
 
 
 @_SETTINGS
+@given(planned(), st.booleans(), st.sampled_from([1, 2, 8]), st.data())
+def test_an_aligned_row_has_aligned_columns_and_flags_and_says_how_much_lies_between(
+    plan: Planned, even_only: bool, align: int, data: st.DataObject
+) -> None:
+    slots = plan.layout.slots
+    trainable = data.draw(st.lists(st.booleans(), min_size=len(slots), max_size=len(slots)))
+    reduction = plan_reduction(plan.layout, trainable=trainable, even_only=even_only, align=align)
+    plain = plan_reduction(plan.layout, trainable=trainable, even_only=even_only)
+    assert [(column.slot, column.numel) for column in reduction.columns] == [(c.slot, c.numel) for c in plain.columns]
+    assert not any(column.start % align for column in reduction.columns)
+    assert reduction.flags_start % align == reduction.row_numel % align == 0
+    filled = 0
+    for numel, gap in zip([*(c.numel for c in reduction.columns), len(reduction.flagged)], reduction.gaps, strict=True):
+        assert 0 <= gap < align
+        filled += numel + gap
+    assert filled == reduction.row_numel
+
+
+@_SETTINGS
+@given(planned(align=16), st.booleans())
+def test_what_a_rank_is_sent_is_a_multiple_of_what_is_asked_for_and_lands_straight(plan: Planned, even_only: bool) -> None:
+    layout, multiple = plan.layout, plan.multiple
+    reduction = plan_reduction(layout, trainable=[True] * len(layout.slots), even_only=even_only, align=multiple)
+    payloads = [layout.packed_numel, *(slot.chunk_numel for slot in layout.of(Route.DIRECT)), reduction.row_numel]
+    assert not any(payload % multiple for payload in payloads)
+    assert not any(slot.shard_start % multiple for slot in layout.slots)
+    uneven = [slot for slot in layout.of(Route.DIRECT) if not slot.even]
+    if not (even_only and uneven):
+        assert reduction.straight is not None, "columns lie in the row as they do in the shard buffer"
+
+
+@_SETTINGS
 @given(planned(), st.booleans(), st.data())
 def test_a_row_lands_straight_in_a_shard_buffer_only_where_it_covers_nothing_else(
     plan: Planned, even_only: bool, data: st.DataObject

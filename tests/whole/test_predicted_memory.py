@@ -39,6 +39,12 @@ def test_a_step_that_keeps_units_needs_one_more_than_there_are() -> None:
     assert found["backward"] - found["gradients"] <= 7.0, "FSDP2 needs as much"
 
 
+def test_every_payload_of_a_rank_is_a_multiple_of_16_bytes() -> None:
+    payloads = measured(64)[False]["payloads"]
+    assert len({name for name, _ in payloads}) == 2, "gathers and reductions"
+    assert [payload for payload in payloads if payload[1] % 16] == []
+
+
 def test_a_gather_takes_one_collective_and_one_copy_and_a_reduction_one_of_each() -> None:
     found = measured(64)[False]["operations"]
     collectives = {phase: sum(n for name, n in found[phase].items() if name.startswith("c10d")) for phase in found}

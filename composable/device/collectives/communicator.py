@@ -92,7 +92,8 @@ class Capabilities:
 
     direct_bytes: bytes in a shard from which a message of its own pays.
     max_parts: messages of one launch at most; the largest shards get them, and the others share one.
-    packed_align: bytes at whose multiples shards start that share a message.
+    packed_align: bytes at whose multiples shards start that share a message, gathered or reduced; each rank's part of any
+        message is a multiple of as many.
     alone_bytes: bytes in a replicated gradient from which it waits for no others to share a message with.
     even_only: tensors can only be cut into equal chunks.
     reads_scaled_inputs: `all_reduce` reads a scaled input where it lies; the others copy it first, which can be done earlier.
