@@ -36,8 +36,14 @@ test-sockets: $(READY) ## run the tests of the transport, and of training over i
 # What an accelerator may do otherwise than a host: streams, memory that is gone, waits of the host. Not what only the host does.
 ON_ACCELERATOR ?= tests/accelerator tests/whole/test_host_waits.py
 
+# Then all choices of an accelerator over tensors of the host, whose numbers are compared with one process's. Left out is what
+# only a host's communicators do: tell of ranks that left, sum in the order of ranks, launch before the one before is over.
+BY_CHOICES ?= tests/whole/test_parity.py tests/whole/test_hybrid.py tests/whole/test_precision.py tests/whole/test_accumulation.py
+NOT_BY_CHOICES := not launches_do_not_depend and not told_by_its_number and not bit_by_bit
+
 test-accelerator: $(READY) ## run what streams matter to on a simulated accelerator, which finds missing waits; builds it first
 	@$(PY) -m pytest --device sim $(ON_ACCELERATOR) $(ARGS)
+	@COMPOSABLE_TEST_CHOICES=accelerator $(PY) -m pytest $(BY_CHOICES) -k "$(NOT_BY_CHOICES)" $(ARGS)
 
 lint: $(READY) ## style and formatting
 	@$(PY) -m ruff check .
