@@ -34,7 +34,7 @@ test-sockets: $(READY) ## run the tests of the transport, and of training over i
 	cd "$$copy"; PYTHONPATH="$$copy" "$(CURDIR)/$(PY)" -m pytest -p no:cacheprovider $(OVER_SOCKETS) $(NOT_OVER_SOCKETS:%=--ignore=%) $(ARGS)
 
 # What an accelerator may do otherwise than a host: streams, memory that is gone, waits of the host. Not what only the host does.
-ON_ACCELERATOR ?= tests/accelerator tests/whole/test_host_waits.py
+ON_ACCELERATOR ?= tests/accelerator tests/whole/test_host_waits.py tests/whole/test_recovery.py
 
 # Then all choices of an accelerator over tensors of the host, whose numbers are compared with one process's. Left out is what
 # only a host's communicators do: tell of ranks that left, sum in the order of ranks, launch before the one before is over.
@@ -74,7 +74,7 @@ demo-smoke: $(READY) ## a few steps of the demo, resumed once
 	@$(PY) -m composable demo --steps 6 --baseline-steps 3 --out runs/smoke --quiet
 	@$(PY) -m composable demo --steps 8 --no-baseline --out runs/smoke --resume --quiet
 
-check: test lint types layers bench-smoke demo-smoke ## everything
+check: test test-accelerator lint types layers bench-smoke demo-smoke ## everything
 
 clean: ## remove caches and what the demo wrote; keeps .venv
 	@rm -rf runs .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -25,16 +25,16 @@ std::map<std::string, int64_t> counts;
 int groups = 0;
 
 struct SimWork final : Work {
-  SimWork(EventPtr event, int device, bool holds_host, Tensors kept)
-      : Work(-1, c10d::OpType::UNKNOWN), event_(std::move(event)), device_(device), holds_host_(holds_host),
-        kept_(std::move(kept)) {}
+  SimWork(EventPtr event, Stream* stream, bool holds_host, Tensors outputs, Tensors kept)
+      : Work(-1, c10d::OpType::UNKNOWN), event_(std::move(event)), stream_(stream), holds_host_(holds_host),
+        outputs_(std::move(outputs)), kept_(std::move(kept)) {}
   bool isCompleted() override {
     std::lock_guard lock(event_->mutex);
     return event_->done;
   }
   bool isSuccess() const override { return true; }
   void synchronize() override {
-    wait_on_stream(current_stream(device_), event_);
+    wait_on_stream(current_stream(stream_->device), event_);
     kept_.clear();
   }
   bool wait(std::chrono::milliseconds) override {
@@ -43,13 +43,18 @@ struct SimWork final : Work {
     return true;
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
-    auto future = c10::make_intrusive<c10::ivalue::Future>(c10::NoneType::get());
-    future->markCompleted();
+    c10::Device device(kType, (c10::DeviceIndex)stream_->device);
+    auto future = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+    Stream* before = exchange_stream(stream_);  // whoever waits, waits for the stream that the collective is on
+    future->markCompleted(c10::IValue(outputs_));
+    exchange_stream(before);
     return future;
   }
   EventPtr event_;
-  int device_;
+  Stream* stream_;
   bool holds_host_;
+  Tensors outputs_;
   Tensors kept_;  // as NCCL's: what an asynchronous collective uses is not freed before somebody has waited
 };
 
@@ -198,12 +203,12 @@ class SimGroup final : public c10d::Backend {
     launch(stream, std::string(name) + " of group " + std::to_string(number_), accesses,
         [gloo = gloo_, run = std::move(run)] { run(*gloo); });
     last_ = record(stream);
-    Tensors kept;
+    Tensors outputs = writes, kept;
     if (async) {
       kept = std::move(reads);
       kept.insert(kept.end(), writes.begin(), writes.end());
     }
-    last_work_ = c10::make_intrusive<SimWork>(last_, device, holds_host, std::move(kept));
+    last_work_ = c10::make_intrusive<SimWork>(last_, stream, holds_host, std::move(outputs), std::move(kept));
     return async || holds_host ? last_work_ : nullptr;  // NCCL, too, has no work for what the current stream does itself
   }
 
