@@ -132,8 +132,8 @@ class FlatParameters:
     """
 
     __slots__ = (
-        "_casts", "_late", "_own", "_packed_copies", "_sent", "_staging", "compute_dtype", "device", "dtype", "full",
-        "full_views", "gather_plan", "gradient_dtype", "layout", "pool", "precision", "rank", "reduce_dtype", "shard",
+        "_casts", "_columns", "_late", "_own", "_packed_copies", "_sent", "_staging", "compute_dtype", "device", "dtype",
+        "full", "full_views", "gather_plan", "gradient_dtype", "layout", "pool", "precision", "rank", "reduce_dtype", "shard",
         "unsharded"
     )  # fmt: skip
 
@@ -178,7 +178,9 @@ class FlatParameters:
         self._staging: ElasticBuffer | None = None
         if layout.staging_apart and layout.packed_numel:
             self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, self.compute_dtype, device, pool)
-        self._packed_copies = self._plan_copies(wide=communicator.capabilities.wide_copies)
+        wide = communicator.capabilities.wide_copies
+        self._columns: tuple[list[int], list[Tensor]] | None = None if wide else self._plan_columns()
+        self._packed_copies = self._plan_copies(wide=wide) if self._columns is None else ([], [])
         self.gather_plan = communicator.prepare(self._gather_parts()) if layout.gathered else None
         # Views can only be made while the memory is there.
         self.full_views = [self._full_view(index) for index in range(len(layout.slots))]
@@ -245,6 +247,28 @@ class FlatParameters:
         layout = self.layout
         return self.full.tensor.data[layout.staging_start : layout.staging_start + layout.num_shards * layout.packed_numel]
 
+    def _plan_columns(self) -> tuple[list[int], list[Tensor]] | None:
+        """How wide the columns of the staging area are, and where each belongs; None if it takes more than to split rows.
+
+        What lies between parameters has columns, too, that nobody reads.
+        """
+        layout = self.layout
+        packed = sorted((slot for slot in layout.of(Route.PACKED) if slot.chunk_numel), key=lambda slot: slot.shard_start)
+        if not packed or any(slot.dim != 0 for slot in packed):
+            return None
+        numels, targets, cursor = [], [], layout.packed_start
+        with torch.inference_mode(False):
+            for slot in (*packed, None):
+                start = layout.packed_start + layout.packed_numel if slot is None else slot.shard_start
+                if start > cursor:
+                    numels.append(start - cursor)
+                    targets.append(torch.empty(layout.num_shards, start - cursor, dtype=self.compute_dtype, device=self.device))
+                if slot is not None:
+                    numels.append(slot.chunk_numel)
+                    targets.append(self._room_of(slot).view(layout.num_shards, slot.chunk_numel))
+                    cursor = start + slot.chunk_numel
+        return numels, targets
+
     def _plan_copies(self, *, wide: bool) -> tuple[list[Tensor], list[Tensor]]:
         layout = self.layout
         targets: list[Tensor] = []
@@ -309,7 +333,11 @@ class FlatParameters:
         targets, sources = self._packed_copies
         if self._late is not None:
             self._late.allocate()
-        if targets:
+        if self._columns is not None:
+            numels, wholes = self._columns
+            rows = self._staging_area.view(self.layout.num_shards, -1)
+            torch.split_with_sizes_copy(rows, numels, dim=1, out=wholes)
+        elif targets:
             torch._foreach_copy_(targets, sources)
 
 

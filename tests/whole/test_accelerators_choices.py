@@ -54,7 +54,10 @@ def _placement_of_shards() -> None:
     flat = _flat(_sharded(*odd()))
     assert all(slot.shard_start % 4 == 0 for slot in flat.layout.slots), "16 bytes are four elements"
     assert flat.layout.staging_apart
-    assert all(copy.dtype is torch.float32 for copies in flat._packed_copies for copy in copies)
+    assert flat._packed_copies == ([], []), "one kernel splits the rows, in elements of their own"
+    numels, targets = flat._columns
+    assert sum(numels) == flat.layout.packed_numel
+    assert [target.shape for target in targets] == [(2, numel) for numel in numels]
 
 
 def test_shards_that_share_a_message_start_at_multiples_of_16_bytes(pool: Pool) -> None:

@@ -102,7 +102,8 @@ class Capabilities:
     saves_memory: memory that comes and goes costs nothing, and to wait does not hold up the host: messages have none between
         gathers, and one reduction is over before the next one is launched.
     pools_memory: memory that is freed is kept for the next who needs as much. Otherwise an allocator does so already.
-    wide_copies: copies walk short rows element by element, so elements are to be as wide as they can.
+    wide_copies: copies walk short rows element by element, so elements are to be as wide as they can. Otherwise a kernel splits
+        all rows of a message at once.
     looked_after: collectives do part of their work when asked to (`progress`), and hold memory until then: so they are asked
         now and then, and few are in flight. Otherwise they go on by themselves, and are waited for at the end.
     reads_freely: to read a tensor costs no more than the read. Otherwise the host would wait for all that was launched before.
