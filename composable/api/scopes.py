@@ -101,6 +101,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     scope = object()
     try:
         for handle in handles:
+            handle.free_last()
             handle.keep_for(scope)
         yield
     finally:

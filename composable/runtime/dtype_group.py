@@ -189,9 +189,13 @@ class DtypeGroup:
         """The names of the parameters that `outdate` would outdate."""
         return list(compress([slot.name for slot in self.flat.layout.slots], _written(before, now)))
 
+    def look_for_writes(self) -> Sequence[str]:
+        """The names of the parameters whose unsharded ones were written to in place since the last look."""
+        return () if sum(map(version_of, self._watched_ones)) == self._writes else self._find_writes()
+
     def free(self) -> Sequence[str]:
         """Only the shards remain. Names the parameters whose unsharded ones were written to in place: that is lost."""
-        written = () if sum(map(version_of, self._watched_ones)) == self._writes else self._find_writes()
+        written = self.look_for_writes()
         for buffer in self.flat.unsharded:
             buffer.free()
         if self._has_messages:

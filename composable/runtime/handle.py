@@ -50,7 +50,7 @@ class Handle:
     Life: SHARDED -> GATHERING -> UNSHARDED -> SHARDED, see `composable.plan.phases`. A handle never decides when.
 
     Attributes:
-        is_last: its forward has ended, and it is unsharded only because no unit has been entered since.
+        is_last: its forward has ended, and it is unsharded for its backward alone; see Note [Last units].
     """
 
     __slots__ = (
@@ -126,7 +126,7 @@ class Handle:
 
     def unshard(self) -> None:
         """Launch the all-gather unless the parameters are, or will be, there. Users may write to what is gathered."""
-        self.is_last = False
+        self.free_last()
         self.tags.steps.open()  # ranks may have left the last one at different places
         self.unshard_in_step(for_user=True)
 
@@ -171,6 +171,9 @@ class Handle:
         written: list[str] = []
         for each in self.parameters.groups:
             written += each.free()
+        self._refuse(written)
+
+    def _refuse(self, written: Sequence[str]) -> None:
         if written:
             raise PhaseError(
                 f"parameter '{written[0]}' of unit '{self.name}' was written to in place while it was unsharded; such a write "
@@ -197,6 +200,19 @@ class Handle:
                 self.phase = advance(self.phase, Event.RESHARD_POST_FORWARD, unit=self.name)
                 for each in self.parameters.groups:
                     each.reshard_post_forward()
+
+    def keep_as_last(self) -> None:
+        """Its forward has ended, and no unit has been entered since: backward may need it first."""
+        self.is_last = True
+        written = [name for each in self.parameters.groups for name in each.look_for_writes()]
+        if written:
+            self.reshard()
+            self._refuse(written)  # here: the error belongs to the forward that wrote
+
+    def free_last(self) -> None:
+        """Whoever comes is not its backward: what is there may be out of date, and other ranks may not have it."""
+        if self.is_last and not self.kept_by:
+            self.reshard()
 
     def withdraw(self) -> None:
         """Give a gather up that has not landed."""

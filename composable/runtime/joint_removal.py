@@ -50,6 +50,8 @@ class _Gathering:
         for handle in self._handles:
             if not handle.parameters.registered.intact():
                 handle.adopt_replaced()
+            handle.free_last()
+            handle.drop_if_stale()
             if handle.phase is not Phase.UNSHARDED:
                 self._unsharded.append(handle)
                 handle.unshard_in_step(for_user=True)

@@ -5,9 +5,11 @@ A unit whose forward has ended is freed when the next one is entered, and not be
 takes no memory that another unit wants. Who is still there when the outermost forward ends is who ran last, and the units
 around it, whose backward comes first: those are not gathered again. Nobody has to guess who will be last, and all ranks that
 run the same units decide alike.
-The next forward frees them before it gathers anything, so it computes with what the shards say then. It may be that of another
+What stays is there for that backward alone. Whoever else comes frees it first, and all ranks gather anew: the next forward,
+which computes with what the shards say then, a scope, an explicit call, a removal. The next forward may be that of another
 model over the same ranks, or of a neighbour that was annotated without a module around both: otherwise units that are roots
-of their own would all be kept. Units over other ranks free nothing here, since not all ranks may run them.
+of their own would all be kept. Only a unit that all ranks have to gather frees others: one rank alone may enter what is there
+already, or has no parameters, and units over other ranks.
 docs/decisions/0005-backward.md has the whole story.
 """
 
@@ -15,17 +17,20 @@ from __future__ import annotations
 
 import threading
 from typing import Final
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 
+from composable.plan.phases import Phase
 from composable.runtime.handle import Handle
 from composable.runtime.mesh_info import MeshInfo
 
+Place = tuple[tuple[int, ...], torch.device]  # ranks, by their numbers among all, and a device
+
 
 class LastUnits:
-    """The units over the same ranks whose forwards have ended since the last one was entered."""
+    """The units at one place whose forwards have ended since the last one was entered."""
 
     __slots__ = ("_left",)
 
@@ -35,33 +40,46 @@ class LastUnits:
     def add(self, handle: Handle) -> None:
         """The forward of `handle` has ended, and a backward may come."""
         if not handle.kept_by:
-            handle.is_last = True
+            handle.keep_as_last()
             self._left.append(ref(handle))
 
     def free(self) -> None:
         """They are not the last ones any more."""
-        if not self._left:
-            return
-        left, self._left = self._left, []
-        for reference in left:
-            handle = reference()
-            if handle is not None and handle.is_last and not handle.calls.depth:
-                handle.settle_after_forward()
+        while self._left:
+            handle = self._left[-1]()
+            if handle is not None and not handle.calls.depth:
+                handle.free_last()
+            self._left.pop()  # last: after an interrupt, or an error, it is done again
 
 
 class _Known(threading.local):
     """Models that run in several threads at once do not free each other's units."""
 
     def __init__(self) -> None:
-        self.by_group: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, LastUnits]] = WeakKeyDictionary()
+        self.by_place: dict[Place, LastUnits] = {}
 
 
 _KNOWN: Final = _Known()
 
 
-def last_units(mesh_info: MeshInfo, alone: LastUnits) -> LastUnits:
-    """Those over the ranks of `mesh_info`, for a root that is planned; `alone` where a rank is by itself."""
+def place_of(mesh_info: MeshInfo) -> Place:
+    """Where units free each other: over the same ranks on the same device, whatever their process groups are."""
     group = None if mesh_info.group is None else mesh_info.group()
-    if group is None or mesh_info.all.size == 1:
-        return alone
-    return _KNOWN.by_group.setdefault(group, {}).setdefault(mesh_info.device, LastUnits())
+    ranks = () if group is None or mesh_info.all.size == 1 else tuple(dist.get_process_group_ranks(group))
+    return ranks, mesh_info.device
+
+
+def last_units(place: Place) -> LastUnits:
+    """Those at `place`, of this thread."""
+    found = _KNOWN.by_place.get(place)
+    if found is None:
+        found = _KNOWN.by_place[place] = LastUnits()
+    return found
+
+
+def enter(handle: Handle, place: Place) -> None:
+    """The module of `handle` is about to be called: what is left of others is not the last any more."""
+    gathers = handle.phase is not Phase.UNSHARDED and handle.parameters.groups
+    if (gathers or handle.is_last) and not handle.kept_by:
+        last_units(place).free()
+        handle.free_last()  # it may have been left in another thread

@@ -76,7 +76,9 @@ class RootBackward:
         iteration.open_backward(end)  # before anything changes: whoever finds it open, and no backward, cleans up
         end.join(self)
         for handle in self._handles:
-            if handle.phase is not Phase.SHARDED:
+            if handle.is_last:
+                handle.drop_if_stale()  # recomputations go by what the shards say now, in this unit as in the others
+            elif handle.phase is not Phase.SHARDED:
                 handle.versions.look_up()
         self._readers.enter_backward()
         return iteration

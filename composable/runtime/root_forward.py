@@ -15,10 +15,10 @@ from composable.errors import CommunicationError
 from composable.model.interrupts import calls_of
 from composable.plan.phases import Phase
 from composable.plan.schedule import CallNesting, ForwardOrder
+from composable.runtime import last_units
 from composable.runtime.buffer_broadcast import share_buffers
 from composable.runtime.divergence import catch_up, check_order
 from composable.runtime.handle import Handle
-from composable.runtime.last_units import LastUnits, last_units
 from composable.runtime.prefetch import gather_with_next
 from composable.runtime.preparation import Preparation
 from composable.runtime.readers import Readers
@@ -37,8 +37,8 @@ class RootForward:
     """
 
     __slots__ = (
-        "_abort", "_backward", "_doubtful", "_handles", "_index", "_known", "_last", "_nesting", "_preparation", "_presences",
-        "_readers", "_saves_memory", "_steps", "_sums", "_verified", "call", "handled", "order"
+        "_abort", "_backward", "_doubtful", "_handles", "_index", "_known", "_nesting", "_places", "_preparation",
+        "_presences", "_readers", "_saves_memory", "_steps", "_sums", "_verified", "call", "handled", "order"
     )  # fmt: skip
 
     def __init__(
@@ -56,8 +56,7 @@ class RootForward:
         """`known` are the handles, too: first those that other ranks know from former roots."""
         self._handles = handles
         self._index = {handle: index for index, handle in enumerate(handles)}
-        alone = LastUnits()
-        self._last = [last_units(handle.mesh_info, alone) for handle in handles]
+        self._places = [last_units.place_of(handle.mesh_info) for handle in handles]
         self._nesting = nesting
         self._saves_memory = saves_memory(handles)
         self._steps = steps
@@ -87,20 +86,20 @@ class RootForward:
             self.handled = sys.exception()
             self.call = module  # before anything changes: whoever finds it, and no call, cleans up
             try:
-                self._begin(index)
+                self._begin(handle)
             except Exception:
                 self._readers.leave_call()
                 self.call = None
                 raise
         self._nesting.enter(index)
 
-    def _begin(self, outermost: int) -> None:
+    def _begin(self, outermost: Handle) -> None:
         self._sums.claim()
         self._steps.open(going_on=self._backward.iteration is not None)
         self._steps.look_ahead(self._presences)
         doubtful, self._doubtful = self._doubtful, ()
         refuse_doubtful(doubtful, self._handles)
-        self._free_last(outermost)
+        last_units.enter(outermost, self._places[self._index[outermost]])
         self._preparation.prepare()  # this may raise
         share_buffers(self._readers.enter_call())
         self._backward.expect()
@@ -108,7 +107,7 @@ class RootForward:
     def enter(self, handle: Handle) -> None:
         """`handle`'s module is about to compute."""
         index = self._index[handle]
-        self._free_last(index)
+        last_units.enter(handle, self._places[index])
         self.order.record(index)
         while True:
             try:
@@ -119,11 +118,6 @@ class RootForward:
             except CommunicationError as error:
                 if not catch_up(self._handles, self._steps, error):
                     raise
-
-    def _free_last(self, entered: int) -> None:
-        """See Note [Last units]. What a scope keeps may be run by one rank alone, to which the others must not listen."""
-        if not self._handles[entered].kept_by:
-            self._last[entered].free()
 
     def leave(self, handle: Handle, output: Any, since: int, *, complete: bool) -> Any:
         """`handle`'s module has computed `output`, in a call that began when autograd's next node had the number `since`.
@@ -144,7 +138,7 @@ class RootForward:
                 iteration.untracked[index] = None
         if complete and not keep:
             if isinstance(handle.after_forward, FreeUnlessLast) and torch.is_grad_enabled():
-                self._last[self._index[handle]].add(handle)
+                last_units.last_units(self._places[self._index[handle]]).add(handle)
             else:
                 handle.settle_after_forward()
         running = self._nesting.running
@@ -162,13 +156,13 @@ class RootForward:
             check_order(self._handles, self._known, len(self._handles), mesh_info)
             self._verified = True
         self.order.complete()
+        no_grad = not torch.is_grad_enabled()
+        all_frozen = not any(handle.outputs.pending for handle in self._handles)  # and nobody asks for inputs' gradients
         for handle in self._handles:
             if handle.phase is Phase.GATHERING and not handle.kept_by:
                 handle.reshard()  # prefetched for nothing
-            elif handle.phase is Phase.UNSHARDED and not torch.is_grad_enabled() and not handle.kept_by:
+            elif handle.phase is Phase.UNSHARDED and (no_grad or (all_frozen and handle.is_last)) and not handle.kept_by:
                 handle.reshard()  # no backward will come
-        if torch.is_grad_enabled() and not any(handle.outputs.pending for handle in self._handles):
-            self._last[0].free()  # all is frozen, and nobody asks for the gradients of inputs
         iteration = self._backward.iteration
         if not torch.is_grad_enabled() and iteration is not None and not (iteration.finished.next_units(1) or iteration.pinned):
             self._backward.drop()

@@ -235,8 +235,8 @@ FORWARD: Final = ["(root)", "0", "1", "2", "3"]
         (_another, FORWARD, ["", "3"], ["2", "1", "0", "3", "2", "1", "0"]),
         (_of_a_part, ["1", "2"], ["1"], ["(root)", "3", "2", "1", "0"]),
         (_evaluation, FORWARD, [], ["(root)", "3", "2", "1", "0"]),
-        (_evaluation_in_a_scope, ["0", "1", "2"], [], ["(root)", "3", "2", "1", "0"]),
-        (_all_unsharded, ["0", "1", "2"], ["", "0", "1", "2", "3"], []),
+        (_evaluation_in_a_scope, FORWARD, [], ["(root)", "3", "2", "1", "0"]),
+        (_all_unsharded, FORWARD, ["", "0", "1", "2", "3"], []),
     ],
 )
 def test_a_forward_that_follows_frees_them_before_it_gathers(
