@@ -38,7 +38,6 @@ class LastUnits:
         self._left: list[ref[Handle]] = []
 
     def add(self, handle: Handle) -> None:
-        """The forward of `handle` has ended, and a backward may come."""
         if not handle.kept_by:
             handle.keep_as_last()
             self._left.append(ref(handle))
@@ -69,8 +68,8 @@ def place_of(mesh_info: MeshInfo) -> Place:
     return ranks, mesh_info.device
 
 
-def last_units(place: Place) -> LastUnits:
-    """Those at `place`, of this thread."""
+def _left_at(place: Place) -> LastUnits:
+    """Those of this thread."""
     found = _KNOWN.by_place.get(place)
     if found is None:
         found = _KNOWN.by_place[place] = LastUnits()
@@ -81,5 +80,10 @@ def enter(handle: Handle, place: Place) -> None:
     """The module of `handle` is about to be called: what is left of others is not the last any more."""
     gathers = handle.phase is not Phase.UNSHARDED and handle.parameters.groups
     if (gathers or handle.is_last) and not handle.kept_by:
-        last_units(place).free()
+        _left_at(place).free()
         handle.free_last()  # it may have been left in another thread
+
+
+def leave(handle: Handle, place: Place) -> None:
+    """The forward of `handle` has ended, and a backward may come."""
+    _left_at(place).add(handle)

@@ -138,7 +138,7 @@ class RootForward:
                 iteration.untracked[index] = None
         if complete and not keep:
             if isinstance(handle.after_forward, FreeUnlessLast) and torch.is_grad_enabled():
-                last_units.last_units(self._places[self._index[handle]]).add(handle)
+                last_units.leave(handle, self._places[self._index[handle]])
             else:
                 handle.settle_after_forward()
         running = self._nesting.running
