@@ -16,6 +16,7 @@ from composable.model.contract import module_name, registry
 from composable.model.hooks import dispatcher_of
 from composable.model.traversal import REPLICATE, SHARD, get_states
 from composable.plan.phases import Phase
+from composable.runtime import last_units
 from composable.runtime.handle import Handle
 
 
@@ -63,6 +64,7 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """
     handles = _handles_in("unshard", module)
     for handle in handles:
+        last_units.free(handle)
         handle.drop_if_stale()
         handle.unshard()
     pending = Unsharding(handles)
@@ -101,7 +103,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
     scope = object()
     try:
         for handle in handles:
-            handle.free_last()
+            last_units.free(handle)
             handle.keep_for(scope)
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 from torch import nn
 
@@ -126,7 +127,6 @@ class Handle:
 
     def unshard(self) -> None:
         """Launch the all-gather unless the parameters are, or will be, there. Users may write to what is gathered."""
-        self.free_last()
         self.tags.steps.open()  # ranks may have left the last one at different places
         self.unshard_in_step(for_user=True)
 
@@ -171,15 +171,8 @@ class Handle:
         written: list[str] = []
         for each in self.parameters.groups:
             written += each.free()
-        self._refuse(written)
-
-    def _refuse(self, written: Sequence[str]) -> None:
         if written:
-            raise PhaseError(
-                f"parameter '{written[0]}' of unit '{self.name}' was written to in place while it was unsharded; such a write "
-                "is lost when the parameter is resharded. Compute a new tensor, or write to the sharded parameter, outside of "
-                "forward."
-            )
+            refuse_write(written[0], self.name)
 
     def keep_for(self, reason: object) -> None:
         """The parameters stay unsharded once they are, while there is a reason: a scope, or a graph."""
@@ -200,19 +193,6 @@ class Handle:
                 self.phase = advance(self.phase, Event.RESHARD_POST_FORWARD, unit=self.name)
                 for each in self.parameters.groups:
                     each.reshard_post_forward()
-
-    def keep_as_last(self) -> None:
-        """Its forward has ended, and no unit has been entered since: backward may need it first."""
-        self.is_last = True
-        written = [name for each in self.parameters.groups for name in each.look_for_writes()]
-        if written:
-            self.reshard()
-            self._refuse(written)  # here: the error belongs to the forward that wrote
-
-    def free_last(self) -> None:
-        """Whoever comes is not its backward: what is there may be out of date, and other ranks may not have it."""
-        if self.is_last and not self.kept_by:
-            self.reshard()
 
     def withdraw(self) -> None:
         """Give a gather up that has not landed."""
@@ -240,6 +220,14 @@ class Handle:
             self.phase = Phase.SHARDED
             for each in self.parameters.groups:
                 each.free()  # whatever was written: the step is lost anyway
+
+
+def refuse_write(parameter: str, unit: str) -> NoReturn:
+    raise PhaseError(
+        f"parameter '{parameter}' of unit '{unit}' was written to in place while it was unsharded; such a write "
+        "is lost when the parameter is resharded. Compute a new tensor, or write to the sharded parameter, outside of "
+        "forward."
+    )
 
 
 def _launch(

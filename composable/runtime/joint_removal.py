@@ -21,6 +21,7 @@ from composable.device.collectives import GatherPart
 from composable.device.private import local_of
 from composable.model.transaction import through_interrupts
 from composable.plan.phases import Phase
+from composable.runtime import last_units
 from composable.runtime.handle import Handle
 from composable.runtime.originals import Originals
 
@@ -50,7 +51,7 @@ class _Gathering:
         for handle in self._handles:
             if not handle.parameters.registered.intact():
                 handle.adopt_replaced()
-            handle.free_last()
+            last_units.free(handle)
             handle.drop_if_stale()
             if handle.phase is not Phase.UNSHARDED:
                 self._unsharded.append(handle)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from composable.plan.phases import Phase
-from composable.runtime.handle import Handle
+from composable.runtime.handle import Handle, refuse_write
 from composable.runtime.mesh_info import MeshInfo
 
 Place = tuple[tuple[int, ...], torch.device]  # ranks, by their numbers among all, and a device
@@ -38,16 +38,21 @@ class LastUnits:
         self._left: list[ref[Handle]] = []
 
     def add(self, handle: Handle) -> None:
-        if not handle.kept_by:
-            handle.keep_as_last()
-            self._left.append(ref(handle))
+        if handle.kept_by:
+            return
+        handle.is_last = True
+        for each in handle.parameters.groups:
+            if written := each.look_for_writes():
+                handle.reshard()
+                refuse_write(written[0], handle.name)  # now: the error belongs to the forward that wrote
+        self._left.append(ref(handle))
 
     def free(self) -> None:
         """They are not the last ones any more."""
         while self._left:
             handle = self._left[-1]()
             if handle is not None and not handle.calls.depth:
-                handle.free_last()
+                free(handle)
             self._left.pop()  # last: after an interrupt, or an error, it is done again
 
 
@@ -76,12 +81,18 @@ def _left_at(place: Place) -> LastUnits:
     return found
 
 
+def free(handle: Handle) -> None:
+    """Whoever comes is not its backward: what is there may be out of date, and other ranks may not have it."""
+    if handle.is_last and not handle.kept_by:
+        handle.reshard()
+
+
 def enter(handle: Handle, place: Place) -> None:
     """The module of `handle` is about to be called: what is left of others is not the last any more."""
     gathers = handle.phase is not Phase.UNSHARDED and handle.parameters.groups
     if (gathers or handle.is_last) and not handle.kept_by:
         _left_at(place).free()
-        handle.free_last()  # it may have been left in another thread
+        free(handle)  # it may have been left in another thread
 
 
 def leave(handle: Handle, place: Place) -> None:

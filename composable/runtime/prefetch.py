@@ -20,15 +20,11 @@ def gather_with_next(
     Args:
         saves_memory: messages of `unit` are given back before the next ones get memory.
     """
-    if saves_memory:
-        _launch(handles[unit])
-        handles[unit].wait_for_unshard()
     for index in (unit, *order.next_units(PREFETCH_DEPTH)):
-        _launch(handles[index])
+        handle = handles[index]
+        if handle.phase is Phase.SHARDED or handle.phase is Phase.SHARDED_POST_FORWARD:
+            handle.unshard_in_step()
+        if saves_memory and index == unit:
+            handle.wait_for_unshard()
     if not saves_memory:
         handles[unit].wait_for_unshard()
-
-
-def _launch(handle: Handle) -> None:
-    if handle.phase is Phase.SHARDED or handle.phase is Phase.SHARDED_POST_FORWARD:
-        handle.unshard_in_step()
