@@ -38,7 +38,7 @@ def share_buffers(units: Sequence[Buffered]) -> None:
             for unit in members:
                 unit.averaging.order.abort()  # if a backward raised
             order = members[0].averaging.order
-            if communicator.capabilities.ordered and (len(members) < len(order) or order.company.has_others(order.kin)):
+            if communicator.capabilities.ordered and (len(members) < len(order) or order.company.has_had_others(order.kin)):
                 _check_order(members[0].averaging)
             _share(buffers, communicator, members[0].averaging.name)
 
@@ -47,7 +47,7 @@ def _check_order(called: Averaging) -> None:
     """Others use the same communicator, and what is annotated around them all is not called: each shares by itself."""
     unit, communicator = called.name, called.communicator
     label = f"check of the order of units with buffers, at unit '{unit}'"
-    lowest, highest = communicator.min_max([called.number], label=label)
+    lowest, highest = communicator.min_max([called.place], label=label)
     if lowest != highest:
         raise RanksDisagreeError(
             f"replicate: rank {communicator.rank} calls unit '{unit}', whose buffers follow rank 0, where another rank calls "

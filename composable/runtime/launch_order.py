@@ -86,6 +86,7 @@ class Company:
 
     def __init__(self) -> None:
         self._orders: WeakSet[LaunchOrder] = WeakSet()
+        self._members: dict[object, int] = {}  # how many reducers have been put into orders of a kin, and not been taken out
         self._places = 0  # that have been given away
         self.line: list[ref[OrderedBackward]] = []
 
@@ -98,8 +99,17 @@ class Company:
         self._places += count
         return range(start, start + count)
 
+    def count(self, kin: object, change: int) -> None:
+        self._members[kin] = self._members.get(kin, 0) + change
+
+    def has_had_others(self, kin: object) -> bool:
+        """Whether reducers were put into orders of another kin, and not taken out. Those whose model is gone count, too: all
+        ranks give the same answer, whatever their garbage collectors have found."""
+        return any(count for other, count in self._members.items() if other is not kin)
+
     def has_others(self, kin: object) -> bool:
-        """Whether reducers train that are not in an order of this kin."""
+        """Whether reducers train that are not in an order of this kin. Ranks may differ: one may still keep a model that nobody
+        uses."""
         others = [order for order in self._orders if order.kin is not kin]
         return any(member.hooks for order in others for member in order.members)
 
@@ -132,11 +142,14 @@ class LaunchOrder:
 
     def put(self, place: int, member: Member) -> None:
         """From here on `member` launches behind those at lower places. Done between backwards."""
+        if place not in self._places:
+            self.company.count(self.kin, 1)
         self._places[place] = member
         self._sort()
 
     def take_out(self, place: int) -> None:
-        self._places.pop(place, None)
+        if self._places.pop(place, None) is not None:
+            self.company.count(self.kin, -1)
         self._sort()
 
     def __len__(self) -> int:

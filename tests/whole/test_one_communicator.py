@@ -6,6 +6,7 @@ Ranks run the units in orders of their own and leave out units and layers, so gr
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -298,6 +299,35 @@ def test_units_side_by_side_with_buffers_must_be_called_in_one_order_on_an_accel
     for text in pool.run(2, _buffers_in_other_orders):
         assert text.startswith("replicate: rank ")
         assert text.endswith("Call such units in the same order on every rank, or call the annotated module around them")
+
+
+def _a_copy_stays_on_one_rank() -> None:
+    """There one unit more was made, and a model lives that nobody uses any more."""
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        with communicators_wrapped_by(all_accelerators):
+            return replicate(model)
+
+    former = made()
+    kept = copy.deepcopy(former) if dist.get_rank() == 0 else None
+    del former
+    gc.collect()
+    model = made()
+    for step in range(2):
+        model(torch.full((3, WIDTH), float(step + dist.get_rank()))).sum().backward()
+    lowest = torch.cat([buffer.reshape(-1).double() for buffer in model.buffers()])
+    model.eval()(torch.ones(3, WIDTH))  # which shares rank 0's
+    shared = torch.cat([buffer.reshape(-1).double() for buffer in model.buffers()])
+    dist.broadcast(lowest, 0)
+    assert torch.equal(shared, lowest)
+    del kept
+
+
+@pytest.mark.host
+def test_units_with_buffers_agree_on_their_order_whatever_each_rank_has_made_and_kept(pool: Pool) -> None:
+    pool.run(2, _a_copy_stays_on_one_rank)
 
 
 def _without_words_of_the_root(form: str) -> None:
