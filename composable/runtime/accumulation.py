@@ -88,11 +88,11 @@ class Accumulation:
 
         Scopes may be others when it is dropped, and on other ranks when they come to that; and other ranks may leave the
         window in another of its steps: this may have been the first one, before any scope. Those whose units stay unsharded
-        send nothing more in it, so they hear of it in the next.
+        send nothing more in it, so they hear of it in the next. An evaluation is in no window.
         """
         if not self._lost:
             self._lost = True
-            if self.in_window or self._accumulates:
+            if self.in_window or self.now is not Pass.REDUCES or (self._accumulates and not steps.evaluates):
                 steps.end_window()
 
     def drop(self) -> None:

@@ -162,11 +162,11 @@ class Handle:
 
     def reshard(self) -> None:
         """Free the unsharded parameters; a gather in flight is waited for first."""
+        self.is_last = False
         if self.phase is Phase.SHARDED:
             return
         if self.phase is Phase.GATHERING:
             self.wait_for_unshard()
-        self.is_last = False
         self.phase = advance(self.phase, Event.RESHARD, unit=self.name)
         written: list[str] = []
         for each in self.parameters.groups:

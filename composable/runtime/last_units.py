@@ -38,7 +38,7 @@ class LastUnits:
         self._left: list[ref[Handle]] = []
 
     def add(self, handle: Handle) -> None:
-        if handle.kept_by:
+        if handle.kept_by or handle.phase is not Phase.UNSHARDED:
             return
         handle.is_last = True
         for each in handle.parameters.groups:
@@ -89,7 +89,7 @@ def free(handle: Handle) -> None:
 
 def enter(handle: Handle, place: Place) -> None:
     """The module of `handle` is about to be called: what is left of others is not the last any more."""
-    gathers = handle.phase is not Phase.UNSHARDED and handle.parameters.groups
+    gathers = handle.phase is not Phase.UNSHARDED and handle.parameters.takes_all_ranks
     if (gathers or handle.is_last) and not handle.kept_by:
         _left_at(place).free()
         free(handle)  # it may have been left in another thread

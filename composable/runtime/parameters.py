@@ -35,13 +35,14 @@ class UnitParameters:
     Attributes:
         registered: the parameters as they were left with the modules, to be compared with what these hold later.
         trainable: whether any of them is.
+        takes_all_ranks: whether to unshard them takes all ranks that have parts of them.
         on_meta: names of those that have no values yet.
         unit: its name, for messages.
     """
 
     __slots__ = (
         "_buffer_dtype", "_builder", "_holders", "_in_place", "_mesh_info", "gradient_groups", "groups", "on_meta", "params",
-        "registered", "swap", "trainable", "unit"
+        "registered", "swap", "takes_all_ranks", "trainable", "unit"
     )  # fmt: skip
 
     registered: Registered
@@ -67,6 +68,8 @@ class UnitParameters:
     def rebuild(self) -> None:
         """(Re)build the groups around the parameters as they are now: plain tensors, or DTensors of our placement."""
         groups = self.groups = self._builder.build()
+        alone = self._mesh_info.all.size == 1
+        self.takes_all_ranks = any(alone or group.flat.layout.gathered for group in groups)
         self.gradient_groups = tuple(
             GradientGroup(group.flat, group.sharded, group.unsharded, self._mesh_info) for group in groups
         )

@@ -95,7 +95,9 @@ class RootForward:
 
     def _begin(self, outermost: Handle) -> None:
         self._sums.claim()
-        self._steps.open(going_on=self._backward.iteration is not None)
+        going_on = self._backward.iteration is not None
+        self._steps.open(going_on=going_on)
+        self._steps.evaluates = not (going_on or torch.is_grad_enabled())
         self._steps.look_ahead(self._presences)
         doubtful, self._doubtful = self._doubtful, ()
         refuse_doubtful(doubtful, self._handles)

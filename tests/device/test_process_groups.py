@@ -139,3 +139,12 @@ def test_where_torch_has_no_such_way_groups_are_made_as_torch_makes_them(missing
     )
     with gone:
         assert named_group([0, 1], "composable_test", "composable test", like=world, device=CPU) is None
+
+
+@spmd(ranks=2)
+def test_a_group_that_could_not_be_made_on_one_rank_can_be_made_later() -> None:
+    if dist.get_rank() == 1:
+        refused = mock.patch("composable.device.collectives.process_groups.named_group", side_effect=RuntimeError("refused"))
+        with refused, pytest.raises(RuntimeError, match="refused"):
+            communicator_like(world_group(), CPU)
+    assert _total(communicator_like(world_group(), CPU)) == 1

@@ -116,7 +116,7 @@ def test_compiled_graphs_keep_no_copies_of_parameters_for_backward() -> None:
     with fresh_compiler():
         model = CASE.model(0, 0, current_device())
         sizes = [parameter.numel() for parameter in model.parameters()]
-        fully_shard(model, policy={Block})
+        fully_shard(model, policy={Block}, reshard_after_forward=True)
         each_block(model, backend="aot_eager")
         (batch,) = CASE.inputs(0, 0, dist.get_rank(), current_device())
         loss = model(batch).square().mean()

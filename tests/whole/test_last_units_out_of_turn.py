@@ -164,6 +164,29 @@ def _one_without_parameters_looked_at(reshard: Reshard) -> None:
     _looked_at(reshard, _WithoutParameters(), reshard_after_forward=reshard)
 
 
+class _Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _one_that_each_rank_has_whole_looked_at(reshard: Reshard) -> None:
+    model, plain = _pair(reshard)
+    gate = fully_shard(_Gate())
+    gate(_batch())
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(_batch()).sum()
+        if dist.get_rank() == 0:
+            gate(_batch(1))
+        loss.backward()
+    plain(_batch()).sum().backward()
+    _same_gradients(model, plain)
+
+
 def _teacher_looked_at(reshard: Reshard) -> None:
     student, plain = _pair(reshard)
     teacher, _ = _pair(False)
@@ -234,6 +257,7 @@ _PROGRAMS: Final[dict[str, Callable[[Reshard], None]]] = {
     "recomputed after a write": _recomputed,
     "a unit that stays, looked at by one rank": _kept_one_looked_at,
     "a unit without parameters, looked at by one rank": _one_without_parameters_looked_at,
+    "a unit that each rank has whole, looked at by one rank": _one_that_each_rank_has_whole_looked_at,
     "another model that is unsharded, looked at by one rank": _teacher_looked_at,
     "another model in a scope, looked at by one rank": _teacher_looked_at_in_a_scope,
     "unsharded after one rank has raised": _after_one_rank_has_raised(unshard),

@@ -187,3 +187,36 @@ def test_replicas_that_lose_a_reducing_micro_batch_first_meet_again_with_a_scope
 @pytest.mark.host
 def test_four_ranks_meet_again_where_a_scope_is_around_backward_alone(pool: Pool) -> None:
     pool.run(4, _lose, "next to shards", "backward", _APART)
+
+
+def _evaluation_raises() -> list[str]:
+    """On rank 0, behind its last gather: the others have nothing to hear of."""
+    torch.manual_seed(0)
+    model = Layers()
+    fully_shard(model, policy={type(model[0])})
+    x, failed = torch.ones(2, 8), []
+    with no_sync(model):
+        model(x).sum().backward()
+    model(x).sum().backward()
+    model.zero_grad()
+    hook = model.register_forward_hook(leave) if dist.get_rank() == 0 else None
+    with torch.no_grad():
+        if hook is None:
+            model(x)
+        else:
+            with pytest.raises(Planned):
+                model(x)
+            hook.remove()
+    dist.barrier()
+    for step in range(3):
+        try:
+            model(x).sum().backward()
+        except CommunicationError as error:
+            failed.append(f"{step}: {error}")
+        model.zero_grad()
+    return failed
+
+
+@pytest.mark.host
+def test_an_evaluation_that_raises_on_one_rank_costs_no_step_though_a_scope_was_used_before(pool: Pool) -> None:
+    assert pool.run(2, _evaluation_raises) == [[], []]

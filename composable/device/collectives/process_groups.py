@@ -102,12 +102,13 @@ def _new_group(ranks: list[int], like: dist.ProcessGroup, device: torch.device, 
         purpose: what tools call it by.
     """
     counts = _MADE.setdefault(world_group(), {})
-    number = counts[tuple(ranks)] = counts.get(tuple(ranks), 0) + 1
+    number = counts.get(tuple(ranks), 0) + 1
     digest = sha256(repr(ranks).encode()).hexdigest()[:16]
     name, description = f"composable_{digest}_{number}", f"composable {purpose}"
     made = named_group(ranks, name, description, like=like, device=device)
     if made is None:
         made = dist.new_group(ranks, timeout_of(like, device), use_local_synchronization=True, group_desc=description)
+    counts[tuple(ranks)] = number  # now: of one that was not made, ranks may not all know
     return made
 
 

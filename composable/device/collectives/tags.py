@@ -62,7 +62,8 @@ class Steps:
     WINDOW: Final = 65537  # steps in a window at most; odd: numbers that lie a window apart differ in their lowest bits, too
 
     __slots__ = (
-        "__weakref__", "_window_ended", "behind", "by_backward", "losses", "met", "mutual", "number", "oldest", "told"
+        "__weakref__", "_window_ended", "behind", "by_backward", "evaluates", "losses", "met", "mutual", "number", "oldest",
+        "told"
     )  # fmt: skip
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
@@ -73,6 +74,7 @@ class Steps:
         self.told = -1  # the last step in which another rank was found to have left one
         self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
         self.behind = False  # maybe: an interrupt came, and others have opened more steps since
+        self.evaluates = False  # no backward will come to what this step does
         self._window_ended = False
         self.losses = Losses()
 
