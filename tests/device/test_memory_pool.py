@@ -92,7 +92,8 @@ def test_a_buffer_made_in_inference_mode_can_be_trained_with_later(pool: MemoryP
 
 @pytest.fixture
 def swapping() -> MemoryPool:
-    assert private.CAN_SWAP, "this torch cannot exchange memory; the pool only resizes"
+    if not private.CAN_SWAP:
+        pytest.skip("this torch cannot exchange memory; the pool only resizes")
     return MemoryPool()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -63,7 +64,8 @@ def _train(scheme: str) -> None:
     if device.type == "sim":
         assert watch.host_waits_of(step) == []
         return
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # it calls itself a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         step()
     finally:
