@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from composable.device.collectives import Communicator, ReducePart, TagSequence
 from composable.device.flat_parameters import FlatParameters
-from composable.device.parameter_forms import like_parameter
+from composable.device.parameter_forms import gradient_like
 from composable.device.private import gradient_hooks
 from composable.device.sharded_gradients import GradientRows, GradientShards
 from composable.device.user_hooks import hooked, with_hooks
@@ -239,7 +239,7 @@ class Reduction:
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
     """Put a whole gradient on a parameter of which this rank holds everything."""
-    fresh = like_parameter(gradient, parameter)
+    fresh: Tensor = gradient_like(gradient, parameter)
     if gradient_hooks(parameter):
         fresh = hooked(parameter, fresh)
     parameter.grad = fresh if parameter.grad is None else parameter.grad + fresh

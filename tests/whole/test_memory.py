@@ -56,6 +56,7 @@ def _train_for_long(scheme: str) -> tuple[list[tuple[int, int]], list[int], list
     optimizer = sgd(model)
     for group in optimizer.param_groups:
         group["lr"] = 1e-4
+        group["foreach"] = False  # with DTensors of torch 2.11 every such call leaks: pytorch/pytorch#178276
     live, resident, hooks = [], [], []
     for step in range(STEPS):
         # Evaluation and forwards that nobody uses are where leftovers would gather.
