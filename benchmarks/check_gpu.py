@@ -71,6 +71,7 @@ def _tests(*arguments: str) -> tuple[str, ...]:
 _PATIENT = {"COMPOSABLE_TEST_TIMEOUT": "240"}
 _OURS = ("--contenders", "composable,composable-keep,composable-replicate")
 _AGAINST_RIVALS = ("--contenders", "un-annotated,composable*,fsdp2*,ddp-views")
+_LARGE = ("--model", "large", "--contenders", "un-annotated,composable,composable-keep,fsdp2,fsdp2-keep")
 
 CHECKS = (
     Check(
@@ -108,7 +109,17 @@ CHECKS = (
         {"TORCH_CUDA_SANITIZER": "1"},
     ),
     Check("memory", "the allocator's peak against FSDP2's, 64 faked ranks", **_faked("memory", *_AGAINST_RIVALS)),
+    Check(
+        "memory-large",
+        "the same with six blocks of a 7B model in bfloat16",
+        _benchmark("memory", *FAKED, *_LARGE),
+    ),
     Check("step", "a step's time against FSDP2's and DDP's, 64 faked ranks", **_faked("step", *_AGAINST_RIVALS)),
+    Check(
+        "step-large",
+        "the same with six blocks of a 7B model in bfloat16",
+        _benchmark("step", *FAKED, *_LARGE),
+    ),
     Check("overhead", "the host's time against FSDP2's and DDP's, 64 faked ranks", **_faked("overhead", "--rounds", "5")),
     Check("optimizer", "an optimizer on local shards against one on DTensors, 64 faked ranks", **_faked("optimizer")),
     Check(

@@ -134,11 +134,13 @@ def main() -> None:
     add_choice(options, DEFAULT)
     found = parse(options, model="tiny")
     names = chosen(options, found.contenders)
-    task = task_of(found.model, seed=found.seed, rank=0, device=torch.device("cpu"))
-    activations = saved_bytes(task)
+    large = found.model == "large"  # and its activations would have to be computed on the host
+    task = task_of(found.model, seed=found.seed, rank=0, device=torch.device("meta" if large else "cpu"))
+    activations = 0 if large else saved_bytes(task)
     size = world_of(found)
     forecast = {
-        name: predicted(name, task, size=size, activations=activations, on_host=found.device == "cpu") for name in PREDICTABLE
+        name: predicted(name, task, size=size, activations=activations, on_host=found.device == "cpu")
+        for name in (() if large else PREDICTABLE)
     }
     world = f"{found.fake_world} ranks, communication faked" if found.fake_world else f"{found.ranks} ranks"
     allocator = ", glibc as it is" if found.allocator == "default" else ""
@@ -165,7 +167,7 @@ def main() -> None:
         "predictions": prediction_data,
         "bytes": rounded(rounds),
     }
-    suffix = "" if found.allocator == "exact" else "-default"
+    suffix = ("-large" if large else "") + ("" if found.allocator == "exact" else "-default")
     emit(f"memory{suffix}", found, title=title, tables=tables, data=data, draw=draw)
 
 

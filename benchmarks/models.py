@@ -195,9 +195,21 @@ class Task:
 BATCHES = 8  # different ones, used in turn
 
 
-def gpt_task(*, layers: int, width: int, heads: int, batch: int, time: int, seed: int, rank: int, device: torch.device) -> Task:
+def gpt_task(
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    batch: int,
+    time: int,
+    seed: int,
+    rank: int,
+    device: torch.device,
+    dtype: torch.dtype = torch.float32,
+) -> Task:
     torch.manual_seed(seed)
-    model = GPT(layers=layers, width=width, heads=heads, context=time).to(device)
+    with device:  # a large one takes minutes to initialise on the host
+        model = GPT(layers=layers, width=width, heads=heads, context=time).to(dtype)
     generator = torch.Generator().manual_seed(seed + 1 + rank)
     tokens = torch.randint(256, (BATCHES, batch, time + 1), generator=generator).to(device)
 
@@ -206,7 +218,9 @@ def gpt_task(*, layers: int, width: int, heads: int, batch: int, time: int, seed
         return F.cross_entropy(called(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten())
 
     size = sum(parameter.numel() for parameter in model.parameters()) / 1e6
-    return Task(model, Block, loss, f"GPT of {size:.1f} M parameters ({layers} layers, width {width}), {batch} x {time} tokens")
+    kind = "" if dtype == torch.float32 else f" in {str(dtype).removeprefix('torch.')}"
+    title = f"GPT of {size:.1f} M parameters{kind} ({layers} layers, width {width}), {batch} x {time} tokens"
+    return Task(model, Block, loss, title)
 
 
 def conv_task(*, channels: int, depth: int, batch: int, side: int, seed: int, rank: int, device: torch.device) -> Task:
@@ -234,20 +248,22 @@ def vector_task(model: nn.Module, units: type[nn.Module], *, width: int, device:
     return Task(model.to(device), units, loss, title)
 
 
-SIZES = ("gpt", "small", "conv", "tiny")
+SIZES = ("gpt", "large", "small", "conv", "tiny")
 
 
 def task_of(size: str, *, seed: int, rank: int, device: torch.device) -> Task:
-    """One of `SIZES`; `tiny` is for smoke runs."""
+    """One of `SIZES`; `tiny` is for smoke runs, `large`, whose blocks are as large as those of 7B models, for accelerators."""
     if size == "conv":
         return conv_task(channels=256, depth=6, batch=4, side=64, seed=seed, rank=rank, device=device)
     layers, width, heads, batch, time = {
         "gpt": (6, 768, 12, 2, 128),
+        "large": (6, 4096, 32, 1, 2048),
         "small": (4, 256, 8, 2, 128),
         "tiny": (2, 64, 2, 2, 16),
     }[size]
     shape = {"layers": layers, "width": width, "heads": heads, "batch": batch, "time": time}
-    return gpt_task(**shape, seed=seed, rank=rank, device=device)
+    dtype = torch.bfloat16 if size == "large" else torch.float32
+    return gpt_task(**shape, seed=seed, rank=rank, device=device, dtype=dtype)
 
 
 ADAMW_FLAGS = ("default", "foreach", "fused")

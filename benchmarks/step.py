@@ -91,7 +91,7 @@ def main() -> None:
     add_choice(options, DEFAULT)
     found = parse(options, model="tiny")
     names = chosen(options, found.contenders)
-    title = task_of(found.model, seed=0, rank=0, device=torch.device("cpu")).title
+    title = task_of(found.model, seed=0, rank=0, device=torch.device("meta")).title
     world = f"{found.fake_world} ranks, communication faked" if found.fake_world else f"{found.ranks} ranks"
     title = f"Training step: {title} per rank, AdamW, {world}, {found.device}"
     rounds = compete(build, names, found)
