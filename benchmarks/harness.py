@@ -100,7 +100,8 @@ def world_of(options: argparse.Namespace) -> int:
 def _join_group(options: argparse.Namespace, rank: int, rendezvous: str) -> None:
     if options.device == "cuda":
         torch.cuda.set_device(rank)
-    if options.fake_world and options.hollow:
+    # An accelerator is launched at by torch's fake group once per rank: at 64 ranks most of the host's time.
+    if options.fake_world and (options.hollow or options.device == "cuda"):
         hollow.register()
         dist.init_process_group(hollow.NAME, rank=0, world_size=options.fake_world, store=dist.HashStore())
         return

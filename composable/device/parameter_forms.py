@@ -25,6 +25,9 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     """Wrap `local` as `parameter` is wrapped: a DTensor of the same mesh and placements, or nothing."""
     if not isinstance(parameter, DTensor):
         return local
+    own = local_of(parameter)
+    if local.shape == own.shape and local.stride() == own.stride():
+        return dtensor_like(local, parameter)
     return _wrap(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
 

@@ -190,7 +190,8 @@ class Pool:
         found = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
         # NCCL refuses two ranks on one device of one host, but takes them for ranks of two hosts if they say so.
         host = {"NCCL_HOSTID": f"rank{index}"} if torch.cuda.device_count() == 1 else {}
-        with _environment(OMP_NUM_THREADS="1", **found, **host):
+        # cuBLAS gives the same bits every time only where each of its streams has memory of its own.
+        with _environment(OMP_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8", **found, **host):
             process.start()
         theirs.close()
         return _Rank(process, ours, log)
