@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from operator import attrgetter
+from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, Final, ParamSpec, TypeVar
 
@@ -24,7 +25,7 @@ from torch.autograd import profiler
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from composable.compilation import untraced
+from composable.compilation import untraced, untraced_alone
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -62,7 +63,63 @@ class _Ending:
     @untraced
     def __del__(self) -> None:
         if self._otherwise is not None:
-            self._otherwise()
+            otherwise, self._otherwise = self._otherwise, None
+            otherwise()
+
+
+class _CallsOfTheEngine:
+    """The calls of autograd's engine that run now, and what each of them has to end. An accelerator's part of a backward runs
+    in a thread of the engine's, which drops the pass a little after the caller has its error: milliseconds, in which
+    parameters would not be back. So whoever called the engine does what the drop would have done, before anybody sees it.
+    """
+
+    def __init__(self) -> None:
+        self._of_threads: dict[int, list[list[_Ending]]] = {}
+
+    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        thread = get_ident()
+        endings: list[_Ending] = []
+        self._of_threads.setdefault(thread, []).append(endings)
+        try:
+            return call(*args, **kwargs)
+        except BaseException:
+            for ending in endings:
+                ending.__del__()
+            raise
+        finally:
+            endings.clear()
+            calls = self._of_threads[thread]
+            calls.pop()
+            if not calls:
+                del self._of_threads[thread]
+
+    def take(self, ending: _Ending) -> None:
+        """It belongs to the innermost call of this thread, or of the only one that has any. Whose it is that a thread of the
+        engine's came upon while several call is not known: then it is left to the drop."""
+        calls = self._of_threads.get(get_ident())
+        if calls is None and len(self._of_threads) == 1:
+            (calls,) = self._of_threads.values()
+        if calls:
+            calls[-1].append(ending)
+
+
+_calls: Final = _CallsOfTheEngine()
+
+
+@cache
+def end_backwards_where_they_are_called() -> None:
+    """From here on, what is to be done after a backward that raised is done by the thread that called it, before the error
+    goes on; for accelerators. There is no public way to be told; torch replaces this function in the same way where it traces
+    backward. A torch without it drops what it was to call when it gets to it."""
+    engine = getattr(torch.autograd, "_engine_run_backward", None)
+    if engine is not None:
+
+        @wraps(engine)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            return _calls.run(engine, *args, **kwargs)
+
+        for module in (torch.autograd.graph, torch.autograd):
+            module._engine_run_backward = untraced_alone(run)  # type: ignore[attr-defined]
 
 
 def _nothing() -> None:
@@ -71,9 +128,11 @@ def _nothing() -> None:
 
 def at_end_of_backward(callback: Callable[[], None], otherwise: Callable[[], None] = _nothing) -> None:
     """Run `callback` when the running backward pass ends without an error, `otherwise` when it raised. The engine offers the
-    first only here, and the second not at all: but the pass drops what it was to call before the error reaches the caller.
-    `otherwise` must not raise, and wait for nobody."""
-    torch.autograd.Variable._execution_engine.queue_callback(_Ending(callback, otherwise))
+    first only here, and the second not at all: but the pass drops what it was to call before the error reaches the caller,
+    or we do. `otherwise` must not raise, and wait for nobody."""
+    ending = _Ending(callback, otherwise)
+    torch.autograd.Variable._execution_engine.queue_callback(ending)
+    _calls.take(ending)
 
 
 # The number of the next autograd node that this thread makes. Backward runs the highest numbers first. No public call tells

@@ -17,6 +17,7 @@ from composable.device.collectives.generic import GenericCommunicator
 from composable.device.collectives.local import LocalCommunicator
 from composable.device.collectives.point_to_point import PointToPointCommunicator
 from composable.device.collectives.process_groups import backend_of, communicator_like, group_like, reference_to
+from composable.device.private import end_backwards_where_they_are_called
 from composable.device.streams import streams_of
 
 try:
@@ -57,6 +58,8 @@ def communicator_of(group: dist.ProcessGroup | None, device: torch.device, *, de
     def mine(group: dist.ProcessGroup) -> dist.ProcessGroup:
         return communicator_like(group, cpu) if dedicated else group
 
+    if device.type not in ("cpu", "meta"):
+        end_backwards_where_they_are_called()
     if group is None or dist.get_world_size(group) == 1:
         communicator = LocalCommunicator(device)
     elif device.type not in ("cpu", "meta"):
