@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils.dlpack import DLDeviceType
 
 NAME = "sim"
 BACKEND = "simccl"
@@ -31,9 +32,20 @@ def load(extension: Path) -> ModuleType:
         torch.utils.rename_privateuse1_backend(NAME)
         torch._register_device_module(NAME, sys.modules[__name__])
         torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+        torch.Tensor.__dlpack_device__ = _dlpack_device  # type: ignore[method-assign]
         dist.Backend.register_backend(BACKEND, _make_group, extended_api=True, devices=[NAME])
         atexit.register(_end)
     return sys.modules[__name__]
+
+
+_dlpack_device_of_torch = torch.Tensor.__dlpack_device__
+
+
+def _dlpack_device(tensor: torch.Tensor) -> tuple[Any, int]:
+    """torch exports tensors of foreign devices, but looks here for the name that they have before they are given one."""
+    if tensor.device.type == NAME:
+        return DLDeviceType.kDLExtDev, tensor.device.index
+    return _dlpack_device_of_torch(tensor)
 
 
 def _make_group(options: Any, backend_options: object = None) -> Any:
