@@ -80,6 +80,6 @@ def test_parameters_come_back_where_two_threads_call_backward_and_one_of_them_ra
         backward()
     over.set()
     thread.join()
-    torch.ones((), device=current_device(), requires_grad=True).square().backward()  # autograd's thread has dropped those before
+    torch.ones((), device=current_device(), requires_grad=True).square().backward()  # after those
     assert all(one is each for one, each in zip(raising.parameters(), parameters, strict=True))
     assert all(parameter.grad is not None for parameter in other.parameters())
