@@ -15,7 +15,7 @@ from composable.device.memory import HOST_MEMORY, NO_POOL, MemoryPool
 from composable.device.parameter_swap import ParamInfo, ShardedParam
 from composable.errors import PhaseError, unit_name
 from composable.plan.phases import Event, Phase, advance
-from composable.runtime.dtype_group import DtypeGroup, digest_of_dtypes
+from composable.runtime.dtype_group import digest_of_dtypes
 from composable.runtime.gradients import UnitGradients
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.outputs import UnitOutputs
@@ -143,21 +143,20 @@ class Handle:
         tags = self.tags.gather_post_forward if post_forward else self.tags.gather
         assert tags is not None
         tags.decisions = self._gathered_anew + self._dtypes
-        launching = (self._works, self.parameters.groups, post_forward, tags, self._label, for_user)
-        if profiled() and self.parameters.groups:
-            labelled(self._label, _launch, *launching)
-        else:
-            _launch(*launching)
+        if self.parameters.groups:
+            if profiled():
+                labelled(self._label, _launch, self, tags, for_user)
+            else:
+                _launch(self, tags, for_user)
 
     def wait_for_unshard(self) -> None:
         """Wait for the all-gather, if one is in flight."""
         if self.phase is Phase.GATHERING:
             works, self._works = self._works, []
-            landing = (works, self.parameters.groups, self._gathers_post_forward)
-            if profiled() and works:
-                labelled(f"wait for the {self._label}", _land, *landing)
+            if works and profiled():
+                labelled(f"wait for the {self._label}", _land, self, works)
             else:
-                _land(*landing)
+                _land(self, works)
         self.phase = advance(self.phase, Event.WAIT, unit=self.name)
 
     def reshard(self) -> None:
@@ -230,20 +229,18 @@ def refuse_write(parameter: str, unit: str) -> NoReturn:
     )
 
 
-def _launch(
-    works: list[Work], groups: Sequence[DtypeGroup], post_forward: bool, tags: TagSequence, label: str, for_user: bool
-) -> None:
-    for each in groups:
-        if post_forward:
-            work = each.gather_post_forward(tags, label)
+def _launch(handle: Handle, tags: TagSequence, for_user: bool) -> None:
+    for each in handle.parameters.groups:
+        if handle._gathers_post_forward:
+            work = each.gather_post_forward(tags, handle._label)
         else:
-            work = each.gather(tags, label, for_user=for_user)
+            work = each.gather(tags, handle._label, for_user=for_user)
         if work is not None:
-            works.append(work)
+            handle._works.append(work)
 
 
-def _land(works: Sequence[Work], groups: Sequence[DtypeGroup], post_forward: bool) -> None:
+def _land(handle: Handle, works: Sequence[Work]) -> None:
     for work in works:
         work.wait()
-    for each in groups:
-        each.wait_for_unshard(post_forward=post_forward)
+    for each in handle.parameters.groups:
+        each.wait_for_unshard(post_forward=handle._gathers_post_forward)

@@ -26,18 +26,26 @@ from composable.plan.phases import Phase
 from composable.runtime.handle import Handle, refuse_write
 from composable.runtime.mesh_info import MeshInfo
 
-Place = tuple[tuple[int, ...], torch.device]  # ranks, by their numbers among all, and a device
 
+class LastUnits(threading.local):
+    """The units at one place whose forwards have ended since the last one was entered.
 
-class LastUnits:
-    """The units at one place whose forwards have ended since the last one was entered."""
-
-    __slots__ = ("_left",)
+    Models that run in several threads at once do not free each other's units: each thread sees its own.
+    """
 
     def __init__(self) -> None:
         self._left: list[ref[Handle]] = []
 
-    def add(self, handle: Handle) -> None:
+    def enter(self, handle: Handle) -> None:
+        """The module of `handle` is about to be called: what is left of others is not the last any more."""
+        gathers = handle.phase is not Phase.UNSHARDED and handle.parameters.takes_all_ranks
+        if (gathers or handle.is_last) and not handle.kept_by:
+            self._free()
+            if handle.is_last:
+                free(handle)  # it was left in another thread
+
+    def leave(self, handle: Handle) -> None:
+        """The forward of `handle` has ended, and a backward may come."""
         if handle.kept_by or handle.phase is not Phase.UNSHARDED:
             return
         handle.is_last = True
@@ -47,54 +55,28 @@ class LastUnits:
                 refuse_write(written[0], handle.name)  # now: the error belongs to the forward that wrote
         self._left.append(ref(handle))
 
-    def free(self) -> None:
+    def _free(self) -> None:
         """They are not the last ones any more."""
-        while self._left:
-            handle = self._left[-1]()
+        left = self._left
+        while left:
+            handle = left[-1]()
             if handle is not None and not handle.calls.depth:
                 free(handle)
-            self._left.pop()  # last: after an interrupt, or an error, it is done again
+            left.pop()  # last: after an interrupt, or an error, it is done again
 
 
-class _Known(threading.local):
-    """Models that run in several threads at once do not free each other's units."""
-
-    def __init__(self) -> None:
-        self.by_place: dict[Place, LastUnits] = {}
+# By ranks, with their numbers among all, and device. Asked once per root: to hash many ranks takes long.
+_PLACES: Final[dict[tuple[tuple[int, ...], torch.device], LastUnits]] = {}
 
 
-_KNOWN: Final = _Known()
-
-
-def place_of(mesh_info: MeshInfo) -> Place:
-    """Where units free each other: over the same ranks on the same device, whatever their process groups are."""
+def last_units_of(mesh_info: MeshInfo) -> LastUnits:
+    """Those that free each other: over the same ranks on the same device, whatever their process groups are."""
     group = None if mesh_info.group is None else mesh_info.group()
     ranks = () if group is None or mesh_info.all.size == 1 else tuple(dist.get_process_group_ranks(group))
-    return ranks, mesh_info.device
-
-
-def _left_at(place: Place) -> LastUnits:
-    """Those of this thread."""
-    found = _KNOWN.by_place.get(place)
-    if found is None:
-        found = _KNOWN.by_place[place] = LastUnits()
-    return found
+    return _PLACES.setdefault((ranks, mesh_info.device), LastUnits())
 
 
 def free(handle: Handle) -> None:
     """Whoever comes is not its backward: what is there may be out of date, and other ranks may not have it."""
     if handle.is_last and not handle.kept_by:
         handle.reshard()
-
-
-def enter(handle: Handle, place: Place) -> None:
-    """The module of `handle` is about to be called: what is left of others is not the last any more."""
-    gathers = handle.phase is not Phase.UNSHARDED and handle.parameters.takes_all_ranks
-    if (gathers or handle.is_last) and not handle.kept_by:
-        _left_at(place).free()
-        free(handle)  # it may have been left in another thread
-
-
-def leave(handle: Handle, place: Place) -> None:
-    """The forward of `handle` has ended, and a backward may come."""
-    _left_at(place).add(handle)

@@ -9,6 +9,7 @@ from composable.plan.phases import Phase
 from composable.plan.schedule import BackwardOrder, ForwardOrder
 from composable.runtime.handle import Handle
 
+_AT_REST: Final = (Phase.SHARDED, Phase.SHARDED_POST_FORWARD)
 PREFETCH_DEPTH: Final = 1  # units gathered ahead of need; docs/decisions/0005 says what was measured
 
 
@@ -20,11 +21,13 @@ def gather_with_next(
     Args:
         saves_memory: messages of `unit` are given back before the next ones get memory.
     """
-    for index in (unit, *order.next_units(PREFETCH_DEPTH)):
-        handle = handles[index]
-        if handle.phase is Phase.SHARDED or handle.phase is Phase.SHARDED_POST_FORWARD:
-            handle.unshard_in_step()
-        if saves_memory and index == unit:
-            handle.wait_for_unshard()
+    handle = handles[unit]
+    if handle.phase in _AT_REST:
+        handle.unshard_in_step()
+    if saves_memory:
+        handle.wait_for_unshard()
+    for index in order.next_units(PREFETCH_DEPTH):
+        if handles[index].phase in _AT_REST:
+            handles[index].unshard_in_step()
     if not saves_memory:
-        handles[unit].wait_for_unshard()
+        handle.wait_for_unshard()

@@ -15,10 +15,10 @@ from composable.errors import CommunicationError
 from composable.model.interrupts import calls_of
 from composable.plan.phases import Phase
 from composable.plan.schedule import CallNesting, ForwardOrder
-from composable.runtime import last_units
 from composable.runtime.buffer_broadcast import share_buffers
 from composable.runtime.divergence import catch_up, check_order
 from composable.runtime.handle import Handle
+from composable.runtime.last_units import last_units_of
 from composable.runtime.prefetch import gather_with_next
 from composable.runtime.preparation import Preparation
 from composable.runtime.readers import Readers
@@ -37,7 +37,7 @@ class RootForward:
     """
 
     __slots__ = (
-        "_abort", "_backward", "_doubtful", "_handles", "_index", "_known", "_nesting", "_places", "_preparation",
+        "_abort", "_backward", "_doubtful", "_handles", "_index", "_known", "_last_units", "_nesting", "_preparation",
         "_presences", "_readers", "_saves_memory", "_steps", "_sums", "_verified", "call", "handled", "order"
     )  # fmt: skip
 
@@ -56,7 +56,7 @@ class RootForward:
         """`known` are the handles, too: first those that other ranks know from former roots."""
         self._handles = handles
         self._index = {handle: index for index, handle in enumerate(handles)}
-        self._places = [last_units.place_of(handle.mesh_info) for handle in handles]
+        self._last_units = [last_units_of(handle.mesh_info) for handle in handles]
         self._nesting = nesting
         self._saves_memory = saves_memory(handles)
         self._steps = steps
@@ -101,7 +101,7 @@ class RootForward:
         self._steps.look_ahead(self._presences)
         doubtful, self._doubtful = self._doubtful, ()
         refuse_doubtful(doubtful, self._handles)
-        last_units.enter(outermost, self._places[self._index[outermost]])
+        self._last_units[self._index[outermost]].enter(outermost)
         self._preparation.prepare()  # this may raise
         share_buffers(self._readers.enter_call())
         self._backward.expect()
@@ -109,7 +109,7 @@ class RootForward:
     def enter(self, handle: Handle) -> None:
         """`handle`'s module is about to compute."""
         index = self._index[handle]
-        last_units.enter(handle, self._places[index])
+        self._last_units[index].enter(handle)
         self.order.record(index)
         while True:
             try:
@@ -131,16 +131,17 @@ class RootForward:
             What the caller gets.
         """
         keep = False
-        if torch.is_grad_enabled():
+        index, with_grad = self._index[handle], torch.is_grad_enabled()
+        if with_grad:
             output, keep = handle.outputs.watch(output, since, count=True)
-            index, iteration = self._index[handle], self._backward.iteration
+            iteration = self._backward.iteration
             assert iteration is not None
             iteration.finished.forward_finished(index)
             if keep:
                 iteration.untracked[index] = None
         if complete and not keep:
-            if isinstance(handle.after_forward, FreeUnlessLast) and torch.is_grad_enabled():
-                last_units.leave(handle, self._places[self._index[handle]])
+            if with_grad and isinstance(handle.after_forward, FreeUnlessLast):
+                self._last_units[index].leave(handle)
             else:
                 handle.settle_after_forward()
         running = self._nesting.running

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.base import GroupCommunicator
+from composable.device.collectives.base import GroupCommunicator, alive
 from composable.device.collectives.communicator import (
     Capabilities,
     CompositeWork,
@@ -44,29 +44,32 @@ class GenericCommunicator(GroupCommunicator):
         return [(as_real(part.whole), as_real(part.shard), self._gather.options) for part in parts]
 
     def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
-        return self._run(label, lambda *call: getattr(self.group, self._gather.single)(*call), prepared)
+        return self._run(label, self._gather.single, prepared)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         is_mean = self._is_mean(parts)
         launcher = self._mean if is_mean else self._sum
         calls = [(as_real(part.out), as_real(part.source), launcher.options) for part in parts]
         finish = None if is_mean else partial(scale_sums, parts)
-        return self._run(label, lambda *call: getattr(self.group, launcher.single)(*call), calls, finish)
+        return self._run(label, launcher.single, calls, finish)
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
     ) -> PollableWork:
         put_scaled_input(tensor, scaled_input)
-        return self._run(label, lambda: dist.all_reduce(tensor, group=self.group, async_op=True), [()])
+        work = self._launch(label, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
+        return CompositeWork([work], label, self.names[self.rank])
 
     def _run(
         self,
         label: str,
-        launch: Callable[..., Any],
+        method: str,
         calls: Sequence[tuple[Any, ...]],
         finish: Callable[[], None] | None = None,
     ) -> PollableWork:
+        """Call a method of the group's own, by name, once for each part."""
         try:
+            launch = getattr(alive(self._group), method)
             return CompositeWork(list(starmap(launch, calls)), label, self.names[self.rank], finish)
         except RuntimeError as error:
             raise_failed(label, self.names[self.rank], error)
