@@ -312,7 +312,7 @@ class GradientShards:
             gradients = list(map(gradient_of, parameters))
             if self._holds:
                 return self._hold(parameters, gradients, fresh)
-            if not have_hooks and missing_in(gradients) == len(gradients):
+            if not have_hooks and set(gradients) == {None}:
                 for parameter, more in zip(parameters, fresh, strict=True):
                     parameter.grad = more
                 return with_hooks(parameters)

@@ -34,21 +34,22 @@ def call_hooks_after_accumulation(parameter: nn.Parameter) -> None:
 
 
 class WaitingHooks:
-    """Parameters with hooks that are called when a backward has ended, each once."""
+    """Parameters with hooks that are called when a backward has ended, each once.
 
-    __slots__ = ("_waiting",)
+    Attributes:
+        waiting: these, by their `id`.
+    """
+
+    __slots__ = ("waiting",)
 
     def __init__(self) -> None:
-        self._waiting: dict[int, nn.Parameter] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
+        self.waiting: dict[int, nn.Parameter] = {}
 
     def add(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._waiting.update({id(parameter): parameter for parameter in parameters})
+        self.waiting.update({id(parameter): parameter for parameter in parameters})
 
     def call(self) -> None:
         """Nobody waits afterwards, also if a hook raises."""
-        waiting, self._waiting = self._waiting, {}
+        waiting, self.waiting = self.waiting, {}
         for parameter in waiting.values():
             call_hooks_after_accumulation(parameter)

@@ -34,7 +34,7 @@ class _Units:
         for handle in self._handles:
             handle.gradients.end()
         for handle in self._handles:
-            handle.gradients.waiting.call()
+            handle.gradients.hooks.call()
 
     def leave_failed_backward(self) -> None:
         for handle in self._handles:

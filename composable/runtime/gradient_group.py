@@ -164,7 +164,7 @@ class GradientGroup:
         waiting = []
         for reduction in self._reductions.values():
             waiting += reduction.finish()
-            self.undecided = self.undecided or reduction.undecided
+            self.undecided = self.undecided or reduction.undecided is not None
         return waiting
 
     def decide(self) -> list[nn.Parameter]:

@@ -21,7 +21,7 @@ class UnitGradients:
         accumulation: whether what arrives is reduced now.
         on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
         watch: what autograd calls when a gradient is there.
-        waiting: hooks of the user's to be called when this backward has ended: they find all of its gradients there.
+        hooks: of the user's, to be called when this backward has ended: they find all of its gradients there.
         tags, replica_tags: of the two hops; the second is for hybrid meshes only.
         rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
     """
@@ -32,13 +32,13 @@ class UnitGradients:
         "_reduced",
         "accumulation",
         "groups",
+        "hooks",
         "on_unexpected",
         "phase",
         "replica_tags",
         "rounds",
         "tags",
         "unit",
-        "waiting",
         "watch"
     )  # fmt: skip
 
@@ -53,7 +53,7 @@ class UnitGradients:
         self.rounds = 0
         self._reduced = False  # in this backward
         self.accumulation = Accumulation()
-        self.waiting = WaitingHooks()
+        self.hooks = WaitingHooks()
         self.watch = Watch(self._take_note)
 
     def rename(self, unit: str) -> None:
@@ -74,7 +74,8 @@ class UnitGradients:
 
     def end(self) -> None:
         """Backward has ended, and whatever arrived was reduced."""
-        self.finish()
+        if self.phase is not GradPhase.EMPTY:
+            self.finish()
         decide(self)
         self._end_round()
 
@@ -136,7 +137,8 @@ class UnitGradients:
             _launch(self.groups, tags, label)
 
     def _begin_reduction(self) -> TagSequence:
-        self.finish()
+        if self.phase is not GradPhase.EMPTY:
+            self.finish()
         decide(self)
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self.unit)
         self.watch.expecting = False
@@ -163,9 +165,9 @@ class UnitGradients:
             return
         self.all_reduce()
         if profiled():
-            labelled(f"wait for the {self._label}", _land, self.groups, self.waiting)
+            labelled(f"wait for the {self._label}", _land, self.groups, self.hooks)
         else:
-            _land(self.groups, self.waiting)
+            _land(self.groups, self.hooks)
         self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self.unit)
 
     def lose(self) -> None:
@@ -177,7 +179,7 @@ class UnitGradients:
         """After an error: nothing in flight, no unreduced gradient."""
         self.lose()
         self.phase = advance_gradients(self.phase, GradEvent.DROP, unit=self.unit)
-        self.waiting = WaitingHooks()
+        self.hooks = WaitingHooks()
         self.accumulation.drop()
         self._end_round()
         for each in self.groups:
@@ -196,17 +198,17 @@ def _launch_over_replicas(groups: Sequence[GradientGroup], tags: TagSequence, la
         each.all_reduce(tags, label)
 
 
-def _land(groups: Sequence[GradientGroup], waiting: WaitingHooks) -> None:
+def _land(groups: Sequence[GradientGroup], hooks: WaitingHooks) -> None:
     for each in groups:
         if found := each.finish():
-            waiting.add(found)
+            hooks.add(found)
 
 
 def decide(gradients: UnitGradients) -> None:
     """Leave nothing open of what has been reduced, see `Reduction.undecided`."""
     for each in gradients.groups:
         if each.undecided and (found := each.decide()):
-            gradients.waiting.add(found)
+            gradients.hooks.add(found)
 
 
 def refuse_graph(gradients: UnitGradients) -> None:

@@ -203,7 +203,7 @@ class Handle:
     def reset(self) -> None:
         """After an error: nothing in flight, nothing unsharded, no unreduced gradient, modules hold sharded parameters."""
         self.calls.set_to(0)
-        self.outputs.forget_pending()
+        self.outputs.pending = 0
         try:
             self._give_up_arrivals()
         finally:

@@ -68,10 +68,6 @@ class UnitOutputs:
         """Take the unit's name for messages."""
         self.unit = unit
 
-    def forget_pending(self) -> None:
-        """No backward will come to the forwards that have been."""
-        self.pending = 0
-
     def watch(self, output: Any, since: int, *, count: bool) -> tuple[Any, bool]:
         """Ask to be called before backward goes through `output`.
 

@@ -37,6 +37,10 @@ class Reduction:
         communicator: of the first hop.
         source: the dtype of the gradients that are launched.
         replicas: of the second hop, if the parameters are not only sharded but replicated, too.
+
+    Attributes:
+        undecided: while gradients that are missing on this rank wait for `decide` to read whether others had them, which these
+            are, and what all ranks wrote.
     """
 
     __slots__ = (
@@ -56,9 +60,9 @@ class Reduction:
         "_scaling",
         "_sharded",
         "_shards",
-        "_undecided",
         "_whole",
-        "flat"
+        "flat",
+        "undecided"
     )  # fmt: skip
 
     def __init__(
@@ -98,7 +102,7 @@ class Reduction:
         self._carried: Sequence[Tensor | None] = ()  # shards that go into the second hop, too
         self._missing: list[int] = []
         self._reads_freely = communicator.capabilities.reads_freely
-        self._undecided: tuple[list[int], Tensor] | None = None  # what is missing on this rank, and what all ranks wrote
+        self.undecided: tuple[list[int], Tensor] | None = None
         self._reordered = [(index, slot.order) for index, slot in enumerate(flat.layout.slots) if slot.order]
         self._whole: list[tuple[int, Tensor]] = []
 
@@ -192,7 +196,7 @@ class Reduction:
                 delivered = [i for i in delivered if i not in unused]
             else:
                 delivered = [i for i in delivered if i not in self._missing]
-                self._undecided = self._missing, flags.clone()
+                self.undecided = self._missing, flags.clone()
         self._rows.buffer.free()
         self._shards.close()
         return self._shards.deliver(delivered)
@@ -201,16 +205,11 @@ class Reduction:
         assert self._rows is not None
         return [i for i in self._rows.flags.unused(missing, flags) if not self._shards.takes_in(i)]
 
-    @property
-    def undecided(self) -> bool:
-        """Whether gradients that are missing on this rank wait for somebody to read whether others had them."""
-        return self._undecided is not None
-
     def decide(self) -> list[nn.Parameter]:
         """Read it, and put the means on the parameters that somebody used; returns what `finish` does."""
-        if self._undecided is None:
+        if self.undecided is None:
             return []
-        (missing, flags), self._undecided = self._undecided, None
+        (missing, flags), self.undecided = self.undecided, None
         unused = self._unused(missing, flags)
         return self._shards.deliver([i for i in missing if i not in unused])
 
@@ -227,7 +226,7 @@ class Reduction:
     def drop(self) -> None:
         """Forget what is in flight."""
         self._whole = []
-        self._undecided = None
+        self.undecided = None
         try:
             self._over_shards.abort()
             self._last_hop.abort()

@@ -86,32 +86,32 @@ class RootBackward:
     def enter(self, index: int, builds_graph: bool) -> None:
         """Backward is about to go through an output of unit `index`."""
         try:
-            self._enter(index, builds_graph)
+            iteration, handle = self._open(), self._handles[index]
+            entering = index not in iteration.active
+            if entering:
+                iteration.finished.enter(index)
+                self._leave(iteration, entered=index)
+                iteration.active.append(index)
+                iteration.entered[index] = None
+                iteration.to_reduce[index] = None
+                if builds_graph:
+                    self._pin(iteration, index)
+                handle.gradients.expect()
+            gather_with_next(self._handles, index, iteration.finished, saves_memory=self._saves_memory)
+            if entering:
+                handle.calls.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
         except BaseException:
             if self.iteration is not None:
                 self.iteration.lose_backward()  # it may not have been opened yet
             self.leave_failed_backward()
             raise
 
-    def _enter(self, index: int, builds_graph: bool) -> None:
-        iteration = self._open()
-        handle = self._handles[index]
-        entering = index not in iteration.active
-        if entering:
-            iteration.finished.enter(index)
-            self._leave(iteration, entered=index)
-            iteration.active.append(index)
-            iteration.entered[index] = None
-            iteration.to_reduce[index] = None
-            if builds_graph:
-                iteration.builds_graph = True
-                if index not in iteration.pinned:
-                    iteration.pinned[index] = None
-                    handle.keep_for(self)
-            handle.gradients.expect()
-        gather_with_next(self._handles, index, iteration.finished, saves_memory=self._saves_memory)
-        if entering:
-            handle.calls.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
+    def _pin(self, iteration: Iteration, index: int) -> None:
+        """The backward that goes through unit `index` builds a graph."""
+        iteration.builds_graph = True
+        if index not in iteration.pinned:
+            iteration.pinned[index] = None
+            self._handles[index].keep_for(self)
 
     def unpin(self) -> None:
         """Graphs of backwards keep no unit unsharded any more."""
@@ -168,15 +168,15 @@ class RootBackward:
                 self._go_on(iteration)
             else:
                 self._conclude()
-        for handle in [handle for handle in self._handles if handle.gradients.waiting]:
-            handle.gradients.waiting.call()
+        for handle in [handle for handle in self._handles if handle.gradients.hooks.waiting]:
+            handle.gradients.hooks.call()
 
     def _conclude(self) -> None:
         """A backward has ended that nothing follows before the next forward."""
         self.unpin()
         for handle in self._handles:
             handle.gradients.end()
-            handle.outputs.forget_pending()
+            handle.outputs.pending = 0  # no backward will come to the forwards that have been
             if handle.phase is not Phase.SHARDED and not handle.kept_by:
                 handle.reshard()
         self.iteration = None

@@ -35,8 +35,9 @@ class UnitCalls:
 
     def hide(self) -> None:
         """Modules hold the sharded parameters again, whether or not the unsharded ones still exist."""
-        self.depth = max(0, self.depth - 1)
-        if self.depth == 0:
+        if self.depth:
+            self.depth -= 1
+        if not self.depth:
             self._unit_parameters.swap.hide()
 
     def begin(self) -> None:
@@ -49,8 +50,9 @@ class UnitCalls:
     def end(self) -> None:
         """`hide`, at the end of a call."""
         self.hide()
-        self._running = max(0, self._running - 1)
-        if self._running == 0:
+        if self._running:
+            self._running -= 1
+        if not self._running:
             self._guards.stand()
 
     def set_to(self, running: int) -> None:
