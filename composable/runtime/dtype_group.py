@@ -20,7 +20,7 @@ from composable.device.private import innermost, outside_transforms
 from composable.plan.precision import resolve
 from composable.runtime.mesh_info import MeshInfo
 
-version_of: Final = attrgetter("_version")  # made in C: many are asked
+version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-defined]  # quicker than any other way to ask many
 _address: Final = Tensor.data_ptr
 
 
