@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,6 +69,8 @@ class Watch(TorchDispatchMode):
         payloads: bytes per rank of each gather and reduction, by the name of the collective.
     """
 
+    looks_away = False
+
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self.peak = 0
@@ -88,12 +92,21 @@ class Watch(TorchDispatchMode):
             self._storages[tensor.untyped_storage()] = None
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.looks_away:
+            return function(*args, **(kwargs or {}))
+        if DTensor in types:
+            return NotImplemented  # what it does to local tensors is counted
         self.operations[function.name()] += 1
         tree_map_only(Tensor, self._note, (args, kwargs))
         if function.namespace == "c10d":
             self._note_payloads(function.name(), args)
         if function.namespace == "c10d" and "coalesced" in function.name():  # which torch has no fake of
             result = FakeWork().boxed()
+        elif function is torch.ops.aten._reshape_alias.default:  # whose decomposition asks for memory that kernels do without
+            fake = args[0].fake_mode
+            with in_kernel_invocation_manager(fake):
+                made = function(*args)
+            result = FakeTensor(fake, made, args[0].device)
         else:
             result = function(*args, **(kwargs or {}))
         tree_map_only(Tensor, self._note, result)
@@ -109,21 +122,22 @@ class Watch(TorchDispatchMode):
 
 
 def install() -> None:
-    """Make the device, and stand in for what reads a mesh or memory that fake tensors do not have."""
+    """Make the device, and stand in for what reads numbers that fake tensors do not have."""
     import composable.api.fully_shard  # noqa: F401 - the module, which the function of that name hides
     from composable.device.collectives.base import GroupCommunicator
-    from composable.device.elastic_buffer import ElasticBuffer
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 
-    def elastic(self: Any, numel: int, dtype: torch.dtype, device: torch.device, pool: Any) -> None:
-        self._nbytes = numel * dtype.itemsize
-        self._shelf = pool.free_list(self._nbytes, device)
-        self.tensor = torch.empty(numel, dtype=dtype, device=device).data
-        self._storage = self.tensor.untyped_storage()
-        self._held = True
+    learn_shapes = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    ElasticBuffer.__init__ = elastic  # type: ignore[assignment]
+    def unseen(*args: Any) -> Any:  # it makes tensors that are fake on every device, as large as what is sharded
+        Watch.looks_away = True
+        try:
+            return learn_shapes(*args)
+        finally:
+            Watch.looks_away = False
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
     GroupCommunicator.min_max = lambda self, values, **_: (list(values), list(values))  # type: ignore[method-assign]
     verb: Any = sys.modules["composable.api.fully_shard"]
     verb.refuse_unordered = verb.refuse_taken = lambda *_, **__: None
@@ -136,7 +150,9 @@ def world_of(ranks: int) -> Iterator[tuple[DeviceMesh, Watch]]:
     dist.init_process_group(f"cpu:fake,{NAME}:fake", rank=0, world_size=ranks, store=FakeStore())
     try:
         mesh = init_device_mesh(NAME, (ranks,))
-        with FakeTensorMode(allow_non_fake_inputs=True), Watch(ranks) as watch:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        fake.cache_enabled = False  # a view that it remembers gives memory back to a storage that was freed
+        with fake, Watch(ranks) as watch:
             yield mesh, watch
     finally:
         gc.collect()

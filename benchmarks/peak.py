@@ -64,7 +64,11 @@ def measure(name: str, ranks: int, keep: bool) -> dict[str, Any]:
     with world_of(ranks) as (mesh, watch):
         model = nn.Sequential(*[Block() for _ in range(BLOCKS)])
         unit = sum(2 * -(-p.shape[0] // ranks) * ranks * p.shape[1:].numel() for p in model[0].parameters())
+        gc.collect()
+        whole = watch.held
+        watch.start()
         CONTENDERS[name](model, mesh, keep)
+        annotating = watch.peak - whole
         x = torch.ones(1, WIDTH, device=NAME, dtype=torch.bfloat16)
         sharded = sum(parameter.to_local().numel() * 2 for parameter in model.parameters())  # type: ignore[attr-defined]
         model(x).sum().backward()  # buffers are made, and orders known
@@ -78,10 +82,17 @@ def measure(name: str, ranks: int, keep: bool) -> dict[str, Any]:
         watch.start()
         loss.backward()
         backward, in_backward = watch.peak - at_rest, dict(watch.operations)
+        shards = sharded + x.untyped_storage().nbytes() + loss.untyped_storage().nbytes()
+        for parameter in model.parameters():
+            parameter.grad = None
+        gc.collect()
+        resting = watch.held - shards
     return {
         "contender": name,
         "ranks": ranks,
         "keep": keep,
+        "annotating": round(annotating / unit, 2),
+        "resting": round(resting / unit, 2),
         "forward": round(forward / unit, 2),
         "backward": round(backward / unit, 2),
         "gradients": round(sharded / unit, 2),

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Final
 
 import torch
@@ -30,34 +29,38 @@ def fingerprints(tensors: Sequence[Tensor]) -> list[int]:
 
     Takes a few MiB, however large the tensors are, and reads memory once per device.
     """
-    totals: dict[torch.device, dict[int, Tensor]] = {}
+    alike: dict[torch.device, list[int]] = {}
     for index, tensor in enumerate(tensors):
         if tensor.device.type != "meta" and tensor.numel():
-            totals.setdefault(tensor.device, {})[index] = _total(tensor)
+            alike.setdefault(tensor.device, []).append(index)
     found = [0] * len(tensors)
-    for of_device in totals.values():
-        for index, total in zip(of_device, torch.stack(list(of_device.values())).tolist(), strict=True):
+    for device, indices in alike.items():
+        weights = _weights(device, min(_CHUNK, max(tensors[index].nbytes for index in indices)))
+        totals = torch.stack([_total(tensors[index], weights) for index in indices])
+        for index, total in zip(indices, totals.tolist(), strict=True):
             found[index] = (total >> 16) & 0x7FFF_FFFF_FFFF
     return found
 
 
-def _total(tensor: Tensor) -> Tensor:
+def _total(tensor: Tensor, weights: Tensor) -> Tensor:
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     whole = data.numel() // 4 * 4
     total = torch.zeros((), dtype=torch.int64, device=data.device)
     for words in (*data[:whole].view(torch.int32).split(_CHUNK), data[whole:]):
         # Each word counts as often as its position says; numbers are taken modulo 2 ** 64.
-        total = total * _STEP + (words.to(torch.int64) * _weights(data.device)[: words.numel()]).sum()
+        total = total * _STEP + (words.to(torch.int64) * weights[: words.numel()]).sum()
     return total
 
 
 _STEP: Final = 0x5851_F42D_4C95_7F2D
 
 
-@lru_cache
-def _weights(device: torch.device) -> Tensor:
-    """An odd number for each position: neither equal nor in any proportion, so that no exchange of rows cancels out."""
-    mixed = torch.arange(1, _CHUNK + 1, dtype=torch.int64, device=device) * _STEP
+def _weights(device: torch.device, count: int) -> Tensor:
+    """An odd number for each position: neither equal nor in any proportion, so that no exchange of rows cancels out.
+
+    Made anew for each comparison, or two MiB of every device would be gone for good.
+    """
+    mixed = torch.arange(1, count + 1, dtype=torch.int64, device=device) * _STEP
     return (mixed ^ (mixed >> 29)) * _STEP | 1
 
 

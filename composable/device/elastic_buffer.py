@@ -3,28 +3,55 @@
 Note [Why the unsharded buffer's storage lives as long as its handle]
 Autograd may have saved any alias of an unsharded parameter. Memory comes and goes *inside* one storage object, so every
 alias survives: refilling the storage before backward revives saved views without our knowing that they exist.
+
+Note [Views without memory]
+A buffer is born empty, and its parts are cut while it is: what is annotated is whole then, and an accelerator would need room
+for its largest unit once more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from composable.device.memory import MemoryPool
+from composable.device.private import view_without_memory
 
 
 class ElasticBuffer:
-    """A 1-D tensor whose memory comes and goes while its views stay valid."""
+    """A 1-D tensor whose memory comes and goes while its views stay valid; there is none at first."""
 
     __slots__ = ("_held", "_nbytes", "_shelf", "_storage", "tensor")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: MemoryPool) -> None:
         self._nbytes = numel * dtype.itemsize
-        self._storage = torch.UntypedStorage(0, device=device)
         self._shelf = pool.free_list(self._nbytes, device)
-        self._shelf.fill(self._storage)
+        self._held = False
         with torch.inference_mode(False):
-            self.tensor = torch.empty(0, dtype=dtype, device=device).set_(self._storage, 0, (numel,), (1,)).data
-        self._held = True
+            start = torch.empty(0, dtype=dtype, device=device)
+            self._storage = start.untyped_storage()
+            self.tensor = self._view(start, (numel,), (1,)).data
+
+    def _view(self, start: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+        view = view_without_memory(start, shape, strides)
+        if view is not None:
+            return view
+        held = self._held
+        self.allocate()
+        view = start.as_strided(shape, strides)
+        if not held:
+            self.free()
+        return view
+
+    def part(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+        """What lies from `start` on, whether the memory is there or not."""
+        return self._view(self.tensor[start:start], shape, strides)
+
+    def stretch(self, start: int, numel: int) -> Tensor:
+        """`numel` elements from `start` on."""
+        return self.part(start, (numel,), (1,))
 
     @property
     def held(self) -> bool:

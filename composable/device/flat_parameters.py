@@ -180,9 +180,13 @@ class FlatParameters:
             self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, self.compute_dtype, device, pool)
         wide = communicator.capabilities.wide_copies
         self._columns: tuple[list[int], list[Tensor]] | None = None if wide else self._plan_columns()
+        if (self._columns is None and layout.packed_numel) or not layout.staging_apart:
+            # Most views can only be made while the memory is there.
+            for buffer in (*self.unsharded, self._sent, self._staging):
+                if buffer is not None:
+                    buffer.allocate()
         self._packed_copies = self._plan_copies(wide=wide) if self._columns is None else ([], [])
         self.gather_plan = communicator.prepare(self._gather_parts()) if layout.gathered else None
-        # Views can only be made while the memory is there.
         self.full_views = [self._full_view(index) for index in range(len(layout.slots))]
         self._casts = self._plan_casts()
         self.end_gather()
@@ -210,7 +214,8 @@ class FlatParameters:
         if slot.aliased:
             return self.shard_view(index).data
         buffer, start = self.place_of(slot)
-        return as_parameter(buffer.tensor[start : start + slot.numel].view(slot.shape), slot).data
+        shape = as_parameter(torch.empty(slot.shape, device="meta"), slot)
+        return buffer.part(start, shape.shape, shape.stride()).data
 
     def place_of(self, slot: Slot) -> tuple[ElasticBuffer, int]:
         """The buffer that a parameter lies in while it is unsharded, and where it starts."""
@@ -222,22 +227,23 @@ class FlatParameters:
         return self.full, slot.full_start - (end - start if slot.full_start >= end else 0)
 
     def _gather_parts(self) -> list[GatherPart]:
-        layout = self.layout
-        shard = self.shard.data if self._sent is None else self._sent.tensor.data
+        layout, sent = self.layout, self._sent
+
+        def mine(start: int, numel: int) -> Tensor:
+            return self.shard.data[start : start + numel] if sent is None else sent.stretch(start, numel).data
+
         parts = []
         if layout.packed_numel:
             staging = self._staging_area
-            mine = shard[layout.packed_start : layout.packed_start + layout.packed_numel]
-            parts.append(GatherPart(mine, staging, staging.numel()))
+            parts.append(GatherPart(mine(layout.packed_start, layout.packed_numel), staging, staging.numel()))
         for slot in layout.of(Route.DIRECT):
-            mine = shard[slot.shard_start : slot.shard_start + slot.chunk_numel]
-            parts.append(GatherPart(mine, self._room_of(slot), slot.numel))
+            parts.append(GatherPart(mine(slot.shard_start, slot.chunk_numel), self._room_of(slot), slot.numel))
         return parts
 
     def _room_of(self, slot: Slot) -> Tensor:
         """What is reserved for a parameter among the unsharded ones."""
         buffer, start = self.place_of(slot)
-        return buffer.tensor.data[start : start + slot.full_numel]
+        return buffer.stretch(start, slot.full_numel).data
 
     @property
     def _staging_area(self) -> Tensor:

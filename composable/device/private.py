@@ -241,6 +241,18 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
+def view_without_memory(start: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor | None:
+    """A view of a storage from where `start`, an empty tensor, lies; None where this device has none that does without memory.
+
+    Whatever is public asks whether the storage is large enough now.
+    """
+    try:
+        view: torch.Tensor = torch.ops.aten._reshape_alias(start, shape, strides)
+    except (AttributeError, NotImplementedError):
+        return None
+    return view
+
+
 # The local tensor itself. `to_local()` is public, but makes an alias, or an autograd node, at every call. A getter made in C,
 # because it runs for every parameter in every step.
 local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")

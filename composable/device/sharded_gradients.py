@@ -91,7 +91,6 @@ class GradientRows:
         self._constants = (self._all_used, *self._fillers.values())
         self._pick_row = _picker(self._places_in_row())
         self._pick_flagged = _picker(plan.flagged)
-        self.buffer.free()
 
     def _places_in_row(self) -> list[int]:
         """What a row consists of, by its number among all gradients and `_constants`."""
@@ -201,7 +200,6 @@ class GradientShards:
         if flat.gradient_dtype != flat.reduce_dtype:
             numel = plan.row_numel + sum(flat.layout.slots[index].local_numel(flat.rank) for index in plan.direct)
             self._landing = ElasticBuffer(numel, flat.reduce_dtype, flat.device, flat.pool)
-            self._landing.free()
         nbytes = self._numel * flat.gradient_dtype.itemsize
         self.worth_releasing = nbytes >= WORTH_RELEASING
         self._shelf = flat.pool.free_list(nbytes, flat.device)

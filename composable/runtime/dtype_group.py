@@ -90,6 +90,7 @@ class DtypeGroup:
             flat.layout.full_numel // post_forward.size, flat.compute_dtype, flat.device, flat.pool
         )
         flat.full.allocate()
+        self._post_forward_shard.allocate()
         whole = flat.full.tensor
         start = post_forward.rank * self._post_forward_shard.tensor.numel()
         self._coarse_of_whole = whole[start : start + self._post_forward_shard.tensor.numel()]

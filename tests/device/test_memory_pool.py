@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from composable.device import memory, private
+from composable.device import elastic_buffer, memory, private
 from composable.device.elastic_buffer import ElasticBuffer
 from composable.device.memory import MemoryPool
 
@@ -25,14 +25,49 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mem
 
 
 def _buffer(pool: MemoryPool, numel: int = 6, dtype: torch.dtype = torch.float32) -> ElasticBuffer:
-    return ElasticBuffer(numel, dtype, CPU, pool)
+    buffer = ElasticBuffer(numel, dtype, CPU, pool)
+    buffer.allocate()
+    return buffer
 
 
-def test_a_new_buffer_holds_memory_of_the_right_size(pool: MemoryPool) -> None:
+def test_a_buffer_holds_memory_of_the_right_size(pool: MemoryPool) -> None:
     buffer = _buffer(pool, 6, torch.float16)
     assert buffer.held
     assert buffer.nbytes == buffer.tensor.untyped_storage().nbytes() == 12
     assert buffer.tensor.shape == (6,)
+
+
+def _parts_of_an_empty_one(pool: MemoryPool) -> tuple[ElasticBuffer, list[torch.Tensor]]:
+    buffer = ElasticBuffer(6, torch.float32, CPU, pool)
+    assert not buffer.held
+    parts = [buffer.tensor, buffer.stretch(1, 4), buffer.part(2, (2, 2), (1, 2)), buffer.stretch(6, 0)]
+    assert not buffer.held
+    assert buffer.tensor.untyped_storage().nbytes() == 0
+    return buffer, parts
+
+
+def _assert_parts_see_the_memory(buffer: ElasticBuffer, parts: list[torch.Tensor]) -> None:
+    buffer.allocate()
+    buffer.tensor.copy_(torch.arange(6.0))
+    whole, stretch, part, nothing = (part.tolist() for part in parts)
+    assert whole == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert stretch == [1.0, 2.0, 3.0, 4.0]
+    assert part == [[2.0, 4.0], [3.0, 5.0]]
+    assert nothing == []
+
+
+def test_parts_are_cut_before_there_is_memory_and_without_any(pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[object] = []
+    for kind in (memory.FreeList, memory.Resizing):
+        monkeypatch.setattr(kind, "fill", lambda self, storage, fill=kind.fill: (filled.append(self), fill(self, storage)))
+    buffer, parts = _parts_of_an_empty_one(pool)
+    assert not filled
+    _assert_parts_see_the_memory(buffer, parts)
+
+
+def test_parts_are_cut_on_devices_that_have_no_views_without_memory(pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_buffer, "view_without_memory", lambda *_: None)
+    _assert_parts_see_the_memory(*_parts_of_an_empty_one(pool))
 
 
 def test_all_aliases_see_memory_leave_and_come_back(pool: MemoryPool) -> None:

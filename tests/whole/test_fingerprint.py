@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -83,3 +84,15 @@ def test_a_large_parameter_takes_a_few_mib_of_memory() -> None:
     with _Largest(tensor) as largest:
         fingerprint(tensor)
     assert largest.nbytes <= 4 << 20
+
+
+def _large_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(item), Tensor) and item.nbytes >= 1 << 20 for item in gc.get_objects())
+
+
+def test_nothing_of_it_stays_in_memory() -> None:
+    tensor = torch.ones(1 << 20)
+    before = _large_tensors()
+    fingerprint(tensor)
+    assert _large_tensors() == before

@@ -18,9 +18,9 @@ if not BENCHMARKS.is_dir():  # a copy of the tests, without them
 
 
 @cache
-def measured(ranks: int) -> dict[bool, dict[str, Any]]:
+def measured(ranks: int, contender: str = "composable") -> dict[bool, dict[str, Any]]:
     """Six blocks of Llama 7B, by whether they are kept after forward. A host that reads a tensor would have ended the run."""
-    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "peak.py"), "--json", "--contenders", "composable"]
+    command = [sys.executable, "-W", "ignore", str(BENCHMARKS / "peak.py"), "--json", "--contenders", contender]
     done = subprocess.run([*command, "--ranks", str(ranks)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -53,3 +53,16 @@ def test_a_gather_takes_one_collective_and_one_copy_and_a_reduction_one_of_each(
     assert copies == {"forward": 6, "backward": 5}
     assert not any("_foreach_copy_" in name for phase in found for name in found[phase]), "it takes a kernel per parameter"
     assert found["backward"]["aten::_chunk_cat.out"] == 6
+
+
+def test_to_annotate_takes_what_the_shards_take_and_no_unit_once_more() -> None:
+    """Views of what a unit gathers are made without memory for it. What was registered stays until the annotation is whole."""
+    ours, rival = measured(64)[False], measured(64, "fsdp2")[False]
+    assert ours["annotating"] <= ours["gradients"] + 0.02, "all shards beside the model"
+    assert rival["annotating"] <= 0.03, "the shard of one parameter"
+
+
+def test_at_rest_only_memory_for_gradients_is_left_beside_the_shards() -> None:
+    """It goes with the next forward, at whose peak it would count."""
+    for ours, rival in zip(measured(64).values(), measured(64, "fsdp2").values(), strict=True):
+        assert ours["resting"] <= rival["resting"] + ours["gradients"] + 0.01
