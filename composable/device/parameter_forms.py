@@ -32,8 +32,9 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """`like_parameter` for a gradient of a DTensor that every rank holds whole: quick, because it is asked in every step."""
-    assert isinstance(parameter, DTensor)
+    """`like_parameter` for a gradient that every rank holds whole: quick, because it is asked in every step."""
+    if not isinstance(parameter, DTensor):
+        return local
     if local.stride() == parameter.stride():
         return dtensor_like(local, parameter)
     return _wrap(local, parameter.device_mesh, parameter.placements, local.shape, local.stride())
