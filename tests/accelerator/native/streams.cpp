@@ -1,4 +1,6 @@
 // Streams are threads; launches, events and waits of the host.
+#include <Python.h>
+
 #include "streams.h"
 
 #include <algorithm>
@@ -183,6 +185,18 @@ void wait_on_stream(Stream* stream, const EventPtr& event) {
   merge(stream->clock, event->clock);
 }
 
+namespace {
+
+// The thread of a stream takes the interpreter's lock where it drops what Python made, a number that an operator was given say.
+struct Unlocked {
+  PyThreadState* const saved = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~Unlocked() {
+    if (saved) PyEval_RestoreThread(saved);
+  }
+};
+
+}  // namespace
+
 void wait_on_host(const EventPtr& event, const std::string& kind) {
   if (!kind.empty()) {
     std::string where = place ? place() : "";
@@ -190,7 +204,10 @@ void wait_on_host(const EventPtr& event, const std::string& kind) {
     state().host_waits[kind]++;
     state().places_of_host_waits.push_back(where.empty() ? kind : kind + " at " + where);
   }
-  event->wait();
+  {
+    Unlocked unlocked;
+    event->wait();
+  }
   {
     std::lock_guard lock(state().mutex);
     merge(state().host_clock, event->clock);
