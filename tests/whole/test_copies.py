@@ -104,18 +104,22 @@ def test_a_deepcopy_trains_alone_and_leaves_the_original_alone(
 
 def _average() -> None:
     case, model = _annotated("transformer with tied embedding", "fully_shard by policy")
-    averaged = AveragedModel(model, multi_avg_fn=None)
+    plain = case.model(0, 0, current_device())
+    averaged, expected = AveragedModel(model), AveragedModel(plain)
     optimizer = sgd(model)
-    expected: dict[str, Tensor] = {}
     for step in range(3):
         _step(model, case, step)
         optimizer.step()
         optimizer.zero_grad()
         averaged.update_parameters(model)
-        for name, value in full_parameters(model).items():
-            expected[name] = value if step == 0 else expected[name] + (value - expected[name]) / (step + 1)
-    for name, value in full_parameters(averaged.module).items():
-        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-11)
+        trained = full_parameters(model)
+        with torch.no_grad():
+            for name, parameter in plain.named_parameters():
+                parameter.copy_(trained[name])
+        expected.update_parameters(plain)  # on accelerators torch's own is off by 1e-7: it divides by the steps in float32
+    wholes = full_parameters(averaged.module)
+    for name, parameter in expected.module.named_parameters():
+        torch.testing.assert_close(wholes[name], parameter.detach(), rtol=1e-9, atol=1e-11)
     with torch.no_grad():
         output = averaged(*case.inputs(0, 0, dist.get_rank(), current_device()))
     assert torch.isfinite(output).all()
@@ -339,10 +343,10 @@ def _leave_a_step_after_a_copy_ran() -> None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
-def test_a_step_that_one_rank_left_is_over_for_all_also_after_a_copy_ran(pool: Pool, device: str) -> None:
-    """Sums of replicated units would go on in the copy's step otherwise, and meet those that were left over."""
-    need_devices(device, 2)
-    pool.run(2, _leave_a_step_after_a_copy_ran, device=device)
+def test_a_step_that_one_rank_left_is_over_for_all_also_after_a_copy_ran(pool: Pool) -> None:
+    """Sums of replicated units would go on in the copy's step otherwise, and meet those that were left over. On hosts only:
+    an accelerator's group does not tell that a rank left."""
+    pool.run(2, _leave_a_step_after_a_copy_ran, device="cpu")
 
 
 def _interrupt_the_first_forward_of_a_copy() -> None:
