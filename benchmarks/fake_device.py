@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
@@ -67,9 +67,11 @@ class Watch(TorchDispatchMode):
         peak: bytes at most, since `start`.
         operations: by name, since then.
         payloads: bytes per rank of each gather and reduction, by the name of the collective.
+        reads: how often the host asked who had gradients; it is told that everybody had all. All other reads raise.
     """
 
     looks_away = False
+    reads = 0
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
@@ -121,10 +123,17 @@ class Watch(TorchDispatchMode):
         self.payloads += [(name, part.numel() * part.element_size() // self._ranks) for part in parts]
 
 
+def _unfaked(function: Callable[..., Any], *args: Any) -> Any:
+    with unset_fake_temporarily():
+        return function(*args)
+
+
 def install() -> None:
     """Make the device, and stand in for what reads numbers that fake tensors do not have."""
     import composable.api.fully_shard  # noqa: F401 - the module, which the function of that name hides
     from composable.device.collectives.base import GroupCommunicator
+    from composable.device.unused_parameters import UseFlags
+    from composable.runtime.trailer import Trailer
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 
@@ -139,6 +148,21 @@ def install() -> None:
 
     ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
     GroupCommunicator.min_max = lambda self, values, **_: (list(values), list(values))  # type: ignore[method-assign]
+    GroupCommunicator.all_gather_ints = lambda self, values, **_: [list(values)] * self.size  # type: ignore[method-assign]
+
+    def all_used(*_: Any) -> list[int]:
+        Watch.reads += 1
+        return []
+
+    UseFlags.unused = all_used  # type: ignore[assignment]
+    Trailer.check = lambda *_: None  # type: ignore[method-assign]
+    for room in ("composable.runtime.rounds", "composable.device.unused_parameters"):  # there is no pinned memory
+        of_room: Any = sys.modules[room]
+        of_room.numbers_for = lambda numbers, device, dtype: torch.zeros(len(numbers), device=device, dtype=dtype)
+    meshes: Any = sys.modules["composable.api.meshes"]
+    ranks_of, meshes.ranks_of = meshes.ranks_of, lambda mesh: _unfaked(ranks_of, mesh)
+    planning: Any = sys.modules["composable.runtime.planning"]
+    refuse, planning.refuse_other_replicas = planning.refuse_other_replicas, lambda units: _unfaked(refuse, units)
     verb: Any = sys.modules["composable.api.fully_shard"]
     verb.refuse_unordered = verb.refuse_taken = lambda *_, **__: None
     verb._in_words = lambda *_: ""

@@ -6,6 +6,7 @@ gradients come up, as many as the last column says. Activations are those of one
 
     python benchmarks/peak.py                  # 8, 64, 128 and 512 ranks
     python benchmarks/peak.py --ranks 1024
+    python benchmarks/peak.py --contenders composable-hybrid,fsdp2-hybrid
     python benchmarks/peak.py --json           # all that was counted, also operations and payloads, for tests
 """
 
@@ -20,6 +21,9 @@ import torch
 from fake_device import NAME, install, leave, world_of
 from publish import table
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 WIDTH, HIDDEN, BLOCKS = 4096, 11008, 6
 
@@ -57,7 +61,26 @@ def fsdp2(model: nn.Module, mesh: Any, keep: bool) -> None:
     fully_shard(model, mesh=mesh, reshard_after_forward=False if keep else None)
 
 
-CONTENDERS = {"composable": ours, "fsdp2": fsdp2}
+def replicated(model: nn.Module, mesh: Any, keep: bool) -> None:
+    from composable import replicate
+
+    replicate(model, mesh=mesh, sync_module_states="off")
+
+
+CONTENDERS = {"composable": ours, "fsdp2": fsdp2, "composable-hybrid": ours, "fsdp2-hybrid": fsdp2, "replicate": replicated}
+DEFAULT = "composable,fsdp2"
+
+
+def spread(mesh: Any, name: str) -> Any:
+    """The mesh, or one with two replicas."""
+    if not name.endswith("hybrid"):
+        return mesh
+    with unset_fake_temporarily():
+        return init_device_mesh(NAME, (2, mesh.size() // 2), mesh_dim_names=("replicate", "shard"))
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def measure(name: str, ranks: int, keep: bool) -> dict[str, Any]:
@@ -67,15 +90,17 @@ def measure(name: str, ranks: int, keep: bool) -> dict[str, Any]:
         gc.collect()
         whole = watch.held
         watch.start()
-        CONTENDERS[name](model, mesh, keep)
+        CONTENDERS[name](model, spread(mesh, name), keep)
         annotating = watch.peak - whole
         x = torch.ones(1, WIDTH, device=NAME, dtype=torch.bfloat16)
-        sharded = sum(parameter.to_local().numel() * 2 for parameter in model.parameters())  # type: ignore[attr-defined]
-        model(x).sum().backward()  # buffers are made, and orders known
+        sharded = sum(local(parameter).numel() * 2 for parameter in model.parameters())
+        for _ in range(3 if name == "replicate" else 1):  # buffers are made, and orders known
+            model(x).sum().backward()
         gc.collect()
         at_rest = watch.held - sharded  # without gradients
         for parameter in model.parameters():
             parameter.grad = None
+        reads = watch.reads
         watch.start()
         loss = model(x).sum()
         forward, in_forward = watch.peak - at_rest, dict(watch.operations)
@@ -87,6 +112,8 @@ def measure(name: str, ranks: int, keep: bool) -> dict[str, Any]:
             parameter.grad = None
         gc.collect()
         resting = watch.held - shards
+        groups = len(torch.distributed.distributed_c10d._world.pg_map)
+        reads = watch.reads - reads
     return {
         "contender": name,
         "ranks": ranks,
@@ -98,14 +125,15 @@ def measure(name: str, ranks: int, keep: bool) -> dict[str, Any]:
         "gradients": round(sharded / unit, 2),
         "operations": {"forward": in_forward, "backward": in_backward},
         "payloads": sorted(dict.fromkeys(watch.payloads)),
-        "groups": len(torch.distributed.distributed_c10d._world.pg_map),
+        "groups": groups,
+        "reads": reads,
     }
 
 
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--ranks", default="8,64,128,512")
-    options.add_argument("--contenders", default=",".join(CONTENDERS))
+    options.add_argument("--contenders", default=DEFAULT)
     options.add_argument("--json", action="store_true")
     found = options.parse_args()
     install()
