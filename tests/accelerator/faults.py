@@ -6,7 +6,7 @@ Each is a context manager that patches what the library has, and says which find
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
@@ -181,6 +181,17 @@ def _nobody_waits_on(name: str) -> Callable[[], AbstractContextManager[Any]]:
     return lambda: mock.patch.object(accelerator.AcceleratorCommunicator, "_on_stream", unmarked)
 
 
+def _among_neighbours(put: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+    """A fault in the gathers of two ranks only."""
+    all_gather = accelerator.AcceleratorCommunicator.all_gather
+
+    def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with put() if len(self.names) == 2 else nullcontext():
+            return all_gather(self, *args, **kwargs)
+
+    return lambda: mock.patch.object(accelerator.AcceleratorCommunicator, "all_gather", faulty)
+
+
 FAULTS: Final[dict[str, Fault]] = {
     "a gather does not wait for what computes": Fault(
         _fork_without_waiting("all_gather"),
@@ -268,6 +279,36 @@ FAULTS: Final[dict[str, Fault]] = {
         "replicate",
         _launch("write", "all_reduce", REDUCE),
         _launch("(read|write)", "", COMPUTE),
+    ),
+    "a gather among neighbours does not wait for what computes": Fault(
+        _among_neighbours(_fork_without_waiting("all_gather")),
+        "resharded to two",
+        _launch("write", "", COMPUTE),
+        _launch("(read|write)", "all_gather", GATHER),
+    ),
+    "what neighbours gather is used before it is there": Fault(
+        _among_neighbours(_nobody_waits_on("all_gather")),
+        "resharded to two",
+        _launch("write", "all_gather", GATHER),
+        _launch("(read|write)", "", COMPUTE),
+    ),
+    "a reduction over the second group does not wait for gradients": Fault(
+        _fork_without_waiting("reduce_scatter"),
+        "reductions apart",
+        _launch("write", "", COMPUTE),
+        _launch("read", "reduce_scatter", SCATTER),
+    ),
+    "sums over the second group are taken before they are there": Fault(
+        _nobody_waits_on("reduce_scatter"),
+        "reductions apart",
+        _launch("write", "(reduce_scatter|(_foreach_)?mul)", SCATTER),
+        _launch("(read|write)", "", COMPUTE),
+    ),
+    "rows are used again while the second group reduces them": Fault(
+        _rows_used_again_while_reduced,
+        "reductions apart",
+        _launch("read", "reduce_scatter", SCATTER),
+        _launch("write", "free", COMPUTE),
     ),
     "what is in flight is given up without waiting": Fault(
         _abort_without_waiting,

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, replicate
 from composable.device.collectives import AcceleratorCommunicator, Communicator, communicators_wrapped_by
+from composable.device.collectives.choice import REDUCTIONS_VARIABLE
 from tests.accelerator import watch
 from tests.accelerator.faults import FAULTS
 from tests.helpers.world import Pool, current_device
@@ -40,10 +44,24 @@ def _hybrid(model: nn.Module) -> None:
     fully_shard(model, policy={Block}, mesh=init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
+def _with_reductions_apart(model: nn.Module) -> None:
+    made: list[Communicator] = []
+
+    def noted(communicator: Communicator) -> Communicator:
+        made.append(communicator)
+        return communicator
+
+    with mock.patch.dict(os.environ, {REDUCTIONS_VARIABLE: "1"}), communicators_wrapped_by(noted):
+        fully_shard(model, policy={Block}, mesh=dist.new_group())  # of a group that is there, ranks have agreed before
+    assert any(isinstance(each, AcceleratorCommunicator) and each.reductions is not each._group for each in made)
+
+
 _SCHEMES: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "fully_shard": lambda model: fully_shard(model, policy={Block}),
     "bfloat16": lambda model: fully_shard(model, policy={Block}, mp_policy="bf16"),
     "hybrid": _hybrid,
+    "resharded to two": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=2),
+    "reductions apart": _with_reductions_apart,
     "replicate": lambda model: replicate(model, bucket_cap_mb=0.0005),
 }
 
@@ -83,7 +101,7 @@ def _train(scheme: str, name: str | None) -> list[str]:
 
 
 def _ranks(scheme: str) -> int:
-    return 4 if scheme == "hybrid" else 2
+    return 4 if scheme in ("hybrid", "resharded to two") else 2
 
 
 @pytest.mark.parametrize("scheme", _SCHEMES)
