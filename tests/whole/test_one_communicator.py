@@ -6,7 +6,6 @@ Ranks run the units in orders of their own and leave out units and layers, so gr
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -28,7 +27,7 @@ from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import Pool
 
 WIDTH: Final = 4
-_CAP: Final = 100 / (1 << 20)  # bytes: several buckets in a unit
+CAP: Final = 100 / (1 << 20)  # bytes: several buckets in a unit
 
 
 def _of_an_accelerator(communicator: Communicator) -> Communicator:
@@ -100,18 +99,18 @@ class _Hidden:
 
 
 def _by_policy(model: nn.Module) -> None:
-    replicate(model, policy={Block, nn.Embedding}, bucket_cap_mb=_CAP)
+    replicate(model, policy={Block, nn.Embedding}, bucket_cap_mb=CAP)
 
 
 def _one_by_one(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, (Block, nn.Embedding)):
-            replicate(module, bucket_cap_mb=_CAP)
+            replicate(module, bucket_cap_mb=CAP)
 
 
 def _in_a_loop(model: nn.Module) -> None:
     _one_by_one(model)
-    replicate(model, bucket_cap_mb=_CAP)
+    replicate(model, bucket_cap_mb=CAP)
 
 
 def _below_shards(model: nn.Module) -> None:
@@ -136,7 +135,7 @@ def _groups() -> Iterator[list[int]]:
         yield made
 
 
-def _communicators(model: nn.Module) -> int:
+def communicators_in(model: nn.Module) -> int:
     """How many communicators the replicated units use."""
     return len({id(unit.averaging.communicator) for unit in get_replicated_states(model)})
 
@@ -149,7 +148,7 @@ def _annotated(form: str, communicator: str, **options: Any) -> tuple[nn.Module,
         models.append(Model(**options).to(torch.float64))
     with communicators_wrapped_by(_WIRES[communicator]):
         _FORMS[form](models[1])
-    assert (_communicators(models[1]) == 1) == (communicator != "tags")
+    assert (communicators_in(models[1]) == 1) == (communicator != "tags")
     return models[0], models[1]
 
 
@@ -164,7 +163,7 @@ def _follow(plain: nn.Module) -> None:
         dist.broadcast(buffer, 0)
 
 
-def _compare(plain: nn.Module, model: nn.Module, step: object) -> None:
+def compare_gradients(plain: nn.Module, model: nn.Module, step: object) -> None:
     for parameter in plain.parameters():
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
@@ -183,7 +182,7 @@ def _train(plain: nn.Module, model: nn.Module, steps: int = 4) -> None:
         for each in (plain, model):
             each.zero_grad()
             _loss(each, step).backward()
-        _compare(plain, model, step)
+        compare_gradients(plain, model, step)
     for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
         assert torch.equal(ours, theirs)
 
@@ -215,7 +214,7 @@ def _counted(form: str, communicator: str) -> tuple[int, int]:
     model = Model(32)
     with communicators_wrapped_by(_WIRES[communicator]), _groups() as made:
         _FORMS[form](model)
-    return _communicators(model), len(made)
+    return communicators_in(model), len(made)
 
 
 @pytest.mark.parametrize("form", _FORMS)
@@ -236,98 +235,6 @@ def test_on_an_accelerator_all_units_of_all_models_use_one_communicator(pool: Po
     for used, made in pool.run(2, _all_counted):
         assert used == [1] * len(_FORMS)
         assert made <= 1, "there may be one from before"
-
-
-class _Sides(nn.Module):
-    """Parts of which each rank runs all, in an order of its own, and shortens one."""
-
-    def __init__(self, reentrant: int = -1) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(Block() for _ in range(3))
-        self.reentrant = reentrant
-
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        rank = dist.get_rank()
-        for turn in range(3):
-            index = (rank + step + turn) % 3 if self.reentrant < 0 else turn
-            short = index == (rank + step) % 3
-            if index == self.reentrant:
-                x = checkpoint_of_torch(self.parts[index], x, short, use_reentrant=True)
-            else:
-                x = self.parts[index](x, short)
-        return x
-
-
-def _side_by_side(reentrant: int) -> None:
-    """Nothing is annotated around the units: over one communicator they may be in backwards inside of each other."""
-    torch.manual_seed(0)
-    plain = _Sides(reentrant).to(torch.float64)
-    model = copy.deepcopy(plain)
-    with communicators_wrapped_by(all_accelerators):
-        for part in model.parts:
-            replicate(part, bucket_cap_mb=_CAP, broadcast_buffers=False)
-    assert _communicators(model) == 1
-    for step in range(4):
-        for each in (plain, model):
-            each.zero_grad()
-            generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-            x = torch.randn(3, WIDTH, generator=generator, dtype=torch.float64, requires_grad=True)
-            each(x, step).square().sum().backward()
-        _compare(plain, model, step)
-
-
-@pytest.mark.host
-@pytest.mark.parametrize("reentrant", [-1, 0, 1], ids=["side by side", "the first in a backward inside", "the middle one"])
-def test_units_side_by_side_share_an_accelerators_communicator_in_whatever_order_gradients_come(
-    pool: Pool, reentrant: int
-) -> None:
-    pool.run(2, _side_by_side, reentrant)
-
-
-def _buffers_in_other_orders() -> str:
-    parts = _Sides().parts
-    with communicators_wrapped_by(all_accelerators):
-        for part in parts:
-            replicate(part)
-    with pytest.raises(RanksDisagreeError) as caught:
-        parts[dist.get_rank()](torch.ones(3, WIDTH))
-    return str(caught.value)
-
-
-@pytest.mark.host
-def test_units_side_by_side_with_buffers_must_be_called_in_one_order_on_an_accelerator(pool: Pool) -> None:
-    for text in pool.run(2, _buffers_in_other_orders):
-        assert text.startswith("replicate: rank ")
-        assert text.endswith("Call such units in the same order on every rank, or call the annotated module around them")
-
-
-def _a_copy_stays_on_one_rank() -> None:
-    """There one unit more was made, and a model lives that nobody uses any more."""
-
-    def made() -> nn.Module:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
-        with communicators_wrapped_by(all_accelerators):
-            return replicate(model)
-
-    former = made()
-    kept = copy.deepcopy(former) if dist.get_rank() == 0 else None
-    del former
-    gc.collect()
-    model = made()
-    for step in range(2):
-        model(torch.full((3, WIDTH), float(step + dist.get_rank()))).sum().backward()
-    lowest = torch.cat([buffer.reshape(-1).double() for buffer in model.buffers()])
-    model.eval()(torch.ones(3, WIDTH))  # which shares rank 0's
-    shared = torch.cat([buffer.reshape(-1).double() for buffer in model.buffers()])
-    dist.broadcast(lowest, 0)
-    assert torch.equal(shared, lowest)
-    del kept
-
-
-@pytest.mark.host
-def test_units_with_buffers_agree_on_their_order_whatever_each_rank_has_made_and_kept(pool: Pool) -> None:
-    pool.run(2, _a_copy_stays_on_one_rank)
 
 
 def _without_words_of_the_root(form: str) -> None:
@@ -370,13 +277,13 @@ def _without_the_module_around(form: str, verb: str) -> None:
     plain, model = _annotated(form, "ordered")
     _train(plain, model, 2)
     remove(model, verb)
-    assert _communicators(model) == 5
+    assert communicators_in(model) == 5
     for module in (plain, model):
         module.get_submodule("head").requires_grad_(False)  # nobody averages its gradients any more
         module.in_turn = True  # type: ignore[assignment]
     _train(plain, model)
     replicate(model)
-    assert _communicators(model) == 1
+    assert communicators_in(model) == 1
     for module in (plain, model):
         module.requires_grad_(True)
         module.in_turn = False  # type: ignore[assignment]
@@ -417,7 +324,7 @@ def _freezing(communicator: str) -> None:
                 each.get_submodule(name).requires_grad_(False)
             each.zero_grad()
             _loss(each, step).backward()
-        _compare(plain, model, step)
+        compare_gradients(plain, model, step)
 
 
 @pytest.mark.parametrize("communicator", ["ordered", pytest.param("tags", marks=pytest.mark.host)])
@@ -439,7 +346,7 @@ def _copies(communicator: str) -> None:
         for pair in both:
             pair.zero_grad()
             (_loss(pair[0], step) + _loss(pair[1], step + 1)).backward()
-        _compare(*both, step)
+        compare_gradients(*both, step)
 
 
 @pytest.mark.parametrize("communicator", ["ordered", "sockets", pytest.param("tags", marks=pytest.mark.host)])
