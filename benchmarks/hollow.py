@@ -45,6 +45,19 @@ class HollowGroup(dist.ProcessGroup):
     _allgather_base = all_gather_single = _gather  # the second name from torch 2.13 on
     _reduce_scatter_base = reduce_scatter_single = _scatter
 
+    def _gather_all(self, outputs: list[Tensor], parts: list[Tensor], *_: Any) -> dist.Work:
+        for output, part in zip(outputs, parts, strict=True):
+            self._gather(output, part)
+        return FakeWork()
+
+    def _scatter_all(self, outputs: list[Tensor], wholes: list[Tensor], *_: Any) -> dist.Work:
+        for output, whole in zip(outputs, wholes, strict=True):
+            self._scatter(output, whole)
+        return FakeWork()
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced = _gather_all
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced = _scatter_all
+
     def getBackendName(self) -> str:
         return NAME
 
