@@ -30,7 +30,8 @@ from publish import table, versions
 
 FAKED = ("--device", "cuda", "--fake-world", "64")
 PAGE = "gpu.md"
-PAGE_LINES = 60  # of what a check printed, from the end, without lines of JSON
+PAGE_LINES = 60  # of what a check printed, from the end
+NOT_ON_PAGE = ("{", "  building ", "  warm-up", "  round ")  # JSON, and how far a benchmark had come
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,7 +191,7 @@ def page(outcomes: Mapping[Check, Outcome], *, rehearse: bool) -> str:
     ]
     for check, found in outcomes.items():
         if found.printed:
-            lines = [line for line in found.printed.rstrip().splitlines() if not line.startswith("{")][-PAGE_LINES:]
+            lines = [line for line in found.printed.rstrip().splitlines() if not line.startswith(NOT_ON_PAGE)][-PAGE_LINES:]
             parts += [f"## {check.name}", f"`{_typed(check, rehearse)}`", "```text\n" + "\n".join(lines) + "\n```"]
     return "\n\n".join(parts) + "\n"
 

@@ -41,24 +41,23 @@ AROUND: Final = (
 PREDICTABLE: Final = ("un-annotated", "composable", "composable-keep", "composable-replicate")
 
 
-def predicted(contender: str, task: Task, *, size: int, activations: int, on_host: bool) -> float:
-    """Peak bytes per rank in a step of AdamW after the first one.
+def predicted(contender: str, task: Task, *, size: int, activations: int) -> float:
+    """Peak bytes of a rank's process on a host in a step of AdamW after the first one; `peak.py` predicts an accelerator's.
 
     Args:
         contender: one of `PREDICTABLE`.
         ways: ranks that parameters are cut over.
         activations: what `saved_bytes` found.
-        on_host: what is measured is a process's memory, and not what an accelerator's allocator has given out.
     """
     units = [module for module in task.model.modules() if isinstance(module, task.units)]
     sizes = [sum(p.numel() * p.element_size() for p in unit.parameters()) for unit in units]
     total = float(sum(p.numel() * p.element_size() for p in task.model.parameters()))
     root, unit, one_unit = total - sum(sizes), max(sizes), activations / len(units)
     # While a unit's backward runs, the gradients of its activations are about as large as they are.
-    activity = activations + one_unit + (AROUND if on_host else 0.0)
+    activity = activations + one_unit + AROUND
     if contender == "un-annotated":
         # Backward trades activations for gradients, linearly enough: one end decides.
-        return 3 * total + max(activity, total + (AROUND if on_host else 0.0))
+        return 3 * total + max(activity, total + AROUND)
     if contender == "composable-replicate":
         return 4 * total + activity  # gradients live in buckets, which stay
     # On the host, memory for what passes through is kept and used again, so it is there all the time.

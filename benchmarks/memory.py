@@ -134,14 +134,12 @@ def main() -> None:
     add_choice(options, DEFAULT)
     found = parse(options, model="tiny")
     names = chosen(options, found.contenders)
-    large = found.model == "large"  # and its activations would have to be computed on the host
-    task = task_of(found.model, seed=found.seed, rank=0, device=torch.device("meta" if large else "cpu"))
-    activations = 0 if large else saved_bytes(task)
-    size = world_of(found)
-    forecast = {
-        name: predicted(name, task, size=size, activations=activations, on_host=found.device == "cpu")
-        for name in (() if large else PREDICTABLE)
-    }
+    size, forecast = world_of(found), {}
+    if found.device == "cpu":
+        task = task_of(found.model, seed=found.seed, rank=0, device=torch.device("cpu"))
+        activations = saved_bytes(task)
+        forecast = {name: predicted(name, task, size=size, activations=activations) for name in PREDICTABLE}
+    task = task_of(found.model, seed=found.seed, rank=0, device=torch.device("meta"))
     world = f"{found.fake_world} ranks, communication faked" if found.fake_world else f"{found.ranks} ranks"
     allocator = ", glibc as it is" if found.allocator == "default" else ""
     title = f"Peak memory per rank: {task.title} per rank, AdamW, {world}, {found.device}{allocator}"
@@ -167,7 +165,7 @@ def main() -> None:
         "predictions": prediction_data,
         "bytes": rounded(rounds),
     }
-    suffix = ("-large" if large else "") + ("" if found.allocator == "exact" else "-default")
+    suffix = ("-large" if found.model == "large" else "") + ("" if found.allocator == "exact" else "-default")
     emit(f"memory{suffix}", found, title=title, tables=tables, data=data, draw=draw)
 
 
