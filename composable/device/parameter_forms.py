@@ -26,7 +26,7 @@ def like_parameter(local: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return local
     own = local_of(parameter)
-    if local.shape == own.shape and local.stride() == own.stride():
+    if local.shape == own.shape and local.stride() == own.stride() and local.dtype == own.dtype:
         return dtensor_like(local, parameter)
     return _wrap(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
 
@@ -35,7 +35,7 @@ def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
     """`like_parameter` for a gradient that every rank holds whole: quick, because it is asked in every step."""
     if not isinstance(parameter, DTensor):
         return local
-    if local.stride() == parameter.stride():
+    if local.stride() == parameter.stride() and local.dtype == parameter.dtype:
         return dtensor_like(local, parameter)
     return _wrap(local, parameter.device_mesh, parameter.placements, local.shape, local.stride())
 

@@ -286,7 +286,7 @@ def parameter_around(tensor: DTensor, *, requires_grad: bool) -> torch.nn.Parame
 
 
 def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A `DTensor` around `local`, spread and shaped as `like`, whose local tensor has the same shape and strides.
+    """A `DTensor` around `local`, spread and shaped as `like`, whose local tensor has the same shape, strides and dtype.
 
     `DTensor.from_local` is public, but takes 50 us to find out what `like` knows, against 5 us.
     """
