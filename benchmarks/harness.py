@@ -97,7 +97,7 @@ def world_of(options: argparse.Namespace) -> int:
     return int(options.fake_world or options.ranks)
 
 
-def _join_group(options: argparse.Namespace, rank: int, rendezvous: str) -> None:
+def join_group(options: argparse.Namespace, rank: int, rendezvous: str) -> None:
     if options.device == "cuda":
         torch.cuda.set_device(rank)
     # An accelerator is launched at by torch's fake group once per rank: at 64 ranks most of the host's time.
@@ -138,7 +138,7 @@ def _rank_main(build: Build, contender: str, options: argparse.Namespace, rank: 
         # Under a fake process group nothing arrives, and stale memory full of denormals would slow down who reads it.
         torch.set_flush_denormal(True)
         warnings.simplefilter("ignore")  # rivals deprecate themselves; that is no result
-        _join_group(options, rank, rendezvous)
+        join_group(options, rank, rendezvous)
         measure = build(contender, options)
         pipe.send(("ready", None))
         while pipe.recv():

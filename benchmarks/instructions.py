@@ -1,0 +1,109 @@
+"""Claim: little Python stands between the user and the hardware. Counts the host's instructions per unit; times nothing.
+
+`overhead.py` times the same work, and needs a machine that does nothing else. Instructions come out the same on a busy one, to
+a few in a thousand. They leave out what time has beside them: memory that is not in the caches.
+
+    python benchmarks/instructions.py                      # 16 transformer blocks, forward and backward; takes some minutes
+
+Needs valgrind, with its headers, and a C compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from contenders import CONTENDERS, LOCAL, scale
+from harness import join_group
+from options import parser
+from overhead import make_task
+from publish import table
+
+NAMES = (LOCAL, "composable", "fsdp2")
+SWITCH = """
+#include <valgrind/callgrind.h>
+void begin(void) { CALLGRIND_START_INSTRUMENTATION; }
+void toggle(void) { CALLGRIND_TOGGLE_COLLECT; }
+"""
+
+
+def count_here(contender: str, switch: Path, options: argparse.Namespace) -> None:
+    """Take some steps in this process, whose instructions valgrind counts while the switch is on."""
+    join_group(options, 0, "")
+    task = make_task(options)
+    model = scale(contender, task.model, task.units, device=next(task.model.parameters()).device, world=options.fake_world)
+    library = ctypes.CDLL(str(switch))
+
+    def step(toggle: Callable[[], object]) -> None:
+        toggle()
+        task.loss(model, 0).backward()
+        toggle()
+        model.zero_grad()
+
+    for _ in range(3):
+        step(lambda: None)
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    library.begin()
+    for _ in range(options.steps):
+        step(library.toggle)
+
+
+def counted(contender: str, switch: Path, options: argparse.Namespace) -> float:
+    """Instructions of one step's forward and backward."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = subprocess.run(
+            ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", f"--callgrind-out-file={folder}/out"]
+            + [sys.executable, __file__, "--units", str(options.units), "--steps", str(options.steps)]
+            + ["--fake-world", str(options.fake_world), "--count-here", contender, "--switch", str(switch)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    match = re.search(r"Collected : (\d+)", found.stderr)
+    if found.returncode or match is None:
+        raise SystemExit(f"{contender}: valgrind ended with {found.returncode}\n{found.stderr[-3000:]}")
+    return int(match[1]) / options.steps
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0], rounds=1, steps=2, warmup=0)
+    options.set_defaults(fake_world=8, params=0)
+    options.add_argument("--units", type=int, default=16, help="transformer blocks of 12 parameters")
+    options.add_argument("--count-here", choices=list(CONTENDERS), help=argparse.SUPPRESS)
+    options.add_argument("--switch", type=Path, help=argparse.SUPPRESS)
+    found = options.parse_args()
+    if found.count_here:
+        count_here(found.count_here, found.switch, found)
+        return
+    missing = [name for name in ("valgrind", "gcc") if shutil.which(name) is None]
+    if missing:
+        options.error(f"needs {' and '.join(missing)}")
+    with tempfile.TemporaryDirectory() as folder:
+        switch = Path(folder) / "switch.so"
+        subprocess.run(["gcc", "-shared", "-fPIC", "-xc", "-", "-o", str(switch)], input=SWITCH, text=True, check=True)
+        whole = {}
+        for name in NAMES:
+            print(f"  counting {name}", file=sys.stderr, flush=True)
+            whole[name] = counted(name, switch, found)
+    added = {name: (whole[name] - whole[LOCAL]) / found.units for name in NAMES if name != LOCAL}
+    rows = [[name, f"{each / 1e3:.0f}", f"{each / added['fsdp2']:.3f}"] for name, each in added.items()]
+    print(f"\nForward and backward of {found.units} transformer blocks, fake process group of {found.fake_world} ranks, cpu\n")
+    print(table(["added per unit", "thousands of instructions", "of FSDP2's"], rows))
+    print(json.dumps({"benchmark": "instructions", "units": found.units, "whole": whole, "added_per_unit": added}))
+
+
+if __name__ == "__main__":
+    main()
