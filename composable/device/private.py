@@ -55,16 +55,20 @@ class _Ending:
         try:
             self._callback()
         except BaseException:
-            self.__del__()  # at once: the traceback will keep this frame, and with it this object
+            self.give_up()  # at once: the traceback will keep this frame, and with it this object
             raise
         finally:
             self._otherwise = None
 
     @untraced
-    def __del__(self) -> None:
+    def give_up(self) -> None:
+        """The pass has raised, as somebody has seen before it was dropped."""
         if self._otherwise is not None:
             otherwise, self._otherwise = self._otherwise, None
             otherwise()
+
+    def __del__(self) -> None:
+        self.give_up()
 
 
 class _CallsOfTheEngine:
@@ -84,7 +88,7 @@ class _CallsOfTheEngine:
             return call(*args, **kwargs)
         except BaseException:
             for ending in endings:
-                ending.__del__()
+                ending.give_up()
             raise
         finally:
             endings.clear()
@@ -95,7 +99,7 @@ class _CallsOfTheEngine:
 
     def take(self, ending: _Ending) -> None:
         """It belongs to the innermost call of this thread, or of the only one that has any. Whose it is that a thread of the
-        engine's came upon while several call is not known: then it is left to the drop."""
+        engine's came upon is not known while several threads call the engine: then it is left to the drop."""
         calls = self._of_threads.get(get_ident())
         if calls is None and len(self._of_threads) == 1:
             (calls,) = self._of_threads.values()

@@ -4,53 +4,37 @@ from __future__ import annotations
 
 import copy
 import os
-from typing import Final
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from composable import describe, fully_shard
+from composable import fully_shard
 from composable.device.collectives.choice import REDUCTIONS_VARIABLE
 from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import Pool, current_device, need_devices
-
-WIDTH: Final = 7  # no number of ranks divides it
-LAYERS: Final = 4
+from tests.whole.test_last_units import Layer, batch, layers_and_head, unsharded_units
 
 
-class Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x).tanh()
-        return result
-
-
-def _train(separate: bool, after: bool | None) -> tuple[list[str], bool]:
+def _train(after: bool | None) -> tuple[list[str], bool]:
     """What stays unsharded after a forward, and whether reductions have a communicator of their own."""
-    torch.manual_seed(0)
-    plain = nn.Sequential(*[Layer() for _ in range(LAYERS)], nn.Linear(WIDTH, 3)).to(current_device())
+    plain = layers_and_head().to(current_device())
     model = copy.deepcopy(plain)
     group = dist.new_group()
-    with mock.patch.dict(os.environ, {REDUCTIONS_VARIABLE: str(int(separate))}):
+    with mock.patch.dict(os.environ, {REDUCTIONS_VARIABLE: "1"}):
         fully_shard(model, mesh=group, policy={Layer}, reshard_after_forward=after)
     unit = fully_shard.state(model)
     assert unit is not None
     reductions = getattr(unit.handle.mesh_info.shard, "reductions", lambda: None)()
     left = []
     for step in range(3):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-        x = torch.randn(2, WIDTH, generator=generator).to(current_device())
+        x = batch(step).to(current_device())
         for each in (plain, model):
             each.zero_grad()
             loss = each(x).square().sum()
             if each is model:
-                left = [row.unit for row in describe(model).rows if row.state == "UNSHARDED"]
+                left = unsharded_units(model)
             loss.backward()
         actual = full_gradients(model)
         for name, mean in averaged_gradients(plain).items():
@@ -67,6 +51,6 @@ def _train(separate: bool, after: bool | None) -> tuple[list[str], bool]:
 def test_gradients_are_right_whatever_stays_unsharded(pool: Pool, device: str, after: bool | None) -> None:
     need_devices(device, 2)
     stays = {None: ["", "3"], True: [], False: ["", "0", "1", "2", "3"]}[after]
-    for left, apart in pool.run(2, _train, True, after, device=device):
+    for left, apart in pool.run(2, _train, after, device=device):
         assert left == stays
         assert apart == (device != "cpu")
