@@ -67,6 +67,7 @@ class _Ending:
             otherwise, self._otherwise = self._otherwise, None
             otherwise()
 
+    @untraced
     def __del__(self) -> None:
         self.give_up()
 
