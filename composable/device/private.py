@@ -53,23 +53,30 @@ class _Ending:
     @untraced
     def __call__(self) -> None:
         try:
-            self._callback()
+            try:
+                self._callback()
+                self._otherwise = None
+            except BaseException:
+                self.give_up()  # at once: the traceback will keep this frame, and with it this object
+                raise
         except BaseException:
-            self.give_up()  # at once: the traceback will keep this frame, and with it this object
+            self.give_up()  # whole, if an interrupt has ended it
             raise
-        finally:
-            self._otherwise = None
 
     @untraced
     def give_up(self) -> None:
-        """The pass has raised, as somebody has seen before it was dropped."""
+        """The pass has raised, as somebody has seen before it was dropped. Done twice is done once."""
         if self._otherwise is not None:
-            otherwise, self._otherwise = self._otherwise, None
-            otherwise()
+            self._otherwise()
+            self._otherwise = None
 
     @untraced
     def __del__(self) -> None:
-        self.give_up()
+        try:
+            self.give_up()
+        except BaseException:
+            self.give_up()
+            raise
 
 
 class _CallsOfTheEngine:
@@ -86,10 +93,13 @@ class _CallsOfTheEngine:
         endings: list[_Ending] = []
         self._of_threads.setdefault(thread, []).append(endings)
         try:
-            return call(*args, **kwargs)
+            try:
+                return call(*args, **kwargs)
+            except BaseException:
+                self._give_up(endings)
+                raise
         except BaseException:
-            for ending in endings:
-                ending.give_up()
+            self._give_up(endings)  # whole, if an interrupt has ended it
             raise
         finally:
             endings.clear()
@@ -97,6 +107,11 @@ class _CallsOfTheEngine:
             calls.pop()
             if not calls:
                 del self._of_threads[thread]
+
+    @staticmethod
+    def _give_up(endings: list[_Ending]) -> None:
+        for ending in endings:
+            ending.give_up()
 
     def take(self, ending: _Ending) -> None:
         """It belongs to the innermost call of this thread, or of the only one that has any. Whose it is that a thread of the
@@ -134,7 +149,7 @@ def _nothing() -> None:
 def at_end_of_backward(callback: Callable[[], None], otherwise: Callable[[], None] = _nothing) -> None:
     """Run `callback` when the running backward pass ends without an error, `otherwise` when it raised. The engine offers the
     first only here, and the second not at all: but the pass drops what it was to call before the error reaches the caller,
-    or we do. `otherwise` must not raise, and wait for nobody."""
+    or we do. `otherwise` must not raise, and wait for nobody; an interrupt may end it, then it is called again."""
     ending = _Ending(callback, otherwise)
     torch.autograd.Variable._execution_engine.queue_callback(ending)
     _calls.take(ending)

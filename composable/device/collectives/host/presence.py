@@ -68,7 +68,6 @@ class HostPresence:
         steps = tags.steps
         if self._left.get(steps) == steps.number:
             return
-        self._left[steps] = steps.number
         steps.lose()
         tag = tags.farewell() + TagBit.LEAVING + (TagBit.TOLD if steps.told == steps.number else 0)
         tag += TagBit.MUTUAL if steps.mutual == steps.number else 0
@@ -77,6 +76,7 @@ class HostPresence:
             self._notes += 1
             for peer in self._peers:
                 self._connections[peer].writer.send(tag, start, length)
+        self._left[steps] = steps.number  # last: after an interrupt it is told again, and once too often harms nobody
 
     def latest_step(self, steps: Steps) -> int:
         """The last step that somebody has begun by his own count so far.
