@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Final
 
 import torch
 import torch.distributed as dist
+from options import BEFORE
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -25,7 +27,7 @@ def _composable(reshard: bool | None) -> Callable[[nn.Module, type[nn.Module], D
     def scale(model: nn.Module, units: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
         from composable import fully_shard
 
-        fully_shard(model, mesh=mesh, policy={units}, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, policy={units}, **({} if reshard is None else {"reshard_after_forward": reshard}))
         return model
 
     return scale
@@ -119,7 +121,18 @@ MEANING: Final = {
 
 def scale(name: str, model: nn.Module, units: type[nn.Module], *, device: torch.device, world: int) -> nn.Module:
     """`model` scaled by contender `name` over all ranks: the model itself, or the wrapper that the contender makes."""
-    return CONTENDERS[name](model, units, init_device_mesh(device.type, (world,)))
+    return CONTENDERS[name.removeprefix(BEFORE)](model, units, init_device_mesh(device.type, (world,)))
+
+
+def with_before(names: Sequence[str], before: Path | None) -> list[str]:
+    """`names`, each of composable's followed by the one of the checkout `before`, if there is one."""
+    each = [[name, BEFORE + name] if before is not None and name.startswith("composable") else [name] for name in names]
+    return [name for several in each for name in several]
+
+
+def against_before(names: Sequence[str]) -> list[tuple[str, str, float | None]]:
+    """Which pairs to compare: this code and that of the other checkout."""
+    return [(name.removeprefix(BEFORE), name, None) for name in names if name.startswith(BEFORE)]
 
 
 def add_choice(options: argparse.ArgumentParser, default: Sequence[str], also: Sequence[str] = ()) -> None:

@@ -29,6 +29,7 @@ from typing import Any
 import hollow
 import torch
 import torch.distributed as dist
+from options import BEFORE
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
@@ -135,6 +136,8 @@ def _turn(measure: Measure, options: argparse.Namespace) -> list[Sample]:
 def _rank_main(build: Build, contender: str, options: argparse.Namespace, rank: int, rendezvous: str, pipe: Connection) -> None:
     try:
         torch.set_num_threads(1)
+        if contender.startswith(BEFORE):
+            sys.path.insert(0, str(options.before.resolve()))
         # Under a fake process group nothing arrives, and stale memory full of denormals would slow down who reads it.
         torch.set_flush_denormal(True)
         warnings.simplefilter("ignore")  # rivals deprecate themselves; that is no result

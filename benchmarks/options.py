@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
+BEFORE = "before-"  # of the names of contenders whose composable is another checkout's
 
 
 def parser(description: str, *, rounds: int = 7, steps: int = 3, warmup: int = 1) -> argparse.ArgumentParser:
@@ -24,6 +25,7 @@ def parser(description: str, *, rounds: int = 7, steps: int = 3, warmup: int = 1
     options.add_argument("--warmup", type=int, default=warmup, help="turns of each contender that do not count")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--timeout", type=float, default=300.0, help="seconds after which a silent turn is an error")
+    options.add_argument("--before", type=Path, metavar="DIR", help="a checkout of earlier code, which competes, too")
     options.add_argument("--out", type=Path, default=None, help="folder of the JSON line and the chart")
     options.add_argument("--smoke", action="store_true", help="smallest sizes: shows that it runs, measures nothing")
     options.set_defaults(hollow=False)  # True: a faked world is made by `hollow.py` instead of torch
@@ -38,8 +40,10 @@ def parse(options: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespace:
         for name, value in {"rounds": 2, "steps": 1, "settle": 0, "warmup": 0, **smoke}.items():
             if getattr(found, name) == getattr(defaults, name):
                 setattr(found, name, value)
-    if found.out is None:  # a smoke run must not overwrite figures that mean something
-        found.out = Path(tempfile.mkdtemp(prefix="composable-bench-")) if found.smoke else RESULTS
+    if found.before is not None and not (found.before / "composable" / "__init__.py").exists():
+        options.error(f"--before: {found.before} is no checkout of composable")
+    if found.out is None:  # a smoke run, or one of other contenders, must not overwrite figures that mean something
+        found.out = Path(tempfile.mkdtemp(prefix="composable-bench-")) if found.smoke or found.before else RESULTS
     for name, least in (("ranks", 1), ("rounds", 1), ("steps", 1), ("settle", 0), ("warmup", 0), ("fake_world", 0)):
         if getattr(found, name) < least:
             options.error(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(found, name)}")

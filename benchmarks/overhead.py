@@ -10,6 +10,7 @@ by work on shards may be less than nothing in these two phases.
     python benchmarks/overhead.py                          # 32 transformer blocks of 12 parameters
     python benchmarks/overhead.py --units 1..128           # how it grows with the units
     python benchmarks/overhead.py --units 16 --params 1..16    # ... and with the parameters of a unit
+    python benchmarks/overhead.py --before ../of-last-week     # ... beside earlier code, in turns
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from contenders import LOCAL, ON_SHARDS, add_choice, chosen, scale
+from contenders import LOCAL, ON_SHARDS, add_choice, against_before, chosen, scale, with_before
 from harness import Measure, Rounds, Sample, Stopwatch, compete, device_of, series, spread, world_of
 from models import Chain, Chains, Task, adamw, add_adamw, gpt_task, vector_task
 from options import counts, parse, parser
@@ -58,14 +59,12 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     """One training step per call: seconds of the host; `engine`: forward and backward only."""
     device = device_of(options)
     task = make_task(options)
-    model = scale(
-        "composable" if contender == ON_SHARDS else contender, task.model, task.units, device=device, world=world_of(options)
-    )
+    model = scale(contender.replace(ON_SHARDS, "composable"), task.model, task.units, device=device, world=world_of(options))
     parameters = list(model.parameters())
     optimizer = adamw(parameters, options.adamw, rate=1e-6)
     watch = Stopwatch(device, host=True)
     clip = getattr(model, "clip_grad_norm_", None)  # FSDP1 has its own; torch's would see one shard
-    if contender == ON_SHARDS:
+    if contender.endswith(ON_SHARDS):
         from composable import clip_grad_norm_, step_on_shards
 
         step_on_shards(optimizer)
@@ -107,7 +106,8 @@ def added_tables(rounds: Rounds, units: int) -> tuple[list[str], list[dict[str, 
     tables = [table(["added per unit, ms", "step", "min", "max", *PHASES], rows)]
     data: list[dict[str, object]] = []
     rows = []
-    for ours, theirs, metrics in RATIOS:
+    before = [(ours, theirs, ("step", "engine")) for ours, theirs, _ in against_before(list(rounds))]
+    for ours, theirs, metrics in [*RATIOS, *before]:
         for metric in metrics:
             if ours in rounds and theirs in rounds:
                 # The medians' ratio: a single round's difference of two near numbers may be anything.
@@ -165,7 +165,7 @@ def main() -> None:
     add_adamw(options, "foreach")
     add_choice(options, DEFAULT, also=[ON_SHARDS])
     found = parse(options, units=[2], rounds=2)
-    names = chosen(options, found.contenders, also=[ON_SHARDS])
+    names = with_before(chosen(options, found.contenders, also=[ON_SHARDS]), found.before)
     if LOCAL not in names:
         options.error(f"--contenders: what is added is counted from {LOCAL!r}, which must be among them")
     units, params = (found.units, found.params)

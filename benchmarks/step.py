@@ -5,6 +5,7 @@ Usage:
     python benchmarks/step.py                      # GPT of 43 M parameters, 2 ranks, CPU
     python benchmarks/step.py --model conv --ranks 4
     python benchmarks/step.py --device cuda --fake-world 64
+    python benchmarks/step.py --contenders composable,fsdp2 --before ../of-last-week
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, LOCAL, add_choice, chosen, scale
+from contenders import CONTENDERS, LOCAL, add_choice, against_before, chosen, scale, with_before
 from harness import ContenderFailed, Measure, Sample, Stopwatch, compete, device_of, series, spread, world_of
 from models import SIZES, adamw, add_adamw, task_of
 from options import parse, parser
@@ -90,14 +91,14 @@ def main() -> None:
     add_adamw(options, "default")
     add_choice(options, DEFAULT)
     found = parse(options, model="tiny")
-    names = chosen(options, found.contenders)
+    names = with_before(chosen(options, found.contenders), found.before)
     title = task_of(found.model, seed=0, rank=0, device=torch.device("meta")).title
     world = f"{found.fake_world} ranks, communication faked" if found.fake_world else f"{found.ranks} ranks"
     title = f"Training step: {title} per rank, AdamW, {world}, {found.device}"
     rounds = compete(build, names, found)
     if not found.fake_world:
         check_losses(rounds)
-    ratio_table, ratio_data = compared(rounds, better_ddp(rounds))
+    ratio_table, ratio_data = compared(rounds, [*better_ddp(rounds), *against_before(names)])
     steps = {name: {k: v * 1e3 for k, v in spread(series(rounds, name, "step")).items()} for name in names}
 
     def draw(path: Path) -> None:
