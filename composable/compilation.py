@@ -72,6 +72,11 @@ def call_compiled(compiler: Any, function: Callable[..., Any], args: Any, kwargs
         _frames.set_eval_frame(prior)
 
 
+def backward_is_compiled() -> bool:
+    """Whether compiled autograd runs the backward that this is called in. There is no public way to ask."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
+
+
 def unwrapped(module: Any) -> Any:
     """The module itself, if `module` is what `torch.compile` returned for it; of a list, its members."""
     if type(module) in (list, tuple):

@@ -15,8 +15,10 @@ from operator import attrgetter
 from typing import Final, Protocol
 from weakref import WeakValueDictionary
 
+from composable.compilation import backward_is_compiled
 from composable.device.collectives import Steps
 from composable.device.private import at_end_of_backward, backward_id, outside_transforms
+from composable.errors import DifferentiationError
 
 
 class Participant(Protocol):
@@ -109,6 +111,11 @@ def end_of_backward() -> BackwardEnd:
     number = backward_id()
     end = _RUNNING.get(number)
     if end is None:
+        if backward_is_compiled():
+            raise DifferentiationError(
+                "compiled autograd runs this backward. It tells nobody when it ends, and no gradient would be averaged over "
+                "the ranks. Compile the model or its blocks, and leave compiled autograd off"
+            )
         end = _RUNNING[number] = BackwardEnd()
         at_end_of_backward(end.run, end.abort)
     return end

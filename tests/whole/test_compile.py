@@ -22,6 +22,8 @@ from composable import (
     compilation,
     fully_shard,
 )
+from composable.errors import DifferentiationError
+from tests.helpers.compare import full_gradients
 from tests.helpers.compiled import (
     ARMED_FROM,
     CASE,
@@ -169,6 +171,29 @@ def _step_in_one_function(scheme: str) -> None:
 def test_a_compiled_function_may_run_forward_and_backward(pool: Pool, scheme: str) -> None:
     """Then Dynamo is at work while autograd calls our hooks, and is not asked about them."""
     pool.run(2, _step_in_one_function, scheme)
+
+
+def _refused_in_compiled_autograd(scheme: str) -> None:
+    with fresh_compiler():
+        model = CASE.model(0, 0, current_device())
+        plain = copy.deepcopy(model)
+        SCHEMES[scheme](model)
+        (batch,) = CASE.inputs(0, 0, 0, current_device())
+        with (
+            torch._dynamo.compiled_autograd._enable(lambda graph: graph),
+            pytest.raises(DifferentiationError, match="compiled"),
+        ):
+            model(batch).square().mean().backward()
+        for each in (model, plain):
+            each.zero_grad()
+            each(batch).square().mean().backward()
+        torch.testing.assert_close(full_gradients(model), full_gradients(plain), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("scheme", ["fully_shard", "replicate and checkpoint"])
+def test_a_backward_that_compiled_autograd_runs_is_refused(pool: Pool, scheme: str) -> None:
+    """It does not call what is to be called at its end: no gradient would be averaged, and nobody would know."""
+    pool.run(2, _refused_in_compiled_autograd, scheme)
 
 
 def test_importing_the_library_does_not_import_dynamo() -> None:
