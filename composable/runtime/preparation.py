@@ -14,7 +14,7 @@ from torch import Tensor
 
 from composable.device.parameter_forms import trainability
 from composable.device.parameter_swap import ParameterSwap
-from composable.device.private import as_tensors, local_of
+from composable.device.private import as_tensors, local_of, outside_transforms
 from composable.errors import PhaseError, still_on_meta
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
@@ -66,6 +66,7 @@ class Preparation:
         for handle in self._handles:
             handle.refresh()
 
+    @outside_transforms
     def _look_into(self, handle: Handle) -> None:
         parameters = handle.parameters
         if not parameters.registered.intact():

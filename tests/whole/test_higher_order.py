@@ -121,6 +121,11 @@ def a_mapped_forward(model: nn.Module, x: Tensor) -> Tensor:
     return output
 
 
+def a_mapped_forward_of_what_was_cast_and_frozen(model: nn.Module, x: Tensor) -> Tensor:
+    model.float().double().get_parameter("head.bias").requires_grad_(False)
+    return a_mapped_forward(model, x)
+
+
 def a_jacobian_by_rows(model: nn.Module, x: Tensor) -> Tensor:
     return torch.func.jacrev(model)(x)
 
@@ -154,6 +159,7 @@ PROGRAMS: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
         a_backward_through_a_transformed_gradient,
         a_gradient_per_sample,
         a_mapped_forward,
+        a_mapped_forward_of_what_was_cast_and_frozen,
         a_jacobian_by_rows,
         a_jacobian_by_columns,
         a_hessian,
