@@ -36,6 +36,7 @@ def begin(what: str) -> None:
     lags = seed % LAGS_ONE_IN == 0
     sim.native.set_lag(LAG_OF_DEFAULT * lags, LAG_OF_OTHERS * lags, LAG_PROBABILITY, seed)
     sim.native.clear_findings()
+    sim.native.clear_host_waits()
 
 
 def take_findings() -> list[str]:

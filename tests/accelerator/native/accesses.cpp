@@ -32,7 +32,7 @@ Block* find_block(uintptr_t address) {
 }
 
 void report(Finding finding) {
-  std::string key = std::to_string(finding.kind) + finding.first.label + '\n' + finding.second.label + '\n' +
+  std::string key = std::to_string(finding.kind) + finding.first.label->text() + '\n' + finding.second.label->text() + '\n' +
       std::to_string(finding.first.stream) + ' ' + std::to_string(finding.second.stream);
   if (state().keys.insert(key).second) state().findings.push_back(std::move(finding));
 }
@@ -45,7 +45,7 @@ std::function<void()> filler(char* base, size_t size) {
 
 }  // namespace
 
-void note_accesses(Stream* stream, const std::string& label, const std::vector<Access>& accesses) {
+void note_accesses(Stream* stream, const LabelPtr& label, const std::vector<Access>& accesses) {
   uint64_t tick = stream->clock[stream->index];
   for (auto& access : accesses) {
     Block* block = access.begin < access.end ? find_block(access.begin) : nullptr;
@@ -84,13 +84,13 @@ std::vector<Site> writers_of(const Access& access) {
 
 void report_poison(const std::vector<Site>& writers, const Site& reader) {
   std::lock_guard lock(state().mutex);
-  Site writer = writers.empty() ? Site{"nobody", reader.stream} : writers.back();
+  Site writer = writers.empty() ? Site{std::make_shared<Label>(Label{"nobody"}), reader.stream} : writers.back();
   report({Finding::kPoison, true, false, writer, reader});
 }
 
 std::vector<std::string> findings() {
   std::lock_guard lock(state().mutex);
-  auto text = [](const Site& site) { return "[" + site.label + "] on " + state().streams.at(site.stream)->name; };
+  auto text = [](const Site& site) { return "[" + site.label->text() + "] on " + state().streams.at(site.stream)->name; };
   auto kind = [](bool writes) { return writes ? "write" : "read"; };
   std::vector<std::string> made;
   for (auto& each : state().findings) {

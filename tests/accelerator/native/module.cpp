@@ -3,6 +3,8 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <unordered_map>
+
 #include "process_group.h"
 #include "tensors.h"
 
@@ -10,23 +12,43 @@ namespace py = pybind11;
 
 namespace {
 
-constexpr int kFrames = 6;
+// What is told of a function, and of each instruction in it that was on its way when somebody asked.
+struct Function {
+  std::string file, name;
+  bool shown;
+  std::unordered_map<int, std::string> places;
+};
+
+// With the interpreter's lock held. Code that was seen once is kept, so that no other comes to lie where it was.
+Function& function_of(PyCodeObject* code) {
+  static auto& known = *new std::unordered_map<PyCodeObject*, Function>;
+  auto [at, fresh] = known.try_emplace(code);
+  auto& function = at->second;
+  if (fresh) {
+    Py_INCREF(code);
+    std::string file = py::reinterpret_borrow<py::str>(code->co_filename);
+    function.shown = file.find("/torch/") == std::string::npos && file.find("<frozen") == std::string::npos;
+    auto own = file.rfind("composable/");
+    function.file = own == std::string::npos ? file.substr(file.rfind('/') + 1) : file.substr(own);
+    function.name = py::reinterpret_borrow<py::str>(code->co_name);
+  }
+  return function;
+}
 
 // The innermost Python frames that are not torch's.
-std::string place_in_python() {
-  if (!Py_IsInitialized()) return "";
+sim::Place place_in_python() {
+  sim::Place place{};
+  if (!Py_IsInitialized()) return place;
   py::gil_scoped_acquire gil;
-  std::string text;
-  int shown = 0;
+  size_t shown = 0;
   PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
-  while (frame && shown < kFrames) {
+  while (frame && shown < place.size()) {
     PyCodeObject* code = PyFrame_GetCode(frame);
-    std::string file = py::reinterpret_borrow<py::str>(code->co_filename);
-    if (file.find("/torch/") == std::string::npos && file.find("<frozen") == std::string::npos) {
-      auto own = file.rfind("composable/");
-      std::string name = py::reinterpret_borrow<py::str>(code->co_name);
-      text += (shown++ ? " < " : "") + (own == std::string::npos ? file.substr(file.rfind('/') + 1) : file.substr(own)) + ":" +
-          std::to_string(PyFrame_GetLineNumber(frame)) + " " + name;
+    auto& function = function_of(code);
+    if (function.shown) {
+      auto& text = function.places[PyFrame_GetLasti(frame)];
+      if (text.empty()) text = function.file + ":" + std::to_string(PyFrame_GetLineNumber(frame)) + " " + function.name;
+      place[shown++] = &text;
     }
     Py_DECREF(code);
     PyFrameObject* outer = PyFrame_GetBack(frame);
@@ -34,7 +56,7 @@ std::string place_in_python() {
     frame = outer;
   }
   Py_XDECREF(frame);
-  return text;
+  return place;
 }
 
 }  // namespace

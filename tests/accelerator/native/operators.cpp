@@ -10,15 +10,13 @@
 #include <torch/library.h>
 
 #include <cstring>
-#include <unordered_map>
 
+#include "outcomes.h"
 #include "tensors.h"
 
 namespace sim {
 
 namespace {
-
-using torch::jit::Stack;
 
 std::mutex counting;
 std::map<std::string, int64_t> on_host;
@@ -116,7 +114,7 @@ void copy_to_host(const at::Tensor& source, const at::Tensor& target, const std:
   auto* stream = here();
   bool looks = settings.detects && settings.poisons;
   auto writers = looks ? writers_of(access) : std::vector<Site>();
-  std::string label = looks && settings.places && place ? what + " at " + place() : what;
+  auto label = looks ? label_here(what) : nullptr;
   launch(stream, what, {access}, [=, index = stream->index] {
     c10::InferenceMode any;  // the target may be a tensor of inference mode
     to.copy_(from);
@@ -157,33 +155,6 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 
 // ---------------------------------------------------------------------------------------------------------- kernels
 
-template <class F>
-c10::IValue map_tensors(const c10::IValue& value, const F& f) {
-  if (value.isTensor()) {
-    const auto& tensor = value.toTensor();
-    return tensor.defined() ? c10::IValue(f(tensor)) : value;
-  }
-  if (value.isTensorList()) {
-    std::vector<at::Tensor> made;
-    for (const at::Tensor& t : value.toTensorVector()) made.push_back(t.defined() ? f(t) : t);
-    return c10::IValue(made);
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> made;
-    for (auto t : value.toOptionalTensorVector()) made.push_back(t && t->defined() ? std::optional(f(*t)) : t);
-    return c10::IValue(made);
-  }
-  return value;
-}
-
-template <class F>
-void each_tensor(const c10::IValue& value, const F& f) {
-  map_tensors(value, [&](const at::Tensor& t) {
-    f(t);
-    return t;
-  });
-}
-
 // Operators without a meta kernel, and those that return numbers: the host waits, as it does for `nonzero` on a real device.
 void run_on_host(const c10::OperatorHandle& op, Stack* stack, const std::string& why) {
   auto name = c10::toString(op.operator_name());
@@ -210,27 +181,6 @@ std::optional<c10::Device> device_of_arguments(const std::string& name, const St
   return device;
 }
 
-using Metas = std::unordered_map<c10::TensorImpl*, at::Tensor>;
-
-// What comes out, and in which shape: the same operator on meta tensors says so.
-Stack run_on_meta(const c10::OperatorHandle& op, const Stack& stack, size_t begin, Metas& metas) {
-  Stack meta;
-  auto to_meta = [&](const at::Tensor& t) {
-    if (!on_device(t) && t.dim() == 0) return t;  // a number, which any device takes
-    auto& made = metas[t.unsafeGetTensorImpl()];
-    if (!made.defined())
-      made = at::empty_strided(t.sizes(), t.strides(), t.options().device(at::kMeta).pinned_memory(std::nullopt));
-    return made;
-  };
-  for (size_t i = begin; i < stack.size(); i++) {
-    if (stack[i].isDevice()) meta.emplace_back(c10::Device(at::kMeta));
-    else if (stack[i].isGenerator()) meta.emplace_back();
-    else meta.push_back(map_tensors(stack[i], to_meta));
-  }
-  op.callBoxed(&meta);
-  return meta;
-}
-
 // The argument that an operator writes to and returns.
 const c10::IValue& returned_argument(const c10::FunctionSchema& schema, size_t result, const Stack& stack, size_t begin) {
   const auto* alias = schema.returns()[result].alias_info();
@@ -250,21 +200,22 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
   c10::OptionalDeviceGuard guard(device);
   if (!device) return run_on_host(op, stack, "made of no tensor");
 
-  Metas metas;
-  Stack meta;
+  std::shared_ptr<const Outcome> outcome;
   try {
-    meta = run_on_meta(op, *stack, begin, metas);
+    outcome = outcome_of(op, *stack, begin);
   } catch (const std::exception& error) {
     return run_on_host(op, stack, error.what());
   }
-  for (auto& value : meta)
-    if (!value.isTensor() && !value.isTensorList() && !value.isNone()) return run_on_host(op, stack, "returns no tensor");
+  for (auto& result : outcome->results)
+    if (result.kind == Outcome::Result::kOther) return run_on_host(op, stack, "returns no tensor");
 
-  for (auto& [impl, made] : metas) {  // arguments that were resized, as `out=` may be
-    if (impl->device_type() != kType || (impl->sizes() == made.sizes() && impl->strides() == made.strides())) continue;
-    at::Tensor real(c10::intrusive_ptr<c10::TensorImpl>::reclaim_copy(impl));
-    impl->set_sizes_and_strides(made.sizes(), made.strides());
-    grow_storage(real);
+  if (!outcome->resized.empty()) {
+    std::vector<at::Tensor> tensors;
+    for (size_t i = begin; i < stack->size(); i++) each_tensor((*stack)[i], [&](const at::Tensor& t) { tensors.push_back(t); });
+    for (auto& [place, form] : outcome->resized) {
+      tensors[place].unsafeGetTensorImpl()->set_sizes_and_strides(form.sizes, form.strides);
+      grow_storage(tensors[place]);
+    }
   }
 
   std::vector<Access> accesses;
@@ -288,12 +239,21 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
     }
     targets.emplace_back(r, std::vector<at::Tensor>());
     auto& into = targets.back().second;
-    results.push_back(map_tensors(meta[r], [&](const at::Tensor& t) {
-      auto made = at::empty_strided(t.sizes(), t.strides(), t.options().device(*device));
-      accesses.push_back(access_of(made, true));
-      into.push_back(on_cpu(made));
-      return made;
-    }));
+    std::vector<at::Tensor> fresh;
+    for (auto& form : outcome->results[r].forms) {
+      if (!form.defined) {
+        fresh.emplace_back();
+        continue;
+      }
+      fresh.push_back(at::empty_strided(form.sizes, form.strides, at::TensorOptions().dtype(form.dtype).device(*device)));
+      accesses.push_back(access_of(fresh.back(), true));
+      into.push_back(on_cpu(fresh.back()));
+    }
+    switch (outcome->results[r].kind) {
+      case Outcome::Result::kTensor: results.emplace_back(fresh[0]); break;
+      case Outcome::Result::kTensors: results.emplace_back(fresh); break;
+      default: results.emplace_back();
+    }
   }
 
   bool is_norm = name == "native_layer_norm_backward";

@@ -18,7 +18,7 @@ struct State {
   std::atomic<bool> down{false};
   std::string failure;
   std::map<std::string, int64_t> host_waits;
-  std::vector<std::string> places_of_host_waits;
+  std::vector<Label> places_of_host_waits;
   std::vector<Finding> findings;
   std::set<std::string> keys;  // of the findings: each is reported once
   std::map<uintptr_t, Block*> blocks;
@@ -29,6 +29,6 @@ struct State {
 State& state();
 void merge(Clock& into, const Clock& from);
 // With the lock held: compares with what other streams do to the same bytes.
-void note_accesses(Stream* stream, const std::string& label, const std::vector<Access>& accesses);
+void note_accesses(Stream* stream, const LabelPtr& label, const std::vector<Access>& accesses);
 
 }  // namespace sim

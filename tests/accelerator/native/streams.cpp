@@ -14,7 +14,18 @@
 namespace sim {
 
 Settings settings;
-std::function<std::string()> place;
+std::function<Place()> place;
+
+std::string Label::text() const {
+  std::string text = what;
+  for (auto* each : place)
+    if (each) text += (each == place[0] ? " at " : " < ") + *each;
+  return text;
+}
+
+LabelPtr label_here(std::string what) {
+  return std::make_shared<const Label>(Label{std::move(what), settings.places && place ? place() : Place{}});
+}
 
 State& state() {
   static auto* one = new State;  // never destroyed: threads of streams outlive everything
@@ -63,8 +74,8 @@ void Stream::run() {
       std::string what = error.what();
       what.resize(std::min(what.size(), what.find('\n')));  // torch appends how it came there
       std::lock_guard lock(state().mutex);
-      if (state().failure.empty()) state().failure = next.label + ": " + what;
-      std::fprintf(stderr, "sim: a launch failed: %s: %s\n", next.label.c_str(), what.c_str());
+      if (state().failure.empty()) state().failure = next.label->text() + ": " + what;
+      std::fprintf(stderr, "sim: a launch failed: %s: %s\n", next.label->text().c_str(), what.c_str());
     }
     next.run = nullptr;  // what it holds goes before anybody is told that it is over
     {
@@ -149,10 +160,9 @@ std::vector<Stream*> streams_of(int device) {
   return found;
 }
 
-void launch(Stream* stream, std::string label, const std::vector<Access>& accesses, std::function<void()> run, bool lags) {
+void launch(Stream* stream, std::string what, const std::vector<Access>& accesses, std::function<void()> run, bool lags) {
   if (state().down) return;
-  std::string where = accesses.empty() || !settings.places || !place ? "" : place();
-  if (!where.empty()) label += " at " + where;
+  auto label = accesses.empty() ? std::make_shared<const Label>(Label{std::move(what)}) : label_here(std::move(what));
   std::lock_guard lock(state().mutex);
   merge(stream->clock, state().host_clock);  // what the host has waited for is over
   if ((int)stream->clock.size() <= stream->index) stream->clock.resize(stream->index + 1);
@@ -199,10 +209,10 @@ struct Unlocked {
 
 void wait_on_host(const EventPtr& event, const std::string& kind) {
   if (!kind.empty()) {
-    std::string where = place ? place() : "";
+    Label label{kind, place ? place() : Place{}};
     std::lock_guard lock(state().mutex);
     state().host_waits[kind]++;
-    state().places_of_host_waits.push_back(where.empty() ? kind : kind + " at " + where);
+    state().places_of_host_waits.push_back(std::move(label));
   }
   {
     Unlocked unlocked;
@@ -228,7 +238,9 @@ std::map<std::string, int64_t> host_waits() {
 
 std::vector<std::string> places_of_host_waits() {
   std::lock_guard lock(state().mutex);
-  return state().places_of_host_waits;
+  std::vector<std::string> made;
+  for (auto& label : state().places_of_host_waits) made.push_back(label.text());
+  return made;
 }
 
 void clear_host_waits() {

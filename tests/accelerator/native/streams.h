@@ -6,6 +6,7 @@
 // another only if clocks say so; which one ran first in real time does not matter. So a missing wait is found every time.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -42,9 +43,20 @@ struct Event {
 };
 using EventPtr = std::shared_ptr<Event>;
 
+// Where in the program the host is, innermost first: texts that live as long as the process.
+using Place = std::array<const std::string*, 6>;
+
+// What a launch is called, and where it was launched: put together only for those who ask.
+struct Label {
+  std::string what;
+  Place place{};
+  std::string text() const;
+};
+using LabelPtr = std::shared_ptr<const Label>;
+
 struct Launch {
   std::function<void()> run;
-  std::string label;
+  LabelPtr label;
   bool lags;  // whether it may be delayed
 };
 
@@ -62,7 +74,7 @@ struct Stream {
 
 // A launch that the detector remembers.
 struct Site {
-  std::string label;
+  LabelPtr label;
   int stream;
 };
 
@@ -91,7 +103,7 @@ int current_device();
 int exchange_device(int device);
 
 // Runs `run` on `stream` after all that it was given before. `accesses` are noted at once, in the order of the host's calls.
-void launch(Stream* stream, std::string label, const std::vector<Access>& accesses, std::function<void()> run, bool lags = true);
+void launch(Stream* stream, std::string what, const std::vector<Access>& accesses, std::function<void()> run, bool lags = true);
 EventPtr record(Stream* stream);
 void wait_on_stream(Stream* stream, const EventPtr& event);
 // Delays a stream until `event`, but leaves its clock alone: an order that is not promised to anybody.
@@ -109,8 +121,9 @@ void record_use(uintptr_t address, Stream* stream);
 std::vector<Site> writers_of(const Access& access);
 void report_poison(const std::vector<Site>& writers, const Site& reader);
 
-// Where in the program the host is; set by whoever knows the language that it is written in.
-extern std::function<std::string()> place;
+// Tells where the host is; set by whoever knows the language that the program is written in.
+extern std::function<Place()> place;
+LabelPtr label_here(std::string what);
 
 void shut_down();
 void raise_failure();
