@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from composable.device.private_groups import launchers
 from tests.accelerator import sim, watch
 from tests.helpers.world import Pool, RanksFailed, current_device
 
@@ -118,7 +119,6 @@ def test_a_task_fails_that_let_poison_reach_the_host(pool: Pool) -> None:
 def _makes_the_host_wait() -> list[str]:
     device = current_device()
     x = torch.ones(2, device=device)
-    sim.native.set_places(False)
 
     def program() -> None:
         x.sum().item()
@@ -168,7 +168,53 @@ def test_operators_compute_what_they_do_on_a_host(pool: Pool) -> None:
     pool.run(1, _computes, device="sim")
 
 
+def _look_alike(device: torch.device) -> list[Tensor]:
+    """What comes out where arguments differ in one thing."""
+    x = torch.arange(4.0, device=device).view(2, 2)
+    whole, square, out = torch.arange(1, 3, device=device), x.clone(), torch.empty(0, device=device)
+    made = [x.sum(0), x.sum(1), x.sum(0, keepdim=True), x + x, x.t() + x.t(), x.double() + x.double(), x + square]
+    made += [torch.cat([x, x]), torch.cat([x, x[0:1]]), whole * 2, whole * 2.5]
+    made += [whole * torch.tensor(2), whole * torch.tensor(2.5)]
+    made += [x[0] + torch.tensor(2.0, dtype=torch.float64), x[0] + torch.ones(2, dtype=torch.float64, device=device)]
+    torch.set_default_dtype(torch.float64)
+    made.append(whole / whole)
+    torch.set_default_dtype(torch.float32)
+    made.append(whole / whole)
+    for _ in range(2):  # which has its size the second time
+        made.append(torch.add(x, x, out=out).clone())
+    return made
+
+
+def _tells_them_apart() -> None:
+    expected = _look_alike(torch.device("cpu"))
+    for _ in range(2):  # what the first time found out is remembered
+        for found, wanted in zip(_look_alike(current_device()), expected, strict=True):
+            assert found.stride() == wanted.stride()
+            torch.testing.assert_close(found.cpu(), wanted, rtol=0, atol=0)
+
+
+def test_what_is_remembered_of_operators_is_told_apart_by_all_that_matters(pool: Pool) -> None:
+    pool.run(1, _tells_them_apart, device="sim")
+
+
 # --- collectives --------------------------------------------------------------------------------------------------------
+
+
+def _adds() -> tuple[list[float], list[float]]:
+    """The first term is so large that bfloat16 loses each of the others that is added to it, but not their sum."""
+    term = (256.0, 1.0, 1.0)[dist.get_rank()]
+    x = torch.full((3,), term, dtype=torch.bfloat16, device=current_device())
+    row = torch.empty(1, dtype=torch.bfloat16, device=current_device())
+    group = dist.group.WORLD
+    assert group is not None
+    _, launcher, _ = launchers(group, asynchronous=False)
+    getattr(group, launcher.single)(row, x, launcher.options)
+    dist.all_reduce(x)
+    return row.tolist(), x.tolist()
+
+
+def test_terms_are_added_in_the_order_of_ranks_and_rounded_after_each(pool: Pool) -> None:
+    assert pool.run(3, _adds, device="sim") == [([256.0], [256.0] * 3)] * 3
 
 
 def _reduces(waits: bool) -> list[str]:

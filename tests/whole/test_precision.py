@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from composable import MixedPrecisionPolicy, checkpoint, fully_shard, no_sync, reduce_gradients
 from composable.plan.scaling import division_factors
 from tests.helpers.compare import full, full_gradients, full_parameters
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, current_device
 
 WIDTH: Final = 12
 
@@ -228,7 +228,7 @@ def _all_train_as_written() -> None:
         _trains_as_written(partial(_in_units, reshard_after_forward=2), POLICIES["bf16"])
         _trains_as_written(_recomputed, POLICIES["bf16, summed in float32"])
         _trains_as_written(_in_two, POLICIES["fp16, summed in fp16"])
-        hybrid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        hybrid = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         for name in ("bf16", "bf16, summed in float32", "fp16, summed in fp16"):
             _trains_as_written(partial(_in_units, mesh=hybrid), POLICIES[name], replicas=2)
             _held_over_replicas(hybrid, POLICIES[name])

@@ -76,18 +76,6 @@ std::vector<Tensors> cpu(const std::vector<Tensors>& lists) {
   return made;
 }
 
-void sum(c10d::Backend& gloo, at::Tensor tensor, c10d::ReduceOp op, int size) {
-  bool mean = op == c10d::ReduceOp::AVG;
-  c10d::AllreduceOptions options;
-  options.reduceOp = mean ? c10d::ReduceOp(c10d::ReduceOp::SUM) : op;
-  bool narrow = tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;  // which gloo may not know
-  at::Tensor wide = narrow ? tensor.to(at::kFloat) : tensor;
-  Tensors list{wide};
-  gloo.allreduce(list, options)->wait();
-  if (mean) wide.div_(size);
-  if (narrow) tensor.copy_(wide);
-}
-
 void gather_single(c10d::Backend& gloo, at::Tensor out, at::Tensor in, int size) {
   TORCH_CHECK(out.numel() == in.numel() * size, "simccl: all_gather: ", in.numel(), " elements of ", size, " ranks do not fill ",
       out.numel());
@@ -96,9 +84,44 @@ void gather_single(c10d::Backend& gloo, at::Tensor out, at::Tensor in, int size)
   gloo.allgather(outs, ins)->wait();
 }
 
+// Terms are added in the order of ranks, and rounded as they are, so that what comes out can be compared bit by bit: gloo adds in
+// an order that depends on sizes. NCCL, too, rounds after each term; in which order it adds is not promised.
+void add_up(const at::Tensor& terms, c10d::ReduceOp op, at::Tensor out) {
+  at::Tensor total = terms[0].clone();
+  for (int64_t rank = 1; rank < terms.size(0); rank++) total.add_(terms[rank]);
+  if (op == c10d::ReduceOp::AVG) total.div_(terms.size(0));
+  out.copy_(total.view(out.sizes()));
+}
+
+bool is_sum(c10d::ReduceOp op) { return op == c10d::ReduceOp::SUM || op == c10d::ReduceOp::AVG; }
+
+void sum(c10d::Backend& gloo, at::Tensor tensor, c10d::ReduceOp op, int size) {
+  if (is_sum(op)) {
+    auto flat = tensor.as_strided({tensor.numel()}, {1});  // as it lies
+    auto terms = at::empty({size, tensor.numel()}, tensor.options());
+    gather_single(gloo, terms, flat, size);
+    return add_up(terms, op, flat);
+  }
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  bool narrow = tensor.scalar_type() == at::kBFloat16 || tensor.scalar_type() == at::kHalf;  // which gloo may not know
+  at::Tensor wide = narrow ? tensor.to(at::kFloat) : tensor;
+  Tensors list{wide};
+  gloo.allreduce(list, options)->wait();
+  if (narrow) tensor.copy_(wide);
+}
+
 void scatter_sum(c10d::Backend& gloo, at::Tensor out, at::Tensor in, c10d::ReduceOp op, int rank, int size) {
   TORCH_CHECK(in.numel() == out.numel() * size, "simccl: reduce_scatter: ", in.numel(), " elements are not ", size, " times ",
       out.numel());
+  if (is_sum(op)) {
+    auto terms = at::empty({size, out.numel()}, in.options());
+    if (!in.numel()) return;
+    auto to = terms.view({-1}).view(at::kByte), from = in.view({-1}).view(at::kByte);
+    std::vector<int64_t> evenly;
+    gloo.alltoall_base(to, from, evenly, evenly, {})->wait();
+    return add_up(terms, op, out);
+  }
   auto whole = in.clone().view({size, -1});
   sum(gloo, whole, op, size);
   out.view({-1}).copy_(whole[rank]);
