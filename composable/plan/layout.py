@@ -258,6 +258,7 @@ class ReduceLayout:
         row_numel: elements in a row.
         straight: where in a buffer that is laid out like the shard buffer a reduced row may land as it is, since its columns
             are there in the same order, without gaps, and nothing follows them; None if there is no such place.
+        first: how many of `direct` are launched before the rest, which is about as much; 0 if all are launched together.
     """
 
     direct: tuple[int, ...]
@@ -266,6 +267,7 @@ class ReduceLayout:
     flags_start: int
     row_numel: int
     straight: int | None
+    first: int = 0
 
     @property
     def gaps(self) -> tuple[int, ...]:
@@ -275,7 +277,9 @@ class ReduceLayout:
         return tuple(start - end for start, end in zip(starts[1:], ends, strict=True))
 
 
-def plan_reduction(layout: Layout, *, trainable: Sequence[bool], even_only: bool, align: int = 1) -> ReduceLayout:
+def plan_reduction(
+    layout: Layout, *, trainable: Sequence[bool], even_only: bool, align: int = 1, divided_numel: int = 0
+) -> ReduceLayout:
     """Lay out one reduction.
 
     Args:
@@ -283,6 +287,7 @@ def plan_reduction(layout: Layout, *, trainable: Sequence[bool], even_only: bool
         trainable: for each slot, whether its gradient is wanted.
         even_only: the backend can only cut tensors evenly, so an uneven direct parameter joins the packed ones.
         align: columns, flags and rows start at multiples of this many elements.
+        divided_numel: elements for one rank from which a reduction is launched in two parts; 0 if none is.
     """
     slots = layout.slots
     flagged = tuple(index for index in range(len(slots)) if trainable[index])
@@ -294,7 +299,20 @@ def plan_reduction(layout: Layout, *, trainable: Sequence[bool], even_only: bool
         columns.append(Column(index, cursor, slots[index].chunk_numel))
         cursor = _round_up(cursor + slots[index].chunk_numel, align)
     row_numel = _round_up(cursor + len(flagged), align)
-    return ReduceLayout(direct, tuple(columns), flagged, cursor, row_numel, _landing_place(layout, columns))
+    first = 0
+    sizes = [*(slots[i].chunk_numel for i in direct), cursor]  # but for the flags
+    if 0 < divided_numel <= sum(sizes):
+        first = _first_half(sizes)
+    return ReduceLayout(direct, tuple(columns), flagged, cursor, row_numel, _landing_place(layout, columns), first)
+
+
+def _first_half(sizes: Sequence[int]) -> int:
+    """How many are at least half of all; 0 if these are most of it, so that there is not much left."""
+    whole, found, count = sum(sizes), 0, 0
+    while 2 * found < whole:
+        found += sizes[count]
+        count += 1
+    return count if 4 * found <= 3 * whole else 0
 
 
 def _landing_place(layout: Layout, columns: Sequence[Column]) -> int | None:

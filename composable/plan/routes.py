@@ -22,6 +22,8 @@ DIRECT_BYTES_OF_COLLECTIVES: Final = 1 << 20
 DIRECT_BYTES_OF_SOCKETS: Final = 512 << 10
 # Messages that an accelerator's backend is given at once: groups of many small ones take longer than one with all of them.
 PARTS_ON_ACCELERATORS: Final = 32
+# Bytes for one rank from which a reduction is launched in two parts: what one launch more takes is little beside them.
+DIVIDED_BYTES_ON_ACCELERATORS: Final = 32 << 20
 
 
 class Route(Enum):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import compress
 from operator import or_
 
 import torch
@@ -25,13 +26,15 @@ class GradientGroup:
     Attributes:
         trainable: for each parameter, as `follow` was told.
         trains: whether any of them gets a gradient.
+        nbytes: of the gradients that a backward brings.
+        reductions: by what is trainable, the dtype of its gradients, and whether these are held afterwards.
         undecided: whether gradients that have been reduced wait for `decide`.
         large_reductions: reductions whose gradients' memory is large enough.
     """
 
     __slots__ = (
-        "_alone", "_communicator", "_flat", "_held", "_like_summands", "_reduction", "_reductions", "_replicas", "_unsharded",
-        "_wanted", "large_reductions", "sharded", "trainable", "trains", "undecided"
+        "_alone", "_communicator", "_flat", "_held", "_like_summands", "_reduction", "_replicas", "_unsharded", "_wanted",
+        "large_reductions", "nbytes", "reductions", "sharded", "trainable", "trains", "undecided"
     )  # fmt: skip
 
     def __init__(
@@ -50,9 +53,10 @@ class GradientGroup:
         self._like_summands = partial(summand_over_replicas_like, mesh_info.shard_dim)
         self.trainable: tuple[bool, ...] = ()
         self.trains = False
+        self.nbytes = 0
         self.undecided = False
         self.large_reductions: list[Reduction] = []
-        self._reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool], Reduction] = {}
+        self.reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool], Reduction] = {}
         self._reduction: Reduction | None = None  # of what is trainable now
         self._held: HeldGradients | None = None  # while gradients of earlier backwards are
         self._wanted: tuple[bool, ...] = ()  # for each parameter, whether one of these may have brought a gradient
@@ -63,7 +67,8 @@ class GradientGroup:
         for parameter, wanted in zip(self._unsharded, trainable, strict=True):
             parameter.requires_grad_(wanted)
         self.trains = any(trainable)
-        self._reduction = self._reductions.get((trainable, self._flat.compute_dtype, False))
+        self.nbytes = sum(compress([parameter.nbytes for parameter in self._unsharded], trainable))
+        self._reduction = self.reductions.get((trainable, self._flat.compute_dtype, False))
 
     @property
     def holds_gradients(self) -> bool:
@@ -145,24 +150,24 @@ class GradientGroup:
             source: the dtype of their gradients.
             held: over the shards alone.
         """
-        reduction = self._reductions.get((trainable, source, held))
+        reduction = self.reductions.get((trainable, source, held))
         if reduction is None:
             hops = (None, self._like_summands) if held else (self._replicas, None)
             reduction = Reduction(self._flat, self.sharded, self._communicator, trainable, source, *hops)
-            self._reductions[trainable, source, held] = reduction
+            self.reductions[trainable, source, held] = reduction
             if reduction.worth_releasing:
                 self.large_reductions.append(reduction)
         return reduction
 
     def all_reduce(self, tags: TagSequence, label: str) -> None:
         """Wait for the first hop of the reduction, and launch the second."""
-        for reduction in self._reductions.values():
+        for reduction in self.reductions.values():
             reduction.all_reduce(tags, label)
 
     def finish(self) -> list[nn.Parameter]:
         """Wait for the reduction; the sharded parameters have their gradients then. Returns those with hooks to be called."""
         waiting = []
-        for reduction in self._reductions.values():
+        for reduction in self.reductions.values():
             waiting += reduction.finish()
             self.undecided = self.undecided or reduction.undecided is not None
         return waiting
@@ -170,7 +175,7 @@ class GradientGroup:
     def decide(self) -> list[nn.Parameter]:
         """Look whether other ranks had the gradients that are missing on this one. Makes the host wait."""
         self.undecided = False
-        return [parameter for reduction in self._reductions.values() for parameter in reduction.decide()]
+        return [parameter for reduction in self.reductions.values() for parameter in reduction.decide()]
 
     def forget_gradients(self) -> None:
         """Forget what was not reduced yet."""
@@ -181,5 +186,5 @@ class GradientGroup:
 
     def drop_reduction(self) -> None:
         """Wait for the reduction, if one is in flight, and forget it."""
-        for reduction in self._reductions.values():
+        for reduction in self.reductions.values():
             reduction.drop()

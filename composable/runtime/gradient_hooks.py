@@ -43,16 +43,27 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class Watch:
-    """Calls at a gradient that nobody expects. Those that are expected mean nothing: see Note [Launch points]."""
+    """Calls at a gradient that nobody expects. Those that are expected launch nothing: see Note [Launch points]."""
 
-    __slots__ = ("_call", "expecting")
+    __slots__ = ("_at_share", "_call", "_left", "expecting")
 
     def __init__(self, call: Callable[[], None]) -> None:
         self.expecting = False
         self._call = weakly(call)
+        self._left = 0
+        self._at_share = self._call
+
+    def count(self, nbytes: int, at_share: Callable[[], None]) -> None:
+        """Call `at_share`, which must hold nothing that leads here, once so much of what is expected has arrived."""
+        self._at_share = at_share
+        self._left = nbytes
 
     @untraced
-    def arrived(self, _: Tensor) -> None:
+    def arrived(self, parameter: Tensor) -> None:
         """Autograd finished one parameter's gradient. Runs for every parameter: most calls do nothing."""
         if not self.expecting:
             self._call()
+        elif self._left > 0:
+            self._left -= parameter.nbytes
+            if self._left <= 0:
+                self._at_share()

@@ -64,6 +64,7 @@ class UnitGradients:
     def expect(self) -> None:
         """Backward has reached the unit, which is going to be reduced whatever arrives until then."""
         self.watch.expecting = True
+        self.watch.count(0, _ignore)
 
     def _take_note(self) -> None:
         """The first gradient that nobody expected. Others may follow; they are reduced with it."""
@@ -202,6 +203,19 @@ def _land(groups: Sequence[GradientGroup], hooks: WaitingHooks) -> None:
     for each in groups:
         if found := each.finish():
             hooks.add(found)
+
+
+def land(gradients: UnitGradients) -> None:
+    """Wait for what was launched first of the first hop, which stays in flight, and give its messages back."""
+    if gradients.phase is GradPhase.REDUCING:
+        for each in gradients.groups:
+            for reduction in each.reductions.values():
+                reduction.land()
+
+
+def divided(gradients: UnitGradients) -> bool:
+    """Whether any of it is reduced in two parts."""
+    return any(reduction.divided for each in gradients.groups for reduction in each.reductions.values())
 
 
 def decide(gradients: UnitGradients) -> None:

@@ -16,23 +16,24 @@ from composable.device.collectives import Communicator, PollableWork, ReducePart
 
 
 class Hop:
-    """A sum over the ranks of one communicator. What is launched is waited for, or aborted, before it is launched again."""
+    """A sum over the ranks of one communicator. What is launched is waited for, or aborted, before it is launched again.
 
-    __slots__ = ("_works", "communicator")
+    Attributes:
+        in_flight: whether it was launched, and neither waited for nor aborted since. What has landed is in flight, too.
+    """
+
+    __slots__ = ("_works", "communicator", "in_flight")
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
         self._works: list[PollableWork] = []
-
-    @property
-    def in_flight(self) -> bool:
-        """Whether it was launched, and neither waited for nor aborted since."""
-        return bool(self._works)
+        self.in_flight = False
 
     def reduce_scatter(self, parts: Sequence[ReducePart], scratch: Scratch, label: str, tags: TagSequence) -> None:
-        """Launch: each rank gets its chunk of the sums."""
+        """Launch one more: each rank gets its chunk of the sums."""
         work = self.communicator.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
-        self._works = [work]  # type: ignore[list-item]  # it is never asked to progress
+        self._works.append(work)  # type: ignore[arg-type]  # it is never asked to progress
+        self.in_flight = True
 
     def all_reduce(
         self,
@@ -43,6 +44,7 @@ class Hop:
     ) -> None:
         """Launch one more: each rank gets the whole sum of the message, in place."""
         self._works.append(self.communicator.all_reduce(message, label=label, scaled_input=scaled_input, tags=tags))
+        self.in_flight = True
 
     def progress(self) -> bool:
         """Do this rank's part of all-reduces as far as no other rank has to be waited for; whether `wait` would return now."""
@@ -51,14 +53,21 @@ class Hop:
                 return False
         return True
 
+    def land(self) -> None:
+        """Wait for the first that was launched: its message is not read any more. `wait` is still to come."""
+        if self._works:
+            self._works.pop(0).wait()
+
     def wait(self) -> None:
         """The sums are there afterwards."""
+        self.in_flight = False
         works, self._works = self._works, []
         for work in works:
             work.wait()
 
     def abort(self) -> None:
         """The sums are not wanted; nothing is written any more."""
+        self.in_flight = False
         works, self._works = self._works, []
         for work in works:
             work.abort()

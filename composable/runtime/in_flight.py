@@ -5,17 +5,34 @@ On a hybrid mesh a reduction has two hops: a reduce-scatter over the shard dimen
 replicate dimension. The second can be launched when the first has arrived, and nobody waits for the first before room is
 needed: where the reduction of a unit further on has just been launched. There the second is launched, and waited for when the
 next unit's is. All of these are launch points, see Note [Launch points]: whoever waits, waits for what was launched further up.
+
+Note [Back before the next one]
+Where memory is saved, one reduction is over before the next one is launched. While the unit in between brings gradients, there
+are these, the message of the reduction, the unit's own parameters and those of the one after it: four times a unit, and sharded
+gradients. To wait is a rank's own affair, so it waits earlier: when three quarters of the gradients are there, and the message
+is given back before the last quarter comes. What is large travels in two parts, launched one after the other where all was
+launched before: then the first part is waited for when a third of the gradients are there, and the second has as much time as
+ever. If nothing is gathered ahead there is room enough, and nobody waits early.
+docs/decisions/0002-flat-storages.md has the figures, and what else was tried.
 """
 
 from __future__ import annotations
 
-from composable.runtime.gradients import UnitGradients
+from functools import partial
+from typing import Any, Final
+
+from composable.device.streams import Streams
+from composable.runtime.gradient_hooks import weakly
+from composable.runtime.gradients import UnitGradients, divided, land
+
+FIRST_AT: Final = 1 / 3  # of the next unit's gradients are there where the first of two parts is waited for
+WHOLE_AT: Final = 3 / 4  # where everything is
 
 
 class ReductionsInFlight:
     """Those of one backward."""
 
-    __slots__ = ("_first_hop", "_second_hop")
+    __slots__ = ("__weakref__", "_first_hop", "_second_hop")
 
     def __init__(self) -> None:
         self._first_hop: list[UnitGradients] = []
@@ -34,6 +51,18 @@ class ReductionsInFlight:
                 hop.remove(gradients)
         gradients.settle()
         self._first_hop.append(gradients)
+
+    def land_beside(self, arriving: UnitGradients, streams: Streams, stream: Any) -> None:
+        """Give messages back while gradients of the next unit arrive, on `stream`. See Note [Back before the next one]."""
+        if self._first_hop:
+            share = FIRST_AT if any(map(divided, self._first_hop)) else WHOLE_AT
+            nbytes = int(share * sum(group.nbytes for group in arriving.groups))
+            arriving.watch.count(nbytes, partial(weakly(self._land), streams, stream))
+
+    def _land(self, streams: Streams, stream: Any) -> None:
+        with streams.on(stream):
+            for gradients in self._first_hop:
+                land(gradients)
 
     def make_room(self, first: int, *, second: int = 1) -> None:
         """Go on with the oldest until at most `first` are in their first hop, and `second` in their second one."""

@@ -15,19 +15,25 @@ PREFETCH_DEPTH: Final = 1  # units gathered ahead of need; docs/decisions/0005 s
 
 def gather_with_next(
     handles: Sequence[Handle], unit: int, order: ForwardOrder | BackwardOrder, *, saves_memory: bool = False
-) -> None:
+) -> bool:
     """Have the parameters of `unit`, and launch the all-gathers of the units that come next; those that are there stay.
 
     Args:
         saves_memory: messages of `unit` are given back before the next ones get memory.
+
+    Returns:
+        Whether anything is gathered ahead that was not.
     """
     handle = handles[unit]
     if handle.phase in _AT_REST:
         handle.unshard_in_step()
     if saves_memory:
         handle.wait_for_unshard()
+    ahead = False
     for index in order.next_units(PREFETCH_DEPTH):
         if handles[index].phase in _AT_REST:
             handles[index].unshard_in_step()
+            ahead = True
     if not saves_memory:
         handle.wait_for_unshard()
+    return ahead

@@ -39,6 +39,7 @@ class Reduction:
         replicas: of the second hop, if the parameters are not only sharded but replicated, too.
 
     Attributes:
+        divided: whether it is launched in two parts, of which `land` waits for the first.
         undecided: while gradients that are missing on this rank wait for `decide` to read whether others had them, which these
             are, and what all ranks wrote.
     """
@@ -61,6 +62,7 @@ class Reduction:
         "_sharded",
         "_shards",
         "_whole",
+        "divided",
         "flat",
         "undecided"
     )  # fmt: skip
@@ -84,7 +86,9 @@ class Reduction:
             trainable=trainable,
             even_only=capabilities.even_only,
             align=max(1, capabilities.packed_align // smallest),
+            divided_numel=-(-capabilities.divided_bytes // flat.reduce_dtype.itemsize),
         )
+        self.divided = self._plan.first > 0
         ranks = communicator.size * (1 if replicas is None else replicas.size)
         self._rows = GradientRows(flat, self._plan, communicator.size, source) if ranks > 1 or like is not None else None
         self._dtype = flat.reduce_dtype
@@ -136,6 +140,10 @@ class Reduction:
         parts: Sequence[ReducePart] = self._packed
         if self._plan.direct:
             parts = [*self._direct_parts(gradients), *self._packed]
+        if self.divided:
+            first = self._plan.first
+            self._over_shards.reduce_scatter(parts[:first], self.flat.pool, label, tags)
+            parts = parts[first:]
         if self._packed:
             rows.buffer.allocate()
             self._missing = rows.copy_in(gradients)
@@ -156,6 +164,13 @@ class Reduction:
                 gradient = gradient.to(self._dtype)
             parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, *self._scale))
         return parts
+
+    def land(self) -> None:
+        """Wait for what was launched first, and give its messages back; `finish`, or `all_reduce`, is still to come."""
+        if self._over_shards.in_flight and self._rows is not None:
+            self._over_shards.land()
+            if not self.divided:
+                self._rows.buffer.free()
 
     def all_reduce(self, tags: TagSequence, label: str) -> None:
         """Wait for the first hop, and launch the second. Nothing happens without a `launch`."""

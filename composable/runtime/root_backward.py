@@ -97,7 +97,9 @@ class RootBackward:
                 if builds_graph:
                     self._pin(iteration, index)
                 handle.gradients.expect()
-            gather_with_next(self._handles, index, iteration.finished, saves_memory=self._saves_memory)
+            ahead = gather_with_next(self._handles, index, iteration.finished, saves_memory=self._saves_memory)
+            if ahead and entering and self._saves_memory:
+                iteration.reducing.land_beside(handle.gradients, self._streams, iteration.stream)
             if entering:
                 handle.calls.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
         except BaseException:

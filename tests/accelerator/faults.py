@@ -18,6 +18,7 @@ from composable.device.collectives import accelerator
 from composable.device.streams import AcceleratorStreams
 from composable.runtime.dtype_group import DtypeGroup
 from composable.runtime.handle import Handle
+from composable.runtime.hop import Hop
 from composable.runtime.reduction import Reduction
 
 COMPUTE: Final = r"the default stream of sim:\d"
@@ -163,6 +164,16 @@ def _rows_used_again_while_reduced() -> AbstractContextManager[Any]:
     return mock.patch.object(Reduction, "launch", reusing)
 
 
+def _given_back_without_waiting() -> AbstractContextManager[Any]:
+    """While the next unit's gradients arrive."""
+
+    def hasty(self: Hop) -> None:
+        if self._works:
+            self._works.pop(0)
+
+    return mock.patch.object(Hop, "land", hasty)
+
+
 class _NoMark:
     def join(self) -> None:
         return None
@@ -251,6 +262,18 @@ FAULTS: Final[dict[str, Fault]] = {
         _used_again_while_gathered("_sent"),
         "bfloat16",
         _launch("read", "all_gather", GATHER),
+        _launch("write", "free", COMPUTE),
+    ),
+    "rows are given back before they are reduced": Fault(
+        _given_back_without_waiting,
+        "fully_shard",
+        _launch("read", "reduce_scatter", SCATTER),
+        _launch("write", "free", COMPUTE),
+    ),
+    "the first part is given back before it is reduced": Fault(
+        _given_back_without_waiting,
+        "in two parts",
+        _launch("read", "reduce_scatter", SCATTER),
         _launch("write", "free", COMPUTE),
     ),
     "rows are used again while they are reduced": Fault(

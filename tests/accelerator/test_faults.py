@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable import fully_shard, replicate
 from composable.device.collectives import AcceleratorCommunicator, Communicator, communicators_wrapped_by
 from composable.device.collectives.choice import REDUCTIONS_VARIABLE
+from composable.runtime.hop import Hop
 from tests.accelerator import watch
 from tests.accelerator.faults import FAULTS
 from tests.helpers.world import Pool, current_device
@@ -30,6 +31,7 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wide = nn.Linear(8, 24)
+        self.gate = nn.Linear(8, 24)
         self.narrow = nn.Linear(24, 8)
         self.scale = nn.Parameter(torch.ones(()))
         self.fails = False
@@ -37,7 +39,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.fails:
             raise RuntimeError("as asked")
-        return x + self.scale * self.narrow(torch.relu(self.wide(x)))
+        return x + self.scale * self.narrow(torch.relu(self.wide(x)) * self.gate(x))
 
 
 def _hybrid(model: nn.Module) -> None:
@@ -56,12 +58,23 @@ def _with_reductions_apart(model: nn.Module) -> None:
     assert any(isinstance(each, AcceleratorCommunicator) and each.reductions is not each._group for each in made)
 
 
+def _in_two_parts(model: nn.Module) -> None:
+    def divided(communicator: Communicator) -> Communicator:
+        if isinstance(communicator, AcceleratorCommunicator):
+            communicator.capabilities = replace(communicator.capabilities, direct_bytes=256, divided_bytes=256)
+        return communicator
+
+    with communicators_wrapped_by(divided):
+        fully_shard(model, policy={Block})
+
+
 _SCHEMES: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "fully_shard": lambda model: fully_shard(model, policy={Block}),
     "bfloat16": lambda model: fully_shard(model, policy={Block}, mp_policy="bf16"),
     "hybrid": _hybrid,
     "resharded to two": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=2),
     "reductions apart": _with_reductions_apart,
+    "in two parts": _in_two_parts,
     "replicate": lambda model: replicate(model, bucket_cap_mb=0.0005),
 }
 
@@ -87,7 +100,13 @@ def _train(scheme: str, name: str | None) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
 
-    for _ in range(3):  # what ranks agree on in the first ones would come out differently, and nobody find the others
+    with mock.patch.object(Hop, "land", autospec=True, side_effect=Hop.land) as landed:
+        step()
+    unit = fully_shard.state(model.get_submodule("1"))
+    reductions = [] if unit is None else [r for group in unit.handle.gradients.groups for r in group.reductions.values()]
+    assert [reduction.divided for reduction in reductions] == [scheme == "in two parts"] * len(reductions)
+    assert (landed.call_count > 0) == (scheme != "replicate"), "gradients of the next block arrive"
+    for _ in range(2):  # what ranks agree on in the first ones would come out differently, and nobody find the others
         step()
     with nullcontext() if fault is None else fault.put():
         if fault is not None and fault.fails:

@@ -13,7 +13,7 @@ from tests.whole.test_predicted_memory import measured
 def test_peaks_are_those_of_fsdp2_or_less_at_any_number_of_ranks(ranks: int) -> None:
     freeing, keeping = measured(ranks)[False], measured(ranks)[True]
     assert freeing["forward"] <= 3.0
-    assert freeing["backward"] - freeing["gradients"] <= 4.0
+    assert freeing["backward"] <= 4.0, "sharded gradients included"
     assert keeping["forward"] <= 8.0
     assert keeping["backward"] - keeping["gradients"] <= 7.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -288,6 +289,29 @@ def test_every_wanted_gradient_travels_exactly_once(plan: Planned, data: st.Data
         wanted = [index for index in range(len(slots)) if trainable[index]]
         assert carried == Counter(index for index in wanted if slots[index].numel), "empty ones need no room"
         assert list(reduction.flagged) == wanted, "each has one flag, in order"
+
+
+@_SETTINGS
+@given(planned(), st.booleans())
+def test_a_reduction_is_divided_where_half_of_it_to_three_quarters_are_direct(plan: Planned, even_only: bool) -> None:
+    slots = plan.layout.slots
+    together, divided = (
+        plan_reduction(plan.layout, trainable=[True] * len(slots), even_only=even_only, divided_numel=numel) for numel in (0, 1)
+    )
+    assert together.first == 0
+    assert replace(divided, first=0) == together
+    sizes = [slots[index].chunk_numel for index in divided.direct]
+    whole = sum(sizes) + divided.flags_start
+    shares = [sum(sizes[:count]) / whole for count in range(len(sizes) + 1)] if whole else []
+    reached = [count for count, share in enumerate(shares) if share >= 0.5]
+    assert divided.first == (reached[0] if reached and shares[reached[0]] <= 0.75 else 0)
+
+
+def test_only_what_is_large_is_reduced_in_two_parts() -> None:
+    specs = [ParamSpec(f"w{k}", (8, 64)) for k in range(4)]
+    layout = plan_layout(specs, num_shards=2, direct_numel=100)
+    for numel, first in ((4 * 256, 2), (4 * 256 + 1, 0)):
+        assert plan_reduction(layout, trainable=[True] * 4, even_only=True, divided_numel=numel).first == first
 
 
 @_SETTINGS

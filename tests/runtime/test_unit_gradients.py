@@ -98,6 +98,26 @@ def test_gradients_after_a_reduction_are_unexpected_until_backward_reaches_the_u
     assert unit.log == ["unexpected"]
 
 
+def test_what_waits_for_a_share_of_the_gradients_is_called_once_when_that_is_there() -> None:
+    unit, called = Unit(Ledger("a", "b", "c", "d")), []
+    unit.gradients.expect()
+    unit.gradients.watch.count(8, lambda: called.append("here"))
+    four_bytes = torch.ones(())
+    unit.arrive("a", four_bytes)
+    assert called == []
+    unit.arrive("b", four_bytes)
+    assert called == ["here"]
+    unit.arrive("c", four_bytes)
+    assert called == ["here"]
+    unit.gradients.watch.count(8, lambda: called.append("too late"))
+    unit.arrive("d", four_bytes)
+    unit.gradients.reduce()
+    unit.gradients.expect()
+    unit.arrive("a", four_bytes)
+    assert called == ["here"], "the backward that counted is over"
+    assert unit.log == []
+
+
 def test_a_gradient_that_meets_a_reduction_in_flight_waits_for_it() -> None:
     unit = Unit(Ledger("a"))
     unit.arrive("a")

@@ -13,7 +13,7 @@ from torch import Tensor
 from composable.device.collectives.tags import Presence, TagSequence, TagSequences
 from composable.errors import CommunicationError, first_line
 from composable.plan.bucketing import ALONE_BYTES, ALONE_BYTES_ON_ACCELERATORS
-from composable.plan.routes import DIRECT_BYTES_OF_COLLECTIVES, PARTS_ON_ACCELERATORS
+from composable.plan.routes import DIRECT_BYTES_OF_COLLECTIVES, DIVIDED_BYTES_ON_ACCELERATORS, PARTS_ON_ACCELERATORS
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,8 @@ class Capabilities:
     packed_align: bytes at whose multiples shards start that share a message, gathered or reduced; each rank's part of any
         message is a multiple of as many.
     alone_bytes: bytes in a replicated gradient from which it waits for no others to share a message with.
+    divided_bytes: bytes for one rank from which a reduction is launched in two parts, so that the first can be given back while
+        gradients of the next unit arrive; 0 if none is.
     even_only: tensors can only be cut into equal chunks.
     reads_scaled_inputs: `all_reduce` reads a scaled input where it lies; the others copy it first, which can be done earlier.
     ordered: sums, broadcasts and checks are told apart by nothing but their order, which all ranks must keep.
@@ -114,6 +116,7 @@ class Capabilities:
     max_parts: int = TagSequence.PARTS // 2
     packed_align: int = 1
     alone_bytes: int = ALONE_BYTES
+    divided_bytes: int = 0
     even_only: bool = False
     reads_scaled_inputs: bool = False
     ordered: bool = False
@@ -131,6 +134,7 @@ ON_ACCELERATOR: Final = Capabilities(
     max_parts=PARTS_ON_ACCELERATORS,
     packed_align=16,  # what kernels read at once, if it is aligned
     alone_bytes=ALONE_BYTES_ON_ACCELERATORS,
+    divided_bytes=DIVIDED_BYTES_ON_ACCELERATORS,
     even_only=True,
     ordered=True,
     saves_memory=True,
