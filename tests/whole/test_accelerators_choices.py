@@ -7,19 +7,22 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from composable import fully_shard, replicate
+from composable import fully_shard, no_sync, replicate
 from composable.device import memory
 from composable.device.collectives import Communicator, GatherPart, ReducePart, communicators_wrapped_by
 from composable.device.memory import HOST_MEMORY, Resizing
 from composable.plan.routes import Route
 from composable.runtime import sharded_bracket
+from composable.runtime.hop import Hop
 from tests.helpers.battery import BATTERY
 from tests.helpers.communicators import all_accelerators
 from tests.helpers.compare import assert_same_training, full, full_gradients
@@ -128,6 +131,64 @@ def _parts_of_a_launch() -> None:
 
 def test_one_launch_takes_the_32_largest_shards_and_a_message_with_the_others(pool: Pool) -> None:
     pool.run(2, _parts_of_a_launch)
+
+
+class _Thrice(nn.Module):
+    """A unit of which two thirds travel first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(3)])
+        self.skipped = nn.Linear(8, 8, bias=False)
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        y: Tensor = x + self.layers(x)
+        return y if skip else y + self.skipped(x)
+
+
+class _Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([_Thrice() for _ in range(4)])
+
+    def forward(self, x: Tensor, skip: bool) -> Tensor:
+        for block in self.blocks:
+            x = block(x, skip)
+        return x
+
+
+def _reductions_in_two_parts(hybrid: bool) -> None:
+    def of_small_parameters(communicator: Communicator) -> Communicator:
+        twin: Any = all_accelerators(communicator)
+        twin.capabilities = replace(twin.capabilities, direct_bytes=64, divided_bytes=64)
+        return twin
+
+    torch.manual_seed(0)
+    model, ranks = _Chain(), dist.get_world_size()
+    alone = copy.deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, ranks // 2) if hybrid else (ranks,))
+    with communicators_wrapped_by(of_small_parameters):
+        fully_shard(model, policy={_Thrice}, mesh=mesh)
+    batches = torch.randn(3, ranks, 2, 8)
+    with mock.patch.object(Hop, "land", autospec=True, side_effect=Hop.land) as landed:
+        for number, batch in enumerate(batches):
+            with no_sync(model) if number == 0 else nullcontext():
+                model(batch[dist.get_rank()], skip=dist.get_rank() == 1).square().mean().backward()
+    assert landed.call_count > 0
+    unit = fully_shard.state(model.get_submodule("blocks.1"))
+    assert unit is not None
+    assert all(each.divided for group in unit.handle.gradients.groups for each in group.reductions.values())
+    for batch in batches:
+        for rank, share in enumerate(batch):
+            (alone(share, skip=rank == 1).square().mean() / ranks).backward()
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, alone.get_parameter(name).grad)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_a_reduction_in_two_parts_of_which_one_is_waited_for_early_brings_the_same(pool: Pool, hybrid: bool) -> None:
+    """Also where a rank misses gradients of the second part, and after a backward that reduced nothing."""
+    pool.run(4 if hybrid else 2, _reductions_in_two_parts, hybrid)
 
 
 def _memory_of_buffers(hosts: bool) -> None:
