@@ -299,7 +299,8 @@ class FlatParameters:
                     sources.append(source)
         if not wide:
             return targets, sources
-        pairs = [widened(target, source) for target, source in zip(targets, sources, strict=True)]
+        with torch.inference_mode(False):  # inside, views of another dtype could only be written to there
+            pairs = [widened(target, source) for target, source in zip(targets, sources, strict=True)]
         return [target for target, _ in pairs], [source for _, source in pairs]
 
     def _plan_casts(self) -> tuple[list[Tensor], list[Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -168,8 +169,9 @@ def test_a_parameter_that_is_not_cut_has_one_memory_for_both_of_its_forms(plan: 
             assert flat.full_views[index].data_ptr() == flat.shard_view(index).data_ptr()
 
 
-def test_buffers_made_in_inference_mode_can_be_trained_with_later() -> None:
-    layout = plan_layout([ParamSpec("w", (3, 4)), ParamSpec("s", (), None)], num_shards=2)
+@pytest.mark.parametrize("direct_numel", [1, 10**9])
+def test_buffers_made_in_inference_mode_can_be_trained_with_later(direct_numel: int) -> None:
+    layout = plan_layout([ParamSpec("w", (3, 4)), ParamSpec("s", (), None)], num_shards=2, direct_numel=direct_numel)
     with torch.inference_mode():
         flats = _flats(layout, MemoryPool())
         rows = GradientRows(flats[0], plan_reduction(layout, trainable=[True, True], even_only=False), 2, torch.float32)
