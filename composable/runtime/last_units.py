@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import threading
 from typing import Final
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -65,8 +65,9 @@ class LastUnits(threading.local):
             left.pop()  # last: after an interrupt, or an error, it is done again
 
 
-# By ranks, with their numbers among all, and device. Asked once per root: to hash many ranks takes long.
-_PLACES: Final[dict[tuple[tuple[int, ...], torch.device], LastUnits]] = {}
+# By ranks, with their numbers among all, and device; gone with the last root there. Asked once per root: to hash many ranks
+# takes long.
+_PLACES: Final[WeakValueDictionary[tuple[tuple[int, ...], torch.device], LastUnits]] = WeakValueDictionary()
 
 
 def last_units_of(mesh_info: MeshInfo) -> LastUnits:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Final
+from types import SimpleNamespace
+from typing import Any, Final
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 
 from composable import describe, fully_shard, keep_unsharded, unshard
 from composable.device.collectives import communicators_wrapped_by
+from composable.runtime import last_units
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import Pool
@@ -221,3 +223,12 @@ def _experts() -> float:
 def test_units_over_other_ranks_which_not_all_ranks_run_free_nothing(pool: Pool) -> None:
     for difference in pool.run(4, _experts):
         assert difference < 1e-6
+
+
+def test_a_place_that_no_root_is_at_any_more_is_forgotten() -> None:
+    device = torch.device("cpu", 7)
+    mesh_info: Any = SimpleNamespace(group=None, device=device)
+    place = last_units.last_units_of(mesh_info)
+    assert last_units.last_units_of(mesh_info) is place, "units there free each other"
+    del place
+    assert all(other != device for _, other in last_units._PLACES)
