@@ -53,7 +53,7 @@ def test_a_group_is_made_anew_after_one_like_it_was_destroyed() -> None:
         dist.destroy_process_group(group)
 
 
-def _stages() -> list[str]:
+def _stages() -> tuple[str, list[str]]:
     """The default group is bound to a device, and one of two stages annotates more than the other one."""
     rank, world = dist.get_rank(), world_group()
     stages = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -85,12 +85,16 @@ def _stages() -> list[str]:
             assert ours.grad is not None
             dist.all_reduce(theirs.grad, group=stages[1])
             torch.testing.assert_close(ours.grad, theirs.grad / 2)
-    return [group.group_desc for group in dist.distributed_c10d._world.pg_names if "composable" in group.group_desc]
+    made = [group.group_desc for group in dist.distributed_c10d._world.pg_names if "composable" in group.group_desc]
+    return tied.weight.device.type, made
 
 
 def test_stages_of_which_some_ranks_only_annotate_need_no_others(pool: Pool) -> None:
-    alone, both = ["composable sums of replicated modules"], ["composable gathers among neighbours"]
-    assert pool.run(4, _stages, group_timeout=60.0) == [alone, alone, [*both, *3 * alone], [*both, *3 * alone]]
+    """On a host each replicated unit has a group of its own, on an accelerator there is one for each group of ranks."""
+    sums, gathers = "composable sums of replicated modules", "composable gathers among neighbours"
+    found = pool.run(4, _stages, group_timeout=60.0)
+    assert found[:2] == [(where, [sums]) for where, _ in found[:2]]
+    assert found[2:] == [(where, [gathers, *[sums] * (3 if where == "cpu" else 2)]) for where, _ in found[2:]]
 
 
 class _Copied:

@@ -104,8 +104,10 @@ def _as_a_view_on_the_whole_storage(unit: Unit) -> Callable[[], float]:
 
 def _in_a_graph(unit: Unit) -> Callable[[], float]:
     """Only autograd holds it: it is needed for the gradient of what was multiplied with it."""
-    factor = torch.ones((), requires_grad=True)
-    product = (_local(unit.gradients[0]) * factor)[0, 0]
+    gradient = _local(unit.gradients[0])
+    factor = torch.ones((), device=gradient.device, requires_grad=True)
+    product = (gradient * factor)[0, 0]
+    del gradient
 
     def value() -> float:
         (kept,) = torch.autograd.grad(product, factor, retain_graph=True)

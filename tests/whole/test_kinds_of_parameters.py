@@ -115,7 +115,8 @@ class Reader(nn.Module):
 
 
 def _attributes() -> None:
-    model = Reader().to(current_device())
+    with current_device():
+        model = Reader()
     original = model.weight
     fully_shard(model)
     x = torch.ones(2, 4, device=current_device())

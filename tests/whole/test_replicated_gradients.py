@@ -140,6 +140,7 @@ class Lookup(nn.Module):
         return self.linear(nn.functional.embedding(x, self.table, sparse=True))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sparse
 @spmd(ranks=2)
 def test_sparse_gradients_of_modules_that_do_not_tell_become_dense_means() -> None:
     plain, ours = twins(Lookup)

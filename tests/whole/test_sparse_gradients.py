@@ -17,6 +17,7 @@ from composable.errors import AnnotationError, TiedParametersError
 from tests.helpers.compare import averaged_gradients
 from tests.helpers.world import current_device, spmd
 
+pytestmark = pytest.mark.sparse
 ROWS: Final = 12
 
 
