@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.device.kept_gradients import GradientUsers
+from composable.device.private import storage_key
 from composable.plan.scaling import Scaling
 
 Strides = tuple[int, ...]
@@ -112,7 +113,10 @@ class GradientBucket:
         """Backward begins: a gradient that is there already, and not in the bucket, will stay where it is."""
         self._guests = dict.fromkeys(self._misfits)
         gradients = list(map(_gradient_of, self.parameters))
-        if not all(map(is_, gradients, repeat(None))) and not all(map(is_, gradients, self.views)):
+        if not all(map(is_, gradients, repeat(None))):
+            if {*map(storage_key, self.views)} != {storage_key(self._message)}:
+                # `module.to` gives gradients other memory in place: to another device and back, say.
+                self._message, self.views = _NOWHERE, [_NOWHERE] * len(gradients)
             for k, (gradient, view) in enumerate(zip(gradients, self.views, strict=True)):
                 if gradient is not None and gradient is not view:
                     self._guests[k] = None

@@ -65,6 +65,17 @@ def test_new_gradients_become_views_of_the_bucket_and_memory_is_used_again() -> 
     assert addresses == [addresses[0]] * 3
 
 
+def test_gradients_that_were_given_other_memory_are_in_the_message() -> None:
+    """The very tensors, as `module.to` does it: to another device and back, say."""
+    unit = Unit()
+    unit.step(1.0, 2.0)
+    for parameter in unit.parameters:
+        assert parameter.grad is not None
+        parameter.grad.data = parameter.grad.clone()
+    assert unit.step(3.0, 4.0).tolist() == [4.0] * 12 + [6.0] * 5
+    assert unit.values == [4.0, 6.0]
+
+
 @pytest.mark.parametrize("zero", [True, False], ids=["zeroed in place", "accumulated"])
 def test_autograd_adds_to_gradients_that_are_in_the_bucket(zero: bool) -> None:
     unit = Unit()
