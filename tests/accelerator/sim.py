@@ -126,26 +126,29 @@ class device:
         native.set_device(self._before)
 
 
-# Random numbers are drawn from the CPU's generator by whatever stream computes. So streams must be done with what they draw
-# before the generator's state is read or set.
+def _generator(device: torch.device | int | str | None = None) -> torch.Generator:
+    return native.default_generator(_index(device))
 
 
 def manual_seed_all(seed: int) -> None:
     for index in range(device_count()):
-        native.synchronize(index, "")
+        _generator(index).manual_seed(seed)
 
 
-manual_seed = manual_seed_all
+def manual_seed(seed: int) -> None:
+    _generator().manual_seed(seed)
 
 
-def get_rng_state(device: object = NAME) -> torch.Tensor:
-    manual_seed_all(0)
-    return torch.get_rng_state()
+def initial_seed() -> int:
+    return _generator().initial_seed()
 
 
-def set_rng_state(state: torch.Tensor, device: object = NAME) -> None:
-    manual_seed_all(0)
-    torch.set_rng_state(state)
+def get_rng_state(device: torch.device | int | str = NAME) -> torch.Tensor:
+    return _generator(device).get_state()
+
+
+def set_rng_state(state: torch.Tensor, device: torch.device | int | str = NAME) -> None:
+    _generator(device).set_state(state)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:

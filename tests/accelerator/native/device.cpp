@@ -8,6 +8,7 @@
 
 #include <cstring>
 
+#include "random.h"
 #include "tensors.h"
 
 namespace sim {
@@ -137,6 +138,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
     return (c10::DeviceIndex)(device < 0 ? current_device() : exchange_device(device));
   }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override { return new_generator(device); }
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::DeviceType::CPU); }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_storage(storage, bytes); }
 };
@@ -148,6 +151,7 @@ Hooks hooks;
 
 void resize_storage(const c10::Storage& storage, size_t bytes) {
   auto* impl = storage.unsafeGetStorageImpl();
+  TORCH_CHECK(impl->resizable(), "Trying to resize storage that is not resizable");
   int before = exchange_device(storage.device().index());
   c10::DataPtr fresh = allocator.allocate(bytes);
   if (size_t common = std::min(impl->nbytes(), bytes)) {

@@ -6,6 +6,7 @@
 #include <unordered_map>
 
 #include "process_group.h"
+#include "random.h"
 #include "tensors.h"
 
 namespace py = pybind11;
@@ -68,6 +69,7 @@ PYBIND11_MODULE(_sim, m) {
   m.def("current_device", &current_device);
   m.def("set_device", &exchange_device);
   m.def("synchronize", &synchronize, py::call_guard<py::gil_scoped_release>());
+  m.def("default_generator", [](int device) { return default_generator(device); });
   m.def("name_stream", &name_stream);
   m.def("shut_down", &shut_down);
   m.def("raise_failure", &raise_failure);

@@ -11,7 +11,9 @@
 
 #include <cstring>
 
+#include "kernels.h"
 #include "outcomes.h"
+#include "random.h"
 #include "tensors.h"
 
 namespace sim {
@@ -155,6 +157,17 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
 
 // ---------------------------------------------------------------------------------------------------------- kernels
 
+bool is_generator(const c10::Argument& argument) {
+  const auto optional = argument.type()->cast<c10::OptionalType>();
+  return (optional ? optional->getElementType() : argument.type())->kind() == c10::TypeKind::GeneratorType;
+}
+
+// What an operator draws from in place of the device's generator. One of the host is drawn from as it is.
+c10::IValue generator_for(const c10::IValue& value, int device) {
+  auto given = value.toOptional<at::Generator>();
+  return given && given->device().is_cpu() ? value : c10::IValue(generator_of_one_launch(given, device));
+}
+
 // Operators without a meta kernel, and those that return numbers: the host waits, as it does for `nonzero` on a real device.
 void run_on_host(const c10::OperatorHandle& op, Stack* stack, const std::string& why) {
   auto name = c10::toString(op.operator_name());
@@ -163,6 +176,9 @@ void run_on_host(const c10::OperatorHandle& op, Stack* stack, const std::string&
     on_host[name + " (" + why.substr(0, why.find('\n')) + ")"]++;
   }
   wait_on_host(here(), "operator " + name);
+  const auto& schema = op.schema().arguments();
+  for (size_t i = 0; i < schema.size(); i++)
+    if (auto& value = torch::jit::peek(*stack, i, schema.size()); is_generator(schema[i])) value = generator_for(value, current_device());
   at::native::cpu_fallback(op, stack);
 }
 
@@ -203,6 +219,9 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
   std::shared_ptr<const Outcome> outcome;
   try {
     outcome = outcome_of(op, *stack, begin);
+  } catch (const c10::NotImplementedError& error) {
+    if (!schema.returns().empty()) return run_on_host(op, stack, error.what());
+    outcome = std::make_shared<const Outcome>();  // of nothing, nobody needs the shape
   } catch (const std::exception& error) {
     return run_on_host(op, stack, error.what());
   }
@@ -220,14 +239,19 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
 
   std::vector<Access> accesses;
   Stack arguments;
+  bool draws_on_host = false;
   for (size_t i = 0; i < count; i++) {
     const auto& value = (*stack)[begin + i];
     const auto* alias = schema.arguments()[i].alias_info();
     each_tensor(value, [&](const at::Tensor& t) {
       if (on_device(t)) accesses.push_back(access_of(t, alias && alias->isWrite()));
     });
-    if (value.isDevice()) arguments.emplace_back(c10::Device(at::kCPU));
-    else arguments.push_back(map_tensors(value, on_cpu));
+    if (value.isDevice()) {
+      arguments.emplace_back(c10::Device(at::kCPU));
+    } else if (is_generator(schema.arguments()[i])) {
+      arguments.push_back(generator_for(value, device->index()));
+      draws_on_host = value.isGenerator() && value.toGenerator().device().is_cpu();
+    } else arguments.push_back(map_tensors(value, on_cpu));
   }
 
   Stack results;
@@ -261,7 +285,7 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
     at::AutoDispatchBelowADInplaceOrView below;
     if (is_norm)  // CPU kernels keep statistics in the dtype of the layer; meta kernels say float, as accelerators have it
       for (size_t i : {3, 4}) arguments[i] = arguments[i].toTensor().to(arguments[1].toTensor().scalar_type());
-    op.callBoxed(&arguments);
+    call_kernel(op, arguments);
     for (auto& [r, into] : targets) {
       size_t next = 0;
       each_tensor(arguments[r], [&](const at::Tensor& t) {
@@ -270,6 +294,7 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
       });
     }
   });
+  if (draws_on_host) wait_on_host(here(), "");  // before the host draws from it again; CUDA takes no such generator
   torch::jit::drop(*stack, count);
   for (auto& result : results) stack->push_back(std::move(result));
 }

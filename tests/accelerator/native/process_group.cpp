@@ -190,6 +190,21 @@ class SimGroup final : public c10d::Backend {
     return go("gather", ins, flat(outs), o.asyncOp,
         [a = cpu(outs), b = cpu(ins), o](auto& gloo) mutable { gloo.gather(a, b, o)->wait(); });
   }
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& o) override {
+    return go("reduce", {}, tensors, o.asyncOp, [on = cpu(tensors), o, r = rank_, n = size_](auto& gloo) {
+      for (auto& t : on) {
+        auto all = t.clone();
+        sum(gloo, all, o.reduceOp, n);
+        if (r == o.rootRank) t.copy_(all);
+      }
+    });
+  }
+  WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& outs, std::vector<int64_t>& ins,
+      const c10d::AllToAllOptions& o) override {
+    return go("all_to_all", {in}, {out}, o.asyncOp, [a = on_cpu(out), b = on_cpu(in), outs, ins, o](auto& gloo) mutable {
+      gloo.alltoall_base(a, b, outs, ins, o)->wait();
+    });
+  }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     return go("send", tensors, {}, true, [a = cpu(tensors), to, tag](auto& gloo) mutable { gloo.send(a, to, tag)->wait(); });
   }
@@ -205,7 +220,7 @@ class SimGroup final : public c10d::Backend {
       for (auto& t : *list) {
         TORCH_CHECK(on_device(t), "simccl: ", name, " got a tensor on ", t.device());
         TORCH_CHECK(t.device() == first.device(), "simccl: ", name, " got tensors on several devices");
-        TORCH_CHECK(t.is_contiguous(), "simccl: tensors must be contiguous");
+        TORCH_CHECK(t.is_contiguous(t.suggest_memory_format()), "simccl: tensors must be contiguous");
         TORCH_CHECK(!t.is_complex(), "simccl: ", name, " got complex numbers");
         accesses.push_back(access_of(t, list == &writes));
       }
