@@ -12,7 +12,8 @@ are these, the message of the reduction, the unit's own parameters and those of 
 gradients. To wait is a rank's own affair, so it waits earlier: when three quarters of the gradients are there, and the message
 is given back before the last quarter comes. What is large travels in two parts, launched one after the other where all was
 launched before: then the first part is waited for when a third of the gradients are there, and the second has as much time as
-ever. If nothing is gathered ahead there is room enough, and nobody waits early.
+ever. Where units stayed unsharded nothing is gathered ahead, and no gather keeps the links busy meanwhile: then what travels in
+one part is waited for when seven eighths are there.
 docs/decisions/0002-flat-storages.md has the figures, and what else was tried.
 """
 
@@ -27,6 +28,7 @@ from composable.runtime.gradients import UnitGradients, divided, land
 
 FIRST_AT: Final = 1 / 3  # of the next unit's gradients are there where the first of two parts is waited for
 WHOLE_AT: Final = 3 / 4  # where everything is
+ALONE_AT: Final = 7 / 8  # where everything is, and no parameters are gathered ahead
 
 
 class ReductionsInFlight:
@@ -52,10 +54,14 @@ class ReductionsInFlight:
         gradients.settle()
         self._first_hop.append(gradients)
 
-    def land_beside(self, arriving: UnitGradients, streams: Streams, stream: Any) -> None:
-        """Give messages back while gradients of the next unit arrive, on `stream`. See Note [Back before the next one]."""
+    def land_beside(self, arriving: UnitGradients, streams: Streams, stream: Any, *, beside_next: bool) -> None:
+        """Give messages back while gradients of the next unit arrive, on `stream`. See Note [Back before the next one].
+
+        Args:
+            beside_next: parameters of the unit after that one have just been gathered ahead.
+        """
         if self._first_hop:
-            share = FIRST_AT if any(map(divided, self._first_hop)) else WHOLE_AT
+            share = FIRST_AT if any(map(divided, self._first_hop)) else WHOLE_AT if beside_next else ALONE_AT
             nbytes = int(share * sum(group.nbytes for group in arriving.groups))
             arriving.watch.count(nbytes, partial(weakly(self._land), streams, stream))
 

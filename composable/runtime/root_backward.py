@@ -98,8 +98,8 @@ class RootBackward:
                     self._pin(iteration, index)
                 handle.gradients.expect()
             ahead = gather_with_next(self._handles, index, iteration.finished, saves_memory=self._saves_memory)
-            if ahead and entering and self._saves_memory:
-                iteration.reducing.land_beside(handle.gradients, self._streams, iteration.stream)
+            if entering and self._saves_memory:
+                iteration.reducing.land_beside(handle.gradients, self._streams, iteration.stream, beside_next=ahead)
             if entering:
                 handle.calls.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
         except BaseException:

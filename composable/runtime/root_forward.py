@@ -22,7 +22,7 @@ from composable.runtime.last_units import last_units_of
 from composable.runtime.prefetch import gather_with_next
 from composable.runtime.preparation import Preparation
 from composable.runtime.readers import Readers
-from composable.runtime.root_backward import RootBackward, saves_memory
+from composable.runtime.root_backward import RootBackward
 from composable.runtime.step import refuse_doubtful, refuse_lost_backward
 from composable.runtime.sums_in_step import SumsInStep
 
@@ -38,7 +38,7 @@ class RootForward:
 
     __slots__ = (
         "_abort", "_backward", "_doubtful", "_handles", "_index", "_known", "_last_units", "_nesting", "_preparation",
-        "_presences", "_readers", "_saves_memory", "_steps", "_sums", "_verified", "call", "handled", "order"
+        "_presences", "_readers", "_steps", "_sums", "_verified", "call", "handled", "order"
     )  # fmt: skip
 
     def __init__(
@@ -58,7 +58,6 @@ class RootForward:
         self._index = {handle: index for index, handle in enumerate(handles)}
         self._last_units = [last_units_of(handle.mesh_info) for handle in handles]
         self._nesting = nesting
-        self._saves_memory = saves_memory(handles)
         self._steps = steps
         self._presences = [each.presence for handle in handles for each in handle.mesh_info.communicators]
         self._preparation = preparation
@@ -115,7 +114,7 @@ class RootForward:
             try:
                 if not self._verified:
                     check_order(self._handles, self._known, index, handle.mesh_info)
-                gather_with_next(self._handles, index, self.order, saves_memory=self._saves_memory)
+                gather_with_next(self._handles, index, self.order)
                 return
             except CommunicationError as error:
                 if not catch_up(self._handles, self._steps, error):
