@@ -25,11 +25,15 @@ def parser(description: str, *, rounds: int = 7, steps: int = 3, warmup: int = 1
     options.add_argument("--warmup", type=int, default=warmup, help="turns of each contender that do not count")
     options.add_argument("--seed", type=int, default=0)
     options.add_argument("--timeout", type=float, default=300.0, help="seconds after which a silent turn is an error")
-    options.add_argument("--before", type=Path, metavar="DIR", help="a checkout of earlier code, which competes, too")
     options.add_argument("--out", type=Path, default=None, help="folder of the JSON line and the chart")
     options.add_argument("--smoke", action="store_true", help="smallest sizes: shows that it runs, measures nothing")
-    options.set_defaults(hollow=False)  # True: a faked world is made by `hollow.py` instead of torch
+    options.set_defaults(before=None, hollow=False)  # True: a faked world is made by `hollow.py` instead of torch
     return options
+
+
+def add_before(options: argparse.ArgumentParser) -> None:
+    """For benchmarks in which a contender's code may be that of another checkout."""
+    options.add_argument("--before", type=Path, metavar="DIR", help="a checkout of earlier code, which competes, too")
 
 
 def parse(options: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespace:

@@ -23,7 +23,7 @@ import torch
 from contenders import LOCAL, ON_SHARDS, add_choice, against_before, chosen, scale, with_before
 from harness import Measure, Rounds, Sample, Stopwatch, compete, device_of, series, spread, world_of
 from models import Chain, Chains, Task, adamw, add_adamw, gpt_task, vector_task
-from options import counts, parse, parser
+from options import add_before, counts, parse, parser
 from publish import bars, curves, emit, rounded, table, times
 
 DEFAULT = [LOCAL, "composable", ON_SHARDS, "fsdp2", "fsdp1", "composable-replicate", "ddp"]
@@ -163,6 +163,7 @@ def main() -> None:
     options.add_argument("--units", type=counts, default="32", help="number, list, or range such as 1..128")
     options.add_argument("--params", type=counts, default="0", help="parameters per unit; 0: a transformer block, which has 12")
     add_adamw(options, "foreach")
+    add_before(options)
     add_choice(options, DEFAULT, also=[ON_SHARDS])
     found = parse(options, units=[2], rounds=2)
     names = with_before(chosen(options, found.contenders, also=[ON_SHARDS]), found.before)

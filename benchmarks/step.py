@@ -19,7 +19,7 @@ import torch.distributed as dist
 from contenders import CONTENDERS, LOCAL, add_choice, against_before, chosen, scale, with_before
 from harness import ContenderFailed, Measure, Sample, Stopwatch, compete, device_of, series, spread, world_of
 from models import SIZES, adamw, add_adamw, task_of
-from options import parse, parser
+from options import add_before, parse, parser
 from publish import Claim, bars, compared, emit, rounded, times
 
 CLAIMS: list[Claim] = [
@@ -89,6 +89,7 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--model", choices=SIZES, default="gpt")
     add_adamw(options, "default")
+    add_before(options)
     add_choice(options, DEFAULT)
     found = parse(options, model="tiny")
     names = with_before(chosen(options, found.contenders), found.before)
