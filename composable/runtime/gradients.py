@@ -205,12 +205,12 @@ def _land(groups: Sequence[GradientGroup], hooks: WaitingHooks) -> None:
             hooks.add(found)
 
 
-def land(gradients: UnitGradients) -> None:
+def give_back(gradients: UnitGradients) -> None:
     """Wait for what was launched first of the first hop, which stays in flight, and give its messages back."""
     if gradients.phase is GradPhase.REDUCING:
         for each in gradients.groups:
             for reduction in each.reductions.values():
-                reduction.land()
+                reduction.give_back()
 
 
 def divided(gradients: UnitGradients) -> bool:

@@ -19,7 +19,7 @@ class Hop:
     """A sum over the ranks of one communicator. What is launched is waited for, or aborted, before it is launched again.
 
     Attributes:
-        in_flight: whether it was launched, and neither waited for nor aborted since. What has landed is in flight, too.
+        in_flight: whether it was launched, and neither waited for nor aborted since; `wait_for_first` leaves it so.
     """
 
     __slots__ = ("_works", "communicator", "in_flight")
@@ -53,7 +53,7 @@ class Hop:
                 return False
         return True
 
-    def land(self) -> None:
+    def wait_for_first(self) -> None:
         """Wait for the first that was launched: its message is not read any more. `wait` is still to come."""
         if self._works:
             self._works.pop(0).wait()

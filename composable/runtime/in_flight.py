@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from composable.device.streams import Streams
 from composable.runtime.gradient_hooks import weakly
-from composable.runtime.gradients import UnitGradients, divided, land
+from composable.runtime.gradients import UnitGradients, divided, give_back
 
 FIRST_AT: Final = 1 / 3  # of the next unit's gradients are there where the first of two parts is waited for
 WHOLE_AT: Final = 3 / 4  # where everything is
@@ -54,7 +54,7 @@ class ReductionsInFlight:
         gradients.settle()
         self._first_hop.append(gradients)
 
-    def land_beside(self, arriving: UnitGradients, streams: Streams, stream: Any, *, beside_next: bool) -> None:
+    def give_back_beside(self, arriving: UnitGradients, streams: Streams, stream: Any, *, beside_next: bool) -> None:
         """Give messages back while gradients of the next unit arrive, on `stream`. See Note [Back before the next one].
 
         Args:
@@ -63,12 +63,12 @@ class ReductionsInFlight:
         if self._first_hop:
             share = FIRST_AT if any(map(divided, self._first_hop)) else WHOLE_AT if beside_next else ALONE_AT
             nbytes = int(share * sum(group.nbytes for group in arriving.groups))
-            arriving.watch.count(nbytes, partial(weakly(self._land), streams, stream))
+            arriving.watch.count(nbytes, partial(weakly(self._give_back), streams, stream))
 
-    def _land(self, streams: Streams, stream: Any) -> None:
+    def _give_back(self, streams: Streams, stream: Any) -> None:
         with streams.on(stream):
             for gradients in self._first_hop:
-                land(gradients)
+                give_back(gradients)
 
     def make_room(self, first: int, *, second: int = 1) -> None:
         """Go on with the oldest until at most `first` are in their first hop, and `second` in their second one."""

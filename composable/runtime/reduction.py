@@ -39,7 +39,7 @@ class Reduction:
         replicas: of the second hop, if the parameters are not only sharded but replicated, too.
 
     Attributes:
-        divided: whether it is launched in two parts, of which `land` waits for the first.
+        divided: whether it is launched in two parts, of which `give_back` waits for the first.
         undecided: while gradients that are missing on this rank wait for `decide` to read whether others had them, which these
             are, and what all ranks wrote.
     """
@@ -165,10 +165,10 @@ class Reduction:
             parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, *self._scale))
         return parts
 
-    def land(self) -> None:
+    def give_back(self) -> None:
         """Wait for what was launched first, and give its messages back; `finish`, or `all_reduce`, is still to come."""
         if self._over_shards.in_flight and self._rows is not None:
-            self._over_shards.land()
+            self._over_shards.wait_for_first()
             if not self.divided:
                 self._rows.buffer.free()
 

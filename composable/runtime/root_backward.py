@@ -99,7 +99,7 @@ class RootBackward:
                 handle.gradients.expect()
             ahead = gather_with_next(self._handles, index, iteration.finished, saves_memory=self._saves_memory)
             if entering and self._saves_memory:
-                iteration.reducing.land_beside(handle.gradients, self._streams, iteration.stream, beside_next=ahead)
+                iteration.reducing.give_back_beside(handle.gradients, self._streams, iteration.stream, beside_next=ahead)
             if entering:
                 handle.calls.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
         except BaseException:

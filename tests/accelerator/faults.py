@@ -171,7 +171,7 @@ def _given_back_without_waiting() -> AbstractContextManager[Any]:
         if self._works:
             self._works.pop(0)
 
-    return mock.patch.object(Hop, "land", hasty)
+    return mock.patch.object(Hop, "wait_for_first", hasty)
 
 
 class _NoMark:

@@ -100,7 +100,7 @@ def _train(scheme: str, name: str | None) -> list[str]:
         optimizer.step()
         optimizer.zero_grad()
 
-    with mock.patch.object(Hop, "land", autospec=True, side_effect=Hop.land) as landed:
+    with mock.patch.object(Hop, "wait_for_first", autospec=True, side_effect=Hop.wait_for_first) as landed:
         step()
     unit = fully_shard.state(model.get_submodule("1"))
     reductions = [] if unit is None else [r for group in unit.handle.gradients.groups for r in group.reductions.values()]

@@ -170,7 +170,7 @@ def _reductions_in_two_parts(hybrid: bool) -> None:
     with communicators_wrapped_by(of_small_parameters):
         fully_shard(model, policy={_Thrice}, mesh=mesh)
     batches = torch.randn(3, ranks, 2, 8)
-    with mock.patch.object(Hop, "land", autospec=True, side_effect=Hop.land) as landed:
+    with mock.patch.object(Hop, "wait_for_first", autospec=True, side_effect=Hop.wait_for_first) as landed:
         for number, batch in enumerate(batches):
             with no_sync(model) if number == 0 else nullcontext():
                 model(batch[dist.get_rank()], skip=dist.get_rank() == 1).square().mean().backward()
