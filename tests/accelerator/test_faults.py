@@ -65,7 +65,12 @@ def _in_two_parts(model: nn.Module) -> None:
         return communicator
 
     with communicators_wrapped_by(divided):
-        fully_shard(model, policy={Block})
+        fully_shard(model, policy={Block}, mesh=dist.new_group())
+
+
+def _in_two_parts_apart(model: nn.Module) -> None:
+    with mock.patch.dict(os.environ, {REDUCTIONS_VARIABLE: "1"}):
+        _in_two_parts(model)
 
 
 _SCHEMES: Final[dict[str, Callable[[nn.Module], Any]]] = {
@@ -75,6 +80,7 @@ _SCHEMES: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "resharded to two": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=2),
     "reductions apart": _with_reductions_apart,
     "in two parts": _in_two_parts,
+    "in two parts, reductions apart": _in_two_parts_apart,
     "replicate": lambda model: replicate(model, bucket_cap_mb=0.0005),
 }
 
@@ -104,7 +110,7 @@ def _train(scheme: str, name: str | None) -> list[str]:
         step()
     unit = fully_shard.state(model.get_submodule("1"))
     reductions = [] if unit is None else [r for group in unit.handle.gradients.groups for r in group.reductions.values()]
-    assert [reduction.divided for reduction in reductions] == [scheme == "in two parts"] * len(reductions)
+    assert [reduction.divided for reduction in reductions] == [scheme.startswith("in two parts")] * len(reductions)
     assert (landed.call_count > 0) == (scheme != "replicate"), "gradients of the next block arrive"
     for _ in range(2):  # what ranks agree on in the first ones would come out differently, and nobody find the others
         step()
