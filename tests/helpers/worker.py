@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import importlib
 import os
@@ -31,17 +32,7 @@ from torch.distributed.tensor import debug
 from composable.device.collectives import communicators_wrapped_by
 from tests.accelerator import watch
 from tests.helpers.communicators import all_accelerators
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What every worker of a pool is told at its start."""
-
-    index: int
-    log: str
-    store_port: int
-    warning_filters: tuple[str, ...]
-    extension: str | None = None  # the simulated accelerator's
+from tests.helpers.processes import Settings
 
 
 @dataclass(frozen=True)
@@ -81,6 +72,14 @@ def rewrite_assertions() -> None:
     config = get_config()
     config.parse(["-c", os.devnull, "--rootdir", os.getcwd()])
     install_importhook(config).mark_rewrite("tests.helpers")
+
+
+@functools.cache
+def prepare() -> None:
+    """What takes long, and is the same for every rank."""
+    torch.set_num_threads(1)
+    rewrite_assertions()
+    importlib.import_module("tests.helpers.compare")  # most tests do
 
 
 def apply_filters(filters: Sequence[str]) -> None:
@@ -169,7 +168,7 @@ def end_with_parent() -> None:
 
 
 def serve(connection: Connection, settings: Settings) -> None:
-    """Run tasks until the connection closes. Entry point of a spawned process."""
+    """Run tasks until the connection closes. What a process that has been forked runs."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the pool decides when workers end
     log = open(settings.log, "ab", buffering=0)  # noqa: SIM115  (as long as the process)
     os.dup2(log.fileno(), 1)
@@ -178,8 +177,8 @@ def serve(connection: Connection, settings: Settings) -> None:
     faulthandler.enable(file=log)
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    rewrite_assertions()
+    prepare()
+    gc.freeze()  # what is here now stays; to look through it takes each collection a quarter of a second
     worker = Worker(settings)
     connection.send_bytes(pickle.dumps("ready"))
     while True:

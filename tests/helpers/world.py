@@ -10,17 +10,14 @@ from __future__ import annotations
 import atexit
 import functools
 import inspect
-import multiprocessing
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from tests.helpers.worker import Outcome, Settings, Task, serve
+from tests.helpers.processes import Parent, Rank, Settings
+from tests.helpers.worker import Outcome, Task
 
 # Seconds until a call counts as hung; a safety net, never an assertion.
 TIMEOUT = float(os.environ.get("COMPOSABLE_TEST_TIMEOUT", "60"))
@@ -39,43 +37,6 @@ START = 120.0  # seconds for workers to start
 
 class RanksFailed(AssertionError):
     """At least one rank raised, died or hung; the message says which, where and why."""
-
-
-class _Rank:
-    """The pool's side of one worker."""
-
-    def __init__(self, process: BaseProcess, connection: Connection, log: Path) -> None:
-        self.process = process
-        self.connection = connection
-        self.log = log
-        self.log_start = 0
-
-    def receive(self) -> Any:
-        return pickle.loads(self.connection.recv_bytes())
-
-    def mark_log(self) -> None:
-        self.log_start = self.log.stat().st_size if self.log.exists() else 0
-
-    def printed(self) -> str:
-        if not self.log.exists():
-            return ""
-        with self.log.open("rb") as file:
-            file.seek(self.log_start)
-            return file.read()[-6000:].decode(errors="replace")
-
-    def stack(self) -> str:
-        """Where the worker stands now, all threads, even when it holds no interpreter lock."""
-        before = self.log.stat().st_size
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGUSR1)
-        deadline = time.monotonic() + 2
-        text = ""
-        while time.monotonic() < deadline and not text.endswith("\n"):
-            wait([self.process.sentinel], timeout=0.05)
-            with self.log.open("rb") as file:
-                file.seek(before)
-                text = file.read().decode(errors="replace")
-        return text or "(no stack came back)\n"
 
 
 class Pool:
@@ -90,7 +51,8 @@ class Pool:
         self._filters = tuple(warning_filters)
         self._device = device
         self._extension = extension
-        self._ranks: list[_Rank] = []
+        self._parents: dict[int, Parent] = {}
+        self._ranks: list[Rank] = []
         self._store: dist.TCPStore | None = None
         self._generation = 0
         self._shape: tuple[int, str, float] | None = None
@@ -154,9 +116,7 @@ class Pool:
         return _verdict(ranks, outcomes, notes)
 
     def _start(self, ranks: int) -> None:
-        if all(rank.process.is_alive() for rank in self._ranks) and len(self._ranks) >= ranks:
-            return
-        if not all(rank.process.is_alive() for rank in self._ranks):
+        if any(rank.has_ended() for rank in self._ranks):
             self.stop()
         if self._store is None:
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -175,28 +135,28 @@ class Pool:
                 self.stop()
                 raise RanksFailed(f"a worker ended while it started:\n{text}") from None
 
-    def _spawn(self, index: int) -> _Rank:
+    def _spawn(self, index: int) -> Rank:
         assert self._store is not None
         assert self._folder is not None
         log = Path(self._folder.name) / f"rank{index}.log"
         log.touch()
-        ours, theirs = multiprocessing.Pipe()
         settings = Settings(
             index, str(log), self._store.port, self._filters, str(self._extension) if self._extension is not None else None
         )
-        context = multiprocessing.get_context("spawn")
-        process = context.Process(target=serve, args=(theirs, settings), daemon=True, name=f"rank{index}")
+        if index not in self._parents or not self._parents[index].is_alive():
+            self._parents[index] = self._parent_of(index)
+        return self._parents[index].start(settings)
+
+    def _parent_of(self, index: int) -> Parent:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         found = {name: os.environ.get(name, loopback) for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")}
         # NCCL refuses two ranks on one device of one host, but takes them for ranks of two hosts if they say so.
         host = {"NCCL_HOSTID": f"rank{index}"} if torch.cuda.device_count() == 1 else {}
         # cuBLAS gives the same bits every time only where each of its streams has memory of its own.
         with _environment(OMP_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8", **found, **host):
-            process.start()
-        theirs.close()
-        return _Rank(process, ours, log)
+            return Parent(index, prepares=not torch.cuda.is_available())
 
-    def _collect(self, world: list[_Rank], timeout: float) -> tuple[dict[int, Outcome], dict[int, str]]:
+    def _collect(self, world: list[Rank], timeout: float) -> tuple[dict[int, Outcome], dict[int, str]]:
         """Outcomes by rank, and for ranks without one a note on how they ended or where they stand."""
         outcomes: dict[int, Outcome] = {}
         notes: dict[int, str] = {}
@@ -210,8 +170,7 @@ class Pool:
                 try:
                     outcomes[index] = rank.receive()
                 except (EOFError, ConnectionResetError):
-                    rank.process.join(GRACE)
-                    notes[index] = f"died with exit code {rank.process.exitcode}\n{rank.printed()}"
+                    notes[index] = f"died with exit code {rank.exit_code(GRACE)}\n{rank.printed()}"
             if notes or any(outcome.kind != "returned" for outcome in outcomes.values()):
                 deadline = min(deadline, time.monotonic() + GRACE)
         failed = bool(notes) or any(outcome.kind != "returned" for outcome in outcomes.values())
@@ -223,10 +182,7 @@ class Pool:
     def stop(self) -> None:
         """End all workers. The next `run` starts new ones."""
         for rank in self._ranks:
-            rank.connection.close()
-            rank.process.kill()
-        for rank in self._ranks:
-            rank.process.join()
+            rank.kill()
         self._ranks = []
         self._shape = None
         self._store = None

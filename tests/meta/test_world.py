@@ -38,6 +38,16 @@ def test_workers_live_on_between_calls_and_values_come_back_by_rank(pool: Pool) 
     assert [threads for _, _, threads in first] == [1, 1, 1]
 
 
+def _hash() -> int:
+    return hash("a word")
+
+
+@pytest.mark.skipif("PYTHONHASHSEED" in os.environ, reason="hashes are asked to be alike")
+def test_no_two_ranks_have_the_same_hashes_also_when_they_are_new(pool: Pool) -> None:
+    for hashes in (pool.run(3, _hash, spoils=True), pool.run(3, _hash)):
+        assert len(set(hashes)) == 3
+
+
 def _raise_on(rank: int) -> None:
     left, right = dist.get_rank(), rank
     assert left != right, "as asked"
