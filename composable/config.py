@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from typing import Any, Final
 
 import torch
 
 from composable.dtypes import REAL, SHORT
-from composable.errors import AnnotationError
+from composable.errors import AnnotationError, closest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,32 @@ class ReshardTo:
 AfterForward = Free | FreeUnlessLast | Keep | ReshardTo
 
 SYNC_MODES: Final = ("check", "broadcast", "off")
+
+GradReduce = str | float
+
+
+def divisor_of(verb: str, grad_reduce: object) -> float | None:
+    """What the sum of gradients over all ranks is divided by; None for the number of ranks.
+
+    Raises:
+        AnnotationError: it is neither "mean" nor "sum" nor a positive number.
+    """
+    if grad_reduce == "mean":
+        return None
+    if grad_reduce == "sum":
+        return 1.0
+    if type(grad_reduce) in (int, float) and 0.0 < float(grad_reduce) < math.inf:  # type: ignore[arg-type]
+        return float(grad_reduce)  # type: ignore[arg-type]
+    near = "".join(f"; did you mean '{name}'?" for name in closest(str(grad_reduce), ("mean", "sum")))
+    raise AnnotationError(
+        f"{verb}: grad_reduce must be 'mean', 'sum' or a positive number to divide the sum over all ranks by, got "
+        f"{grad_reduce!r}{near}"
+    )
+
+
+def grad_reduce_in_words(divisor: float | None) -> str:
+    """What `divisor_of` was given, as short as it goes."""
+    return "mean" if divisor is None else "sum" if divisor == 1.0 else f"sum / {divisor:g}"
 
 
 def after_forward(value: bool | int | None) -> AfterForward:

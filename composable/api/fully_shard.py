@@ -19,7 +19,15 @@ from composable.api.selection import check_keywords, ids_of_ignored, parameters_
 from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_taken
 from composable.api.ties import tied_to_replicated
-from composable.config import SYNC_MODES, AfterForward, MixedPrecisionPolicy, after_forward
+from composable.config import (
+    SYNC_MODES,
+    AfterForward,
+    GradReduce,
+    MixedPrecisionPolicy,
+    after_forward,
+    divisor_of,
+    grad_reduce_in_words,
+)
 from composable.device.parameter_swap import ParamInfo, Place
 from composable.errors import AnnotationError, unit_name
 from composable.model.contract import contract, on_undo, require_callable
@@ -68,6 +76,8 @@ _EQUIVALENTS: Final = {
     "cpu_offload": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
 }
 
+_FOR_UNITS: Final = ("mesh", "reshard_after_forward", "mp_policy", "shard_placement_fn", "grad_reduce")
+
 Placement = Callable[[nn.Parameter], Shard | None]
 
 
@@ -84,6 +94,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecision = None,
     shard_placement_fn: Placement | None = None,
+    grad_reduce: GradReduce = "mean",
     ignored_params: Iterable[Any] = (),
     sync_module_states: str = "check",
 ) -> Any:
@@ -108,6 +119,8 @@ def fully_shard(
         mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
             gradients, optimizer state and what is saved keep the dtype that the parameters have.
         shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0.
+        grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides it by their number, "sum"
+            leaves it, a positive number divides it by that number.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
         sync_module_states: "check" compares names, shapes, dtypes and values across ranks and names the first difference;
             "broadcast" copies rank 0's values; "off" trusts the caller.
@@ -135,12 +148,13 @@ def fully_shard(
         after = _after_forward(reshard_after_forward)
         spread, precision = _spread_over(modules[0], mesh), precision_policy("fully_shard", mp_policy)
         mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
-        _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after, precision)
+        divisor = divisor_of("fully_shard", grad_reduce)
+        _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after, precision, divisor)
         return module
     spread = _spread_over(modules[0], mesh)
     communicator = meeting_place(spread, device_of(modules[0]))
     common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
-    common["shard_placement_fn"] = shard_placement_fn
+    common |= {"shard_placement_fn": shard_placement_fn, "grad_reduce": grad_reduce}
     with failures_told("fully_shard", communicator):
         if sync_module_states not in SYNC_MODES:
             raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
@@ -171,7 +185,7 @@ def fully_shard(
                 fully_shard(child, **overrides)
             finally:
                 _assigned.reset(token)
-        _attach_unit(modules, shares[0], placements[0], mesh_info, after, precision)
+        _attach_unit(modules, shares[0], placements[0], mesh_info, after, precision, divisor_of("fully_shard", grad_reduce))
         for each in (modules, *([child] for child in picked)):
             _leave_alone(each, left_out)
         _name_units(modules)
@@ -207,6 +221,8 @@ def _treatment(module: nn.Module, unit: nn.Module, options: Mapping[str, Any], p
     precision = str(precision_policy("fully_shard", options["mp_policy"]))
     over = "" if mesh is None else _in_words(_spread_over(unit, mesh))
     cast = f", {precision}" if precision else ""
+    reduced = grad_reduce_in_words(divisor_of("fully_shard", options["grad_reduce"]))
+    cast += "" if reduced == "mean" else f", grad_reduce {reduced}"
     return [f"unit '{name}', reshard_after_forward={after}{over}, dimension {dim}{cast}" for dim in placements]
 
 
@@ -239,7 +255,7 @@ def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.
     if len(modules) > 1:
         raise AnnotationError("fully_shard: a policy picks units below one module; it cannot be given with a list")
     picked = select_modules(policy, modules[0])
-    check_keywords("fully_shard", picked, ("mesh", "reshard_after_forward", "mp_policy", "shard_placement_fn"))
+    check_keywords("fully_shard", picked, _FOR_UNITS)
     chosen = {}
     skipped = [m for _, m in walk(modules[0], stop=("replicate", SHARD))]
     for module, overrides in picked.items():
@@ -295,6 +311,7 @@ def _attach_unit(
     mesh_info: MeshInfo,
     after: AfterForward,
     precision: MixedPrecisionPolicy,
+    divisor: float | None,
 ) -> None:
     """Shard `parameters` and hook `modules` as one unit. Everything that the user got wrong has been refused before."""
     unit = fully_shard.state(modules[0])
@@ -305,6 +322,7 @@ def _attach_unit(
         after_forward=after,
         mp_policy=precision,
         holders=_holders_of_buffers(modules) if precision.buffer_dtype is not None else (),
+        divisor=divisor,
     )
     on_undo(unit.restore)
     unit.initialize(modules, recipe)

@@ -14,7 +14,7 @@ from composable.api.meshes import Mesh, communication_device, device_of, meeting
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_other_mesh, refuse_taken
-from composable.config import SYNC_MODES
+from composable.config import SYNC_MODES, GradReduce, divisor_of, grad_reduce_in_words
 from composable.device.collectives import LocalCommunicator, backwards_of, communicator_of
 from composable.device.parameter_swap import Place
 from composable.errors import AnnotationError
@@ -68,6 +68,7 @@ def replicate(
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
     bucket_cap_mb: float = 25.0,
+    grad_reduce: GradReduce = "mean",
     ignored_params: Iterable[Any] = (),
     sync_module_states: str = "broadcast",
     broadcast_buffers: bool = True,
@@ -83,6 +84,8 @@ def replicate(
         mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine.
         policy: which submodules get buckets of their own; what is left over belongs to `module`.
         bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB (accelerators: 25 MiB) and more travel alone.
+        grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides it by their number, "sum"
+            leaves it, a positive number divides it by that number.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
         sync_module_states: "broadcast" copies rank 0's parameters, "check" compares them, "off" trusts the caller.
         broadcast_buffers: buffers follow rank 0 before every forward of the outermost annotated module; False leaves them to
@@ -114,13 +117,14 @@ def replicate(
             raise AnnotationError(f"broadcast_buffers must be True or False, got {broadcast_buffers!r}")
         if type(bucket_cap_mb) not in (int, float) or bucket_cap_mb <= 0:
             raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb!r}")
+        divisor = divisor_of("replicate", grad_reduce)
         for each in modules:
             require_callable(each)
         picked = {
             child: ({"ignored_params": _ignored_inside(child, ignored_params)}, own)
             for child, own in _picked(modules, policy).items()
         }
-    common: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb}
+    common: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "grad_reduce": grad_reduce}
     common |= {"sync_module_states": sync_module_states, "broadcast_buffers": broadcast_buffers}
     for child, (ignores, overrides) in picked.items():
         replicate(child, **{**common, **ignores, **overrides})
@@ -135,6 +139,7 @@ def replicate(
         if resolved is not None:
             refuse_elsewhere("replicate", parameters, buffers_of(modules), communication_device(resolved, device))
     treatment = f"bucket_cap_mb={bucket_cap_mb}, {len(buffers)} buffers that follow rank 0"
+    treatment += "" if divisor is None else f", grad_reduce {grad_reduce_in_words(divisor)}"
     synchronise("replicate", parameters, communicator, sync_module_states, [treatment] * len(parameters))
     mesh_info = MeshInfo.over_one_dimension(None, LocalCommunicator())
     if spread is not None:
@@ -148,7 +153,7 @@ def replicate(
         mesh_info.all.tags.count_by(backwards)
     places = [place for _, place, _ in buffers]
     with all_or_none("replicate", communicator):
-        _attach(modules, parameters, places, mesh_info, max(1, int(bucket_cap_mb * (1 << 20))))
+        _attach(modules, parameters, places, mesh_info, max(1, int(bucket_cap_mb * (1 << 20))), divisor)
         launch_together([unit.averaging for unit in (_unit_of(modules), *_inside(modules))])
     return module
 
@@ -182,7 +187,7 @@ def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.
     if len(modules) > 1:
         raise AnnotationError("replicate: a policy picks units below one module; it cannot be given with a list")
     picked = select_modules(policy, modules[0])
-    check_keywords("replicate", picked, ("mesh", "bucket_cap_mb", "broadcast_buffers"))
+    check_keywords("replicate", picked, ("mesh", "bucket_cap_mb", "broadcast_buffers", "grad_reduce"))
     reachable = [m for _, m in walk(modules[0], stop=(SHARD, REPLICATE))]
     chosen = [(m, o) for m, o in picked.items() if m is not modules[0] and any(m is other for other in reachable)]
     return dict(reversed(chosen))
@@ -206,6 +211,7 @@ def _attach(
     buffers: Sequence[Place],
     mesh_info: MeshInfo,
     cap_bytes: int,
+    divisor: float | None,
 ) -> None:
     unit = _unit_of(modules)
     named = [place for p in parameters for place in p.places]
@@ -218,6 +224,7 @@ def _attach(
         buffers,
         mesh_info,
         cap_bytes,
+        divisor,
     )
     for each in modules:
         on_undo(partial(detach, each, REPLICATE))

@@ -9,24 +9,27 @@ from typing import Final
 _WIDE: Final = ("float64", "float32", "bfloat16", "complex128", "complex64")  # in which nothing sensible under- or overflows
 
 
-def division_factors(dtype: str, ranks: int) -> tuple[float, float]:
-    """Factors to divide gradients by before and after their sum, whose product is `ranks`.
+def division_factors(dtype: str, divisor: float) -> tuple[float, float]:
+    """Factors to divide gradients by before and after their sum, whose product is `divisor`: the number of ranks for a mean.
 
-    A dtype that can overflow is divided by about the square root of the number of ranks before the sum and by the rest after
-    it, so that neither the sum overflows nor the terms underflow. The others are divided once, after the sum.
+    A dtype that can overflow is divided by about the square root of it before the sum and by the rest after it, so that neither
+    the sum overflows nor the terms underflow. The others are divided once, after the sum.
 
     Example:
-        >>> division_factors("float16", 8), division_factors("float32", 8)
-        ((4.0, 2.0), (1.0, 8.0))
+        >>> division_factors("float16", 8), division_factors("float32", 8), division_factors("float16", 2.5)
+        ((4.0, 2.0), (1.0, 8.0), (1.0, 2.5))
     """
-    if dtype != "float16":
-        return 1.0, float(ranks)
+    if dtype != "float16" or divisor < 1.0:
+        return 1.0, float(divisor)
+    if divisor % 1.0:
+        before = 2.0 ** math.floor(math.log2(divisor) / 2)
+        return before, divisor / before
     before = 1.0
-    while ranks % before == 0 and ranks / before > before:
+    while divisor % before == 0 and divisor / before > before:
         before *= 2
-    if ranks % before or before * before > 2 * ranks:
+    if divisor % before or before * before > 2 * divisor:
         before /= 2
-    return before, ranks / before
+    return before, divisor / before
 
 
 def may_scale_inputs(dtype: str, factor: float) -> bool:
@@ -43,7 +46,7 @@ def may_scale_inputs(dtype: str, factor: float) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How a sum of gradients over all ranks becomes their mean.
+    """How a sum of gradients over all ranks becomes their mean, or what else was asked for.
 
     Attributes:
         before: what every term is divided by on its way into a message.
@@ -57,12 +60,15 @@ class Scaling:
     input_factor: float | None = None
 
 
-def scaling_of(dtype: str, ranks: int, *, on_the_way_in: bool = False, reads_inputs: bool = True) -> Scaling:
+def scaling_of(
+    dtype: str, ranks: int, *, divisor: float | None = None, on_the_way_in: bool = False, reads_inputs: bool = True
+) -> Scaling:
     """How gradients are divided, whatever way they go.
 
     Args:
         dtype: of the messages.
         ranks: over which they are summed, all hops together.
+        divisor: what their sum is divided by; None for the number of ranks, which makes it a mean.
         on_the_way_in: a pass that copies them divides them at no price, so what cannot overflow is divided there, as DDP does.
         reads_inputs: whether the last sum can multiply what it reads.
 
@@ -70,8 +76,9 @@ def scaling_of(dtype: str, ranks: int, *, on_the_way_in: bool = False, reads_inp
         >>> scaling_of("float32", 4), scaling_of("float32", 3, on_the_way_in=True)
         (Scaling(before=1.0, after=4.0, input_factor=0.25), Scaling(before=3.0, after=1.0, input_factor=None))
     """
-    before, after = division_factors(dtype, ranks)
+    divisor = float(ranks if divisor is None else divisor)
+    before, after = division_factors(dtype, divisor)
     if on_the_way_in and dtype != "float16":
         before, after = before * after, 1.0
-    share = 1.0 / ranks
+    share = 1.0 / divisor
     return Scaling(before, after, share if reads_inputs and may_scale_inputs(dtype, share) else None)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
-from composable.config import Free, FreeUnlessLast, Keep, ReshardTo
+from composable.config import Free, FreeUnlessLast, Keep, ReshardTo, grad_reduce_in_words
 from composable.device.flat_parameters import name_of
 from composable.errors import few, unit_name
 from composable.model.contract import Annotation, registry
@@ -40,6 +40,7 @@ class UnitRow:
     after_forward: str
     state: str
     checkpointed: bool
+    grad_reduce: str = "mean"  # "sum", or "sum / n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,11 +199,14 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
         after_forward=after,
         state=handle.phase.name,
         checkpointed="checkpoint" in verbs,
+        grad_reduce=grad_reduce_in_words(None if unit.recipe is None else unit.recipe.divisor),
     )
 
 
 def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, verbs: list[str]) -> UnitRow:
-    return _plain_row(name, type(module).__name__, verbs, unit.averaging.owned_at_rest, unit.averaging.communicator.size)
+    averaging = unit.averaging
+    row = _plain_row(name, type(module).__name__, verbs, averaging.owned_at_rest, averaging.communicator.size)
+    return replace(row, grad_reduce=grad_reduce_in_words(averaging.divisor))
 
 
 def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: list[nn.Parameter], ranks: int) -> UnitRow:
@@ -243,7 +247,7 @@ def _dtypes(row: UnitRow) -> str:
         text += f" as {', '.join(row.computes_in)}"
     if row.reduces_in != row.computes_in:
         text += f", summed in {', '.join(row.reduces_in)}"
-    return text
+    return text if row.grad_reduce == "mean" else f"{text}, grad_reduce: {row.grad_reduce}"
 
 
 def _unique(values: Any) -> tuple[str, ...]:

@@ -23,7 +23,9 @@ from composable.runtime.rounds import Forwards
 from composable.runtime.sparse import only_looked_up
 from composable.runtime.unaveraged import refuse_unaveraged
 
-_COPIED: Final = ("parameters", "name", "_fqn", "mesh_info", "_cap_bytes", "order", "place", "forwards", "_newcomers")
+_COPIED: Final = (
+    "parameters", "name", "_fqn", "mesh_info", "divisor", "_cap_bytes", "order", "place", "forwards", "_newcomers"
+)  # fmt: skip
 
 
 class Averaging:
@@ -37,6 +39,7 @@ class Averaging:
         held: ids of the parameters that the reducer was made for.
         order, place: where the reducer launches.
         forwards: the unit's own, and those of the replicated unit around it.
+        divisor: what sums of gradients are divided by; None for the number of ranks.
         current: the reducer that was made last; None before the first, and after the unit was removed.
     """
 
@@ -49,12 +52,14 @@ class Averaging:
         self.order, self.place = LaunchOrder(LocalCommunicator()), 0
         self.forwards = [Forwards()]
         self.current: Reducer | None = None
+        self.divisor: float | None = None
         self._cap_bytes = 0
         self._on_meta = False  # whether parameters had no values when the reducer was made
         self._newcomers = Newcomers(())
 
-    def initialize(self, mesh_info: MeshInfo, cap_bytes: int) -> None:
+    def initialize(self, mesh_info: MeshInfo, cap_bytes: int, divisor: float | None = None) -> None:
         self.look_up_name()
+        self.divisor = divisor
         self.mesh_info, self.order = mesh_info, LaunchOrder(mesh_info.all)
         (self.place,) = self.order.company.reserve(1)
         self._cap_bytes = cap_bytes
@@ -93,6 +98,7 @@ class Averaging:
         if last is not None:
             self.order.abort()
             last.hooks.detach()
+            last.term_hooks.remove()
         before, self.held = self.held, frozenset(map(id, registered))
         self._on_meta = self.communicator.size > 1 and any(parameter.is_meta for parameter in registered)
         reducer = self.current = Reducer(
@@ -108,6 +114,7 @@ class Averaging:
             sparse=only_looked_up(registered, self.parameters.lookups),
             forms=None if self.parameters.pairs is None else RestingGradients(),
             forwards=self.forwards,
+            divisor=self.divisor,
             last=last,
         )
         self.order.put(self.place, reducer)
@@ -155,6 +162,7 @@ class Averaging:
         """The unit is removed: it has no parameters from here on, and no ranks; who is around it may go on asking it."""
         if self.current is not None:
             self.current.hooks.detach()
+            self.current.term_hooks.remove()
             self.current = None
         self.order.take_out(self.place)
         strike_off(self)

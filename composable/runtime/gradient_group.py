@@ -8,7 +8,7 @@ from itertools import compress
 from operator import or_
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from composable.device.collectives import TagSequence
 from composable.device.flat_parameters import FlatParameters
@@ -18,23 +18,28 @@ from composable.device.sharded_gradients import take_gradients
 from composable.device.user_hooks import call_hooks_after_accumulation
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.reduction import Reduction
+from composable.runtime.terms import Terms
 
 
 class GradientGroup:
     """The gradients of a `DtypeGroup`: what is held of earlier backwards, and a reduction for each set that is trainable.
 
+    Args:
+        divisor: what sums of gradients are divided by; None for the number of ranks.
+
     Attributes:
         trainable: for each parameter, as `follow` was told.
         trains: whether any of them gets a gradient.
         nbytes: of the gradients that a backward brings.
-        reductions: by what is trainable, the dtype of its gradients, and whether these are held afterwards.
+        terms: these, as they go into sums.
+        reductions: by what is trainable, the dtype of its gradients, whether these are held afterwards, and the divisor.
         undecided: whether gradients that have been reduced wait for `decide`.
         large_reductions: reductions whose gradients' memory is large enough.
     """
 
     __slots__ = (
         "_alone", "_communicator", "_flat", "_held", "_like_summands", "_reduction", "_replicas", "_unsharded", "_wanted",
-        "large_reductions", "nbytes", "reductions", "sharded", "trainable", "trains", "undecided"
+        "large_reductions", "nbytes", "reductions", "sharded", "terms", "trainable", "trains", "undecided"
     )  # fmt: skip
 
     def __init__(
@@ -43,6 +48,7 @@ class GradientGroup:
         sharded: Sequence[nn.Parameter],
         unsharded: Sequence[nn.Parameter],
         mesh_info: MeshInfo,
+        divisor: float | None = None,
     ) -> None:
         self._flat = flat
         self.sharded = sharded
@@ -51,12 +57,13 @@ class GradientGroup:
         self._communicator = mesh_info.shard
         self._replicas = mesh_info.replicate
         self._like_summands = partial(summand_over_replicas_like, mesh_info.shard_dim)
+        self.terms = Terms(flat, mesh_info.all.size, divisor)
         self.trainable: tuple[bool, ...] = ()
         self.trains = False
         self.nbytes = 0
         self.undecided = False
         self.large_reductions: list[Reduction] = []
-        self.reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool], Reduction] = {}
+        self.reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool, float | None], Reduction] = {}
         self._reduction: Reduction | None = None  # of what is trainable now
         self._held: HeldGradients | None = None  # while gradients of earlier backwards are
         self._wanted: tuple[bool, ...] = ()  # for each parameter, whether one of these may have brought a gradient
@@ -68,7 +75,7 @@ class GradientGroup:
             parameter.requires_grad_(wanted)
         self.trains = any(trainable)
         self.nbytes = sum(compress([parameter.nbytes for parameter in self._unsharded], trainable))
-        self._reduction = self.reductions.get((trainable, self._flat.compute_dtype, False))
+        self._reduction = self.reductions.get((trainable, self._flat.compute_dtype, False, self.terms.divisor))
 
     @property
     def holds_gradients(self) -> bool:
@@ -88,7 +95,7 @@ class GradientGroup:
             return
         if self._alone:  # so the sum is there at once, as it is where autograd makes it
             reduction = self._reduction_of(self.trainable, self._flat.compute_dtype)
-            reduction.keep(take_gradients(self._unsharded))
+            reduction.keep(self.terms.arrived(take_gradients(self._unsharded)))
             for parameter in reduction.finish():
                 call_hooks_after_accumulation(parameter)
             return
@@ -96,14 +103,7 @@ class GradientGroup:
             self.go_on_holding()
         self._wanted = tuple(map(or_, self._wanted, self.trainable))
         assert self._held is not None
-        self._held.add(self._as_kept(take_gradients(self._unsharded)), self.trainable)
-
-    def _as_kept(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
-        """In the dtype that users see, in which gradients of several backwards are added up."""
-        flat = self._flat
-        if flat.gradient_dtype == flat.compute_dtype:
-            return gradients
-        return [None if gradient is None else gradient.to(flat.gradient_dtype) for gradient in gradients]
+        self._held.add(self.terms.held(take_gradients(self._unsharded)), self.trainable)
 
     def reduce(self, tags: TagSequence, label: str) -> None:
         """Launch the reduction of what is here, and of what is held."""
@@ -112,9 +112,14 @@ class GradientGroup:
             return
         if not self.trains:
             return
+        if self.terms.factor is not None:
+            terms = self.terms.arrived(take_gradients(self._unsharded))
+            self._reduction_of(self.trainable, self._flat.reduce_dtype).launch(terms, tags, label)
+            return
         reduction = self._reduction
         if reduction is None:
-            reduction = self._reduction = self._reduction_of(self.trainable, self._flat.compute_dtype)
+            reduction = self._reduction_of(self.trainable, self._flat.compute_dtype, divisor=self.terms.divisor)
+            self._reduction = reduction
         reduction.launch(take_gradients(self._unsharded), tags, label)
 
     def reduce_shards(self, tags: TagSequence, label: str) -> None:
@@ -125,13 +130,13 @@ class GradientGroup:
             self.go_on_holding()
         assert self._held is not None
         self._wanted = tuple(map(or_, self._wanted, self.trainable))
-        gradients = self._held.take(self._as_kept(take_gradients(self._unsharded)))
+        gradients = self._held.take(self.terms.held(take_gradients(self._unsharded)))
         self._reduction_of(self._wanted, self._flat.gradient_dtype, held=True).launch(gradients, tags, label)
 
     def _reduce_held(self, held: HeldGradients, tags: TagSequence, label: str) -> None:
         """What has been frozen since it brought a gradient is reduced with the others."""
         self._held = None
-        gradients = held.take(self._as_kept(take_gradients(self._unsharded)))
+        gradients = held.take(self.terms.held(take_gradients(self._unsharded)))
         trainable = tuple(map(or_, self._wanted, self.trainable))
         reduction = self._reduction_of(trainable, self._flat.gradient_dtype)
         if self._replicas is None:
@@ -143,18 +148,21 @@ class GradientGroup:
                 gradients[index] = torch.zeros_like(self._unsharded[index], dtype=self._flat.gradient_dtype)
         reduction.launch(gradients, tags, label, shards)
 
-    def _reduction_of(self, trainable: tuple[bool, ...], source: torch.dtype, *, held: bool = False) -> Reduction:
+    def _reduction_of(
+        self, trainable: tuple[bool, ...], source: torch.dtype, *, held: bool = False, divisor: float | None = None
+    ) -> Reduction:
         """The reduction of the parameters that are `trainable`.
 
         Args:
             source: the dtype of their gradients.
             held: over the shards alone.
+            divisor: what their sum is divided by; None makes it a mean.
         """
-        reduction = self.reductions.get((trainable, source, held))
+        reduction = self.reductions.get((trainable, source, held, divisor))
         if reduction is None:
-            hops = (None, self._like_summands) if held else (self._replicas, None)
-            reduction = Reduction(self._flat, self.sharded, self._communicator, trainable, source, *hops)
-            self.reductions[trainable, source, held] = reduction
+            replicas, like = (None, self._like_summands) if held else (self._replicas, None)
+            reduction = Reduction(self._flat, self.sharded, self._communicator, trainable, source, replicas, like, divisor)
+            self.reductions[trainable, source, held, divisor] = reduction
             if reduction.worth_releasing:
                 self.large_reductions.append(reduction)
         return reduction

@@ -34,6 +34,7 @@ class Recipe:
     after_forward: AfterForward
     mp_policy: MixedPrecisionPolicy
     holders: tuple[nn.Module, ...]  # modules whose buffers are cast
+    divisor: float | None = None  # what sums of gradients are divided by, if not by the number of ranks
 
     def build(self) -> Handle:
         pool = HOST_MEMORY if self.mesh_info.shard.capabilities.pools_memory else NO_POOL
@@ -77,6 +78,7 @@ class Handle:
             recipe.holders,
             pool,
             on_gradient=self.gradients.watch.arrived,
+            divisor=recipe.divisor,
         )
         self.gradients.groups = self.parameters.gradient_groups
         self.tags = UnitTags(mesh_info, self.gradients)

@@ -14,6 +14,7 @@ from composable.device.memory import MemoryPool
 from composable.device.parameter_forms import keep_gradients_in, trainability
 from composable.device.parameter_swap import ShardedParam
 from composable.device.private import as_tensors
+from composable.device.term_factors import Factor
 from composable.plan.precision import Precision
 from composable.runtime.dtype_group import version_of
 from composable.runtime.gradient_group import GradientGroup
@@ -21,6 +22,7 @@ from composable.runtime.group_builder import GroupBuilder
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.optimizer_hooks import Form, note
 from composable.runtime.registered import Registered, RegisteredOwn, RegisteredShards
+from composable.runtime.term_hooks import TermHooks
 from composable.runtime.whole_parameters import restore
 
 Versions = list[list[int]]  # of each group's shards
@@ -37,12 +39,13 @@ class UnitParameters:
         trainable: whether any of them is.
         takes_all_ranks: whether to unshard them takes all ranks that have parts of them.
         on_meta: names of those that have no values yet.
+        term_hooks: on those that have no group.
         unit: its name, for messages.
     """
 
     __slots__ = (
-        "_buffer_dtype", "_builder", "_holders", "_in_place", "_mesh_info", "gradient_groups", "groups", "on_meta", "params",
-        "registered", "swap", "takes_all_ranks", "trainable", "unit"
+        "_buffer_dtype", "_builder", "_divisor", "_holders", "_in_place", "_mesh_info", "gradient_groups", "groups", "on_meta",
+        "params", "registered", "swap", "takes_all_ranks", "term_hooks", "trainable", "unit"
     )  # fmt: skip
 
     registered: Registered
@@ -55,11 +58,15 @@ class UnitParameters:
         holders: Sequence[nn.Module],
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
+        divisor: float | None = None,
     ) -> None:
         self.params = tuple(params)
         self._mesh_info = mesh_info
         self._in_place = mesh_info.mesh is None
         self._buffer_dtype = policy.buffer_dtype
+        self._divisor = divisor
+        # Without a mesh autograd adds up what is not cast.
+        self.term_hooks = TermHooks(Factor(1.0 / divisor) if self._in_place and divisor not in (None, 1.0) else None)
         self._holders = holders  # modules whose buffers follow the policy
         self._builder = GroupBuilder(self.params, mesh_info, policy, pool, on_gradient)
         self.unit = ""
@@ -71,7 +78,7 @@ class UnitParameters:
         alone = self._mesh_info.all.size == 1
         self.takes_all_ranks = any(alone or group.flat.layout.gathered for group in groups)
         self.gradient_groups = tuple(
-            GradientGroup(group.flat, group.sharded, group.unsharded, self._mesh_info) for group in groups
+            GradientGroup(group.flat, group.sharded, group.unsharded, self._mesh_info, self._divisor) for group in groups
         )
         self.on_meta = tuple(s.name for group in groups if group.flat.device.type == "meta" for s in group.flat.layout.slots)
         self.rename(self.unit)
@@ -115,6 +122,7 @@ class UnitParameters:
                 self.trainable = any(other.trains for other in self.gradient_groups)
         if self._in_place:
             self.trainable = any(param.sharded.requires_grad for param in self.params)
+            self.term_hooks.follow(param.sharded for param in self.params if param.unsharded is param.sharded)
 
     def versions(self) -> Versions:
         """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""
@@ -169,6 +177,7 @@ class UnitParameters:
 
     def forget(self) -> None:
         """The parameters are somebody else's."""
+        self.term_hooks.remove()
         self.groups = ()
         self.gradient_groups = ()
         self._note_registered()

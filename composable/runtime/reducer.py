@@ -13,6 +13,7 @@ from torch import nn
 
 from composable.device.collectives import Communicator, TagSequence
 from composable.device.gradient_buckets import GradientBucket, gradient_strides
+from composable.device.term_factors import Factor
 from composable.plan.phases import GradPhase
 from composable.plan.scaling import scaling_of
 from composable.runtime.accumulation import Accumulation, Pass
@@ -25,6 +26,7 @@ from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.local_gradients import Forms, LocalGradients
 from composable.runtime.rounds import Forwards, Round
 from composable.runtime.sparse import SparseGradients
+from composable.runtime.term_hooks import TermHooks
 from composable.runtime.trailer import Trailer
 
 
@@ -41,12 +43,14 @@ class Reducer:
         sparse: indices of parameters whose gradients are sparse.
         forms: of the parameters, where users see others than autograd.
         forwards: of the unit and of those around it, that a backward should go through.
+        divisor: what sums of gradients are divided by; None for the number of ranks, which makes them means.
         last: the reducer before this one.
 
     Attributes:
         parameters: as they were found.
         local: what is held of earlier backwards.
         hooks: on the parameters.
+        term_hooks: others, which multiply gradients as they come.
         buckets: what it launches in every backward.
         agreement: on their order.
     """
@@ -66,6 +70,7 @@ class Reducer:
         sparse: frozenset[int] = frozenset(),
         forms: Forms | None = None,
         forwards: Sequence[Forwards] = (),
+        divisor: float | None = None,
         last: Reducer | None = None,
     ) -> None:
         self.unit = unit
@@ -97,6 +102,9 @@ class Reducer:
         slots = self.parameters.sparse
         self._rows = SparseGradients([parameters[i] for i in slots], [names[i] for i in slots], communicator, unit)
         self.hooks = BucketHooks(self.parameters, frozen, together, unit)
+        share = 1.0 if divisor is None else communicator.size / divisor
+        self.term_hooks = TermHooks(None if share == 1.0 else Factor(share))
+        self.term_hooks.follow([parameters[i] for i in (*self.parameters.dense, *slots) if i not in frozen])
         self.buckets: Buckets = self._make_buckets() if communicator.size > 1 else Buckets(self.local, self._round)
         if communicator.size > 1:
             self.hooks.attach(self.buckets.each, self._rows, self.agreement)

@@ -37,6 +37,7 @@ class Reduction:
         communicator: of the first hop.
         source: the dtype of the gradients that are launched.
         replicas: of the second hop, if the parameters are not only sharded but replicated, too.
+        divisor: what sums are divided by; None for the number of ranks, which makes them means.
 
     Attributes:
         divided: whether it is launched in two parts, of which `give_back` waits for the first.
@@ -76,6 +77,7 @@ class Reduction:
         source: torch.dtype,
         replicas: Communicator | None = None,
         like: Callable[[Tensor, Tensor], Tensor] | None = None,
+        divisor: float | None = None,
     ) -> None:
         self.flat = flat
         self._sharded = sharded
@@ -94,7 +96,7 @@ class Reduction:
         self._dtype = flat.reduce_dtype
         self._casts = self._dtype != source
         reads = replicas is None or replicas.capabilities.reads_scaled_inputs
-        self._scaling = scaling_of(flat.precision.reduce, ranks, reads_inputs=reads)
+        self._scaling = scaling_of(flat.precision.reduce, ranks, divisor=divisor, reads_inputs=reads)
         self._over_shards = Hop(communicator)
         self._over_replicas = None if replicas is None else Hop(replicas)
         self._last_hop = self._over_replicas or self._over_shards
@@ -186,7 +188,7 @@ class Reduction:
             self._over_replicas.all_reduce(sums, label, None if factor is None else (sums, factor), tags)
 
     def finish(self) -> list[nn.Parameter]:
-        """Wait for the mean and put it on the sharded parameters. Nothing happens without a `launch`.
+        """Wait for the sum and put it on the sharded parameters. Nothing happens without a `launch`.
 
         Returns:
             The parameters that got a gradient and have hooks which wait for it.

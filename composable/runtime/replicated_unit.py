@@ -54,10 +54,11 @@ class ReplicatedUnit:
         buffers: Sequence[Place],
         mesh_info: MeshInfo,
         cap_bytes: int,
+        divisor: float | None = None,
     ) -> None:
         self.buffers = tuple(buffers)
         self.parameters.initialize(modules, places, names)
-        self.averaging.initialize(mesh_info, cap_bytes)
+        self.averaging.initialize(mesh_info, cap_bytes, divisor)
 
     def contain(self, inside: Sequence[ReplicatedUnit]) -> None:
         """Replicated units below this one: who is in a forward of this module may read their parameters, too."""

@@ -154,6 +154,7 @@ class ShardedUnit:
         if handle is None:
             return
         handle.calls.guarded_by(())
+        handle.parameters.term_hooks.remove()
         originals = self.originals.alive()
         if is_rolling_back():
             handle.calls.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for

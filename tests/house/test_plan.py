@@ -96,6 +96,7 @@ USED_IN: Final = {
     "runtime/handle.py": "advance",
     "runtime/replicated_parameters.py": "_parameters",
     "runtime/resting_form.py": "_version",
+    "runtime/term_hooks.py": "register_hook",
 }
 ROOMS_OF: Final = {power: [room for room, powers in USED_IN.items() if power in powers.split()] for power in POWERS}
 

@@ -1,0 +1,205 @@
+"""`grad_reduce`: means, sums and sums divided by a number of the user's, against plain models whose gradients are added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import describe, fully_shard, no_sync, reduce_gradients, remove, replicate
+from composable.errors import AnnotationError
+from tests.helpers.compare import full_gradients
+from tests.helpers.world import Pool, current_device, need_devices
+
+VALUES: Final = ("sum", 6.0)  # means are what all other tests are about
+
+
+class Model(nn.Module):
+    """Its `spare` is used where the caller says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 7), nn.Linear(7, 1)
+        self.scale, self.spare = nn.Parameter(torch.tensor(0.7)), nn.Parameter(torch.rand(7, 3))
+
+    def forward(self, x: Tensor, spare: bool = False) -> Tensor:
+        x = self.first(x).tanh() * self.scale
+        return self.last(x + self.spare.sum(1) if spare else x)  # type: ignore[no-any-return]
+
+
+def _model() -> Model:
+    torch.manual_seed(0)
+    return Model().double().to(current_device())
+
+
+def by_policy(model: Model, value: str | float) -> None:
+    fully_shard(model, policy={nn.Linear}, grad_reduce=value)
+
+
+def hybrid(model: Model, value: str | float) -> None:
+    mesh = init_device_mesh(current_device().type, (2, dist.get_world_size() // 2))
+    fully_shard(model, policy={nn.Linear}, mesh=mesh, grad_reduce=value)
+
+
+def replicated(model: Model, value: str | float) -> None:
+    replicate(model, grad_reduce=value)
+
+
+def small_buckets(model: Model, value: str | float) -> None:
+    replicate(model, policy={nn.Linear}, bucket_cap_mb=0.0001, grad_reduce=value)
+
+
+def mixed(model: Model, value: str | float) -> None:
+    replicate(model.last, grad_reduce=value)
+    fully_shard(model, policy={nn.Linear}, grad_reduce=value)
+
+
+SCHEMES: Final[tuple[Callable[[Model, str | float], None], ...]] = (by_policy, hybrid, replicated, small_buckets, mixed)
+
+
+def batch(rank: int, number: int) -> Tensor:
+    torch.manual_seed(100 + 10 * number + rank)
+    return torch.rand(3, 5, dtype=torch.float64).to(current_device())
+
+
+def once(model: Model, rank: int) -> None:
+    model(batch(rank, 0)).sum().backward()
+
+
+def twice(model: Model, rank: int) -> None:
+    """What is there already is neither summed again nor divided again, also of what one rank, or none, uses later."""
+    model(batch(rank, 0), spare=True).sum().backward()
+    model(batch(rank, 1), spare=rank == 0).sum().backward()
+    model(batch(rank, 2)).sum().backward()
+
+
+def held(model: Model, rank: int) -> None:
+    """After a gradient that was reduced."""
+    model(batch(rank, 0)).sum().backward()
+    for number in (1, 2):
+        with no_sync(model, enabled=number == 1):
+            model(batch(rank, number), spare=number == 1).sum().backward()
+
+
+def over_shards(model: Model, rank: int) -> None:
+    with no_sync(model, level="replicate"):
+        model(batch(rank, 0)).sum().backward()
+    with no_sync(model):
+        model(batch(rank, 1), spare=rank == 0).sum().backward()
+    reduce_gradients(model)
+
+
+PROGRAMS: Final = (once, held, over_shards, twice)
+
+
+def _expected(value: str | float, batches: dict[int, list[tuple[int, bool]]]) -> dict[str, Tensor]:
+    model = _model()
+    for rank, numbers in batches.items():
+        for number, spare in numbers:
+            model(batch(rank, number), spare=spare).sum().backward()
+    divisor = 1.0 if value == "sum" else float(value)
+    return {name: p.grad / divisor for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _batches(program: Callable[..., None], ranks: int) -> dict[int, list[tuple[int, bool]]]:
+    """What each rank's program runs: the numbers of batches, and whether `spare` is used."""
+    return {
+        rank: {
+            "once": [(0, False)],
+            "twice": [(0, True), (1, rank == 0), (2, False)],
+            "held": [(0, False), (1, True), (2, False)],
+            "over_shards": [(0, False), (1, rank == 0)],
+        }[program.__name__]
+        for rank in range(ranks)
+    }
+
+
+def _compare() -> int:
+    ranks, rank, compared = dist.get_world_size(), dist.get_rank(), 0
+    for value in VALUES:
+        wanted = {program: _expected(value, _batches(program, ranks)) for program in PROGRAMS}
+        for scheme in SCHEMES:
+            model = _model()
+            scheme(model, value)
+            for program, expected in wanted.items():
+                program(model, rank)
+                for name, gradient in full_gradients(model).items():
+                    said = f"{scheme.__name__}, {program.__name__}, grad_reduce={value}, '{name}'"
+                    assert (gradient is None) == (name not in expected), said
+                    if gradient is not None:
+                        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-11, msg=said)
+                        compared += 1
+                model.zero_grad()
+    return compared
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_are_divided_as_asked_for(pool: Pool, ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    compared = pool.run(ranks, _compare, device=device)
+    assert compared == [len(VALUES) * len(SCHEMES) * (5 + 6 + 6 + 6)] * ranks
+
+
+def _sums_in(dtype: torch.dtype, verb: str, value: float, grad_reduce: str | float) -> list[float]:
+    model = nn.Linear(512, 512, bias=False, dtype=dtype).to(current_device())
+    (replicate if verb == "replicate" else fully_shard)(model, grad_reduce=grad_reduce)
+    model(torch.full((1, 512), value, dtype=dtype, device=current_device())).sum().backward()
+    (gradient,) = full_gradients(model).values()
+    assert gradient is not None
+    return torch.unique(gradient).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+def test_float16_is_divided_by_a_number_of_the_users_in_two_steps(pool: Pool, verb: str, device: str) -> None:
+    need_devices(device, 4)
+    # Four times this is more than float16 knows; the second smallest number divided by four is nothing.
+    assert pool.run(4, _sums_in, torch.float16, verb, 2.0**14, 4.0, device=device) == [[2.0**14]] * 4
+    assert pool.run(4, _sums_in, torch.float16, verb, 2.0**-23, 4.0, device=device) == [[2.0**-23]] * 4
+    assert pool.run(4, _sums_in, torch.float16, verb, 2.0**-24, "sum", device=device) == [[2.0**-22]] * 4
+
+
+def test_on_one_process_there_is_nothing_to_sum_and_a_number_divides_all_the_same() -> None:
+    found = {}
+    for verb, options in ((fully_shard, {}), (fully_shard, {"mp_policy": "bf16"}), (replicate, {})):
+        for value in ("mean", "sum", 4.0):
+            model = nn.Linear(1, 1, bias=False)
+            verb(model, grad_reduce=value, **options)
+            for _ in range(2):
+                model(torch.ones(1, 1)).sum().backward()
+            found[verb.__name__, str(options), value] = model.weight.grad.item()
+    assert list(found.values()) == [2.0, 2.0, 0.5] * 3
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_what_was_removed_is_divided_no_longer_and_what_is_unfrozen_is(verb: Callable[..., nn.Module]) -> None:
+    model = nn.Linear(1, 1)
+    model.bias.requires_grad_(False)
+    verb(model, grad_reduce=4.0)
+    model(torch.ones(1, 1)).sum().backward()
+    model.bias.requires_grad_(True)
+    model(torch.ones(1, 1)).sum().backward()
+    remove(model, verb)
+    assert [p.grad.item() for p in model.parameters() if p.grad is not None] == [0.5, 0.25]
+    model(torch.ones(1, 1)).sum().backward()
+    assert [p.grad.item() for p in model.parameters() if p.grad is not None] == [1.5, 1.25]
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@pytest.mark.parametrize("value", ["average", 0, -1.0, float("nan"), float("inf"), True, None])
+def test_other_values_are_refused(verb: Callable[..., nn.Module], value: object) -> None:
+    with pytest.raises(AnnotationError, match="grad_reduce must be 'mean', 'sum' or a positive number"):
+        verb(nn.Linear(1, 1), grad_reduce=value)
+
+
+def test_a_policy_gives_units_their_own_and_describe_shows_what_is_not_a_mean() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1), nn.Linear(1, 1))
+    replicate(model[2], grad_reduce="sum")
+    fully_shard(model, policy=lambda module: {"grad_reduce": 8.0} if module is model[0] else False)
+    assert [row.grad_reduce for row in describe(model).rows] == ["mean", "sum / 8", "sum"]
+    assert "grad_reduce: sum / 8" in str(describe(model))
+    assert "mean" not in str(describe(model))
