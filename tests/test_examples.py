@@ -1,4 +1,4 @@
-"""The examples run as their first lines say, and README shows them as they are; knows nothing of what they train."""
+"""The examples run, one of them as its first lines say, and README shows it as it is; knows nothing of what they train."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 from docs.generate import ROOT
+from tests.helpers.launched import launched
+from tests.helpers.world import Pool
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 TRAIN, RESUME = ROOT / "examples" / "train.py", ROOT / "examples" / "resume.py"
 
 
-def run(example: Path, *arguments: str, ranks: int = 2) -> str:
-    """What an example prints on rank 0."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(example)]
-    command += arguments
+def by_torchrun(example: Path) -> str:
+    """What it prints on rank 0, launched as a person would."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(example)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -30,8 +31,8 @@ def losses_in(printed: str) -> list[float]:
 
 
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path != RESUME], ids=lambda path: path.stem)
-def test_an_example_learns_and_describes_its_model(example: Path) -> None:
-    printed = run(example)
+def test_an_example_learns_and_describes_its_model(pool: Pool, example: Path) -> None:
+    printed = by_torchrun(example) if example == TRAIN else launched(pool, 2, example)
     losses = losses_in(printed)
     assert len(losses) >= 3
     assert losses == sorted(losses, reverse=True)
@@ -39,9 +40,9 @@ def test_an_example_learns_and_describes_its_model(example: Path) -> None:
     assert "(root) " in printed
 
 
-def test_a_run_that_is_resumed_with_more_ranks_ends_as_one_that_is_not(tmp_path: Path) -> None:
-    first, others = losses_in(run(RESUME, str(tmp_path / "two"))), losses_in(run(RESUME, str(tmp_path / "two"), ranks=4))
-    alone = [losses_in(run(RESUME, str(tmp_path / "one"), ranks=1))[0] for _ in range(2)]
+def test_a_run_that_is_resumed_with_more_ranks_ends_as_one_that_is_not(pool: Pool, tmp_path: Path) -> None:
+    first, others = (losses_in(launched(pool, ranks, RESUME, str(tmp_path / "two"))) for ranks in (2, 4))
+    alone = [losses_in(launched(pool, 1, RESUME, str(tmp_path / "one")))[0] for _ in range(2)]
     assert others < first  # who watches it sees that it goes on
     assert [*first, *others] == pytest.approx(alone, rel=1e-3)
 

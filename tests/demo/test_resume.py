@@ -13,6 +13,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.launched import launched
+from tests.helpers.world import Pool
+
 TINY = ["--layers", "2", "--width", "32", "--context", "16", "--batch-size", "4", "--sample-bytes", "4", "--quiet"]
 
 
@@ -22,6 +25,11 @@ def demo(out: Path, *options: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def demo_on(pool: Pool, ranks: int, out: Path, *options: str) -> str:
+    """The same without a launcher: what the ranks do that it would have started."""
+    return launched(pool, ranks, "composable", "demo", *TINY, "--out", str(out), *options)
 
 
 def record(out: Path) -> dict[str, Any]:
@@ -44,10 +52,10 @@ def test_a_run_leaves_a_checkpoint_and_both_pictures(straight: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def interrupted(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run, but ended after five steps; tests resume copies of it."""
     out = tmp_path_factory.mktemp("interrupted")
-    demo(out, "--steps", "5", "--no-baseline")
+    demo_on(pool, 2, out, "--steps", "5", "--no-baseline")
     return out
 
 
@@ -62,9 +70,9 @@ def test_a_resumed_run_has_the_losses_of_one_that_was_never_interrupted(
     assert record(out)["validation"][-1] == record(straight)["validation"][-1]
 
 
-def test_a_run_says_that_it_replaces_a_checkpoint(interrupted: Path, tmp_path: Path) -> None:
+def test_a_run_says_that_it_replaces_a_checkpoint(pool: Pool, interrupted: Path, tmp_path: Path) -> None:
     out = shutil.copytree(interrupted, tmp_path / "run")
-    printed = demo(out, "--steps", "1", "--no-baseline")
+    printed = demo_on(pool, 2, out, "--steps", "1", "--no-baseline")
     assert f"the checkpoint in {out} (step 5) will be replaced; --resume would continue from it" in printed
     assert record(out)["step"] == 1
 
@@ -85,7 +93,7 @@ def test_an_interrupted_run_says_in_a_line_how_to_go_on(interrupted: Path, tmp_p
     assert said == f"composable demo: interrupted; the checkpoint of step {step} is in {out}, and --resume continues from it\n"
 
 
-def test_a_checkpoint_of_two_ranks_is_resumed_by_one(straight: Path, interrupted: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_two_ranks_is_resumed_by_one(pool: Pool, straight: Path, interrupted: Path, tmp_path: Path) -> None:
     out = shutil.copytree(interrupted, tmp_path / "run")
-    demo(out, "--steps", "8", "--resume", "--ranks", "1")
+    demo_on(pool, 1, out, "--steps", "8", "--resume")
     assert record(out)["losses"] == pytest.approx(record(straight)["losses"], rel=1e-5)

@@ -1,0 +1,57 @@
+"""Programs that torchrun launches elsewhere, run by ranks of the pool instead, which need not start first; knows no program."""
+
+from __future__ import annotations
+
+import io
+import os
+import runpy
+import sys
+import warnings
+from contextlib import redirect_stdout
+from pathlib import Path
+from unittest import mock
+
+import torch.distributed as dist
+
+from tests.helpers.world import Pool
+
+
+def launched(pool: Pool, ranks: int, program: Path | str, *arguments: str) -> str:
+    """What `program`, a file or the name of a module, prints on rank 0. New ranks take over afterwards."""
+    printed: list[str] = pool.run(ranks, _as_torchrun_does, program, arguments, spoils=True)
+    return printed[0]
+
+
+def _as_torchrun_does(program: Path | str, arguments: tuple[str, ...]) -> str:
+    """Ranks find each other by the environment, in a store that is there already."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = [store.port if store is not None else 0]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    said = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": ranks,
+        "LOCAL_WORLD_SIZE": ranks,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port[0],
+        "TORCHELASTIC_USE_AGENT_STORE": True,
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+    printed = io.StringIO()
+    with (
+        mock.patch.dict(os.environ, {name: str(value) for name, value in said.items()}),
+        mock.patch.object(sys, "argv", [str(program), *arguments]),
+        redirect_stdout(printed),
+        warnings.catch_warnings(action="default"),  # as in a program that nobody tests
+    ):
+        try:
+            if isinstance(program, Path):
+                runpy.run_path(str(program), run_name="__main__")
+            else:
+                runpy.run_module(program, run_name="__main__", alter_sys=True)
+        except SystemExit as end:
+            if end.code:
+                raise AssertionError(f"it ended with status {end.code}, and printed\n{printed.getvalue()}") from end
+    return printed.getvalue()
