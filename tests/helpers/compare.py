@@ -7,7 +7,7 @@ gradients are averaged. SGD with momentum, because Adam hides factors and magnif
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,36 +43,79 @@ def nothing_replicated(model: nn.Module, case: Case) -> list[nn.Module]:
 
 
 def full(tensor: Tensor) -> Tensor:
-    """All of a tensor, however it is spread; collective.
+    """All of a tensor, however it is spread; collective."""
+    return all_full([tensor])[0]
+
+
+def all_full(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """All of each tensor, however it is spread; one collective for those that the same ranks have shards of.
 
     What `full_tensor` does, by a collective that is waited for where it is called. The functional ones of torch 2.13 spoil the
     heap over gloo about once in a million calls (`all_gather_tensor` in a loop, in one process, is enough); tests make many.
     """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    cuts = [(place, at.dim) for place, at in enumerate(tensor.placements) if isinstance(at, Shard)]
-    if len(cuts) != 1 or not tensor.numel() or not all(isinstance(at, Shard | Replicate) for at in tensor.placements):
-        return tensor.full_tensor().detach().clone()
-    ((place, dim),), size = cuts, tensor.device_mesh.size(cuts[0][0])
-    own, chunk = tensor.to_local().detach(), -(-tensor.shape[cuts[0][1]] // size)
-    shape = [*own.shape]
-    shape[dim] = chunk
-    sent = own.new_zeros(shape)
-    sent.narrow(dim, 0, own.shape[dim]).copy_(own)
-    parts = [torch.empty_like(sent) for _ in range(size)]
-    group = tensor.device_mesh.get_group(place)
-    dist.all_gather([part.flatten().view(torch.uint8) for part in parts], sent.flatten().view(torch.uint8), group=group)
-    return torch.cat(parts, dim).narrow(dim, 0, tensor.shape[dim]).clone()
+    whole: dict[int, Tensor] = {}
+    together: dict[tuple[dist.ProcessGroup, torch.device], list[_Spread]] = {}
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, DTensor):
+            whole[index] = tensor.detach().clone()
+            continue
+        cuts = [(place, at.dim) for place, at in enumerate(tensor.placements) if isinstance(at, Shard)]
+        if len(cuts) != 1 or not tensor.numel() or not all(isinstance(at, Shard | Replicate) for at in tensor.placements):
+            whole[index] = tensor.full_tensor().detach().clone()
+            continue
+        place, dim = cuts[0]
+        together.setdefault((tensor.device_mesh.get_group(place), tensor.device), []).append(_Spread(index, tensor, dim))
+    for (group, _), spread in together.items():
+        whole |= _gathered(group, spread)
+    return [whole[index] for index in range(len(tensors))]
+
+
+@dataclass(frozen=True)
+class _Spread:
+    """A tensor that is cut along one dimension, and its place in a list."""
+
+    index: int
+    tensor: DTensor
+    dim: int
+
+    def padded(self, ranks: int) -> Tensor:
+        """This rank's shard, as large as the largest."""
+        own = self.tensor.to_local().detach()
+        shape = [*own.shape]
+        shape[self.dim] = -(-self.tensor.shape[self.dim] // ranks)
+        sent = own.new_zeros(shape)
+        sent.narrow(self.dim, 0, own.shape[self.dim]).copy_(own)
+        return sent
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(parts), self.dim).narrow(self.dim, 0, self.tensor.shape[self.dim]).clone()
+
+
+def _gathered(group: dist.ProcessGroup, spread: Sequence[_Spread]) -> dict[int, Tensor]:
+    ranks = group.size()
+    sent = [each.padded(ranks) for each in spread]
+    message = torch.cat([shard.flatten().view(torch.uint8) for shard in sent])
+    messages = [torch.empty_like(message) for _ in range(ranks)]
+    dist.all_gather(messages, message, group=group)
+    of_ranks = [received.split([shard.nbytes for shard in sent]) for received in messages]
+    return {
+        each.index: each.joined([pieces[number].clone().view(shard.dtype).view(shard.shape) for pieces in of_ranks])
+        for number, (each, shard) in enumerate(zip(spread, sent, strict=True))
+    }
 
 
 def full_parameters(model: nn.Module) -> dict[str, Tensor]:
     """All parameters by FQN; collective."""
-    return {name: full(parameter) for name, parameter in model.named_parameters()}
+    named = dict(model.named_parameters())
+    return dict(zip(named, all_full(list(named.values())), strict=True))
 
 
 def full_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """All gradients by FQN; collective."""
-    return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    there = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    whole = dict(zip(there, all_full(list(there.values())), strict=True))
+    return {name: whole.get(name) for name in gradients}
 
 
 def sgd(model: nn.Module) -> torch.optim.SGD:
@@ -314,13 +357,24 @@ def assert_same_gradients(case: Case, annotate: Callable[[nn.Module, Case], None
 
 def averaged_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     """The means over all ranks of a plain model's gradients; collective. None where no rank has one."""
-    means: dict[str, Tensor | None] = {}
-    for name, parameter in model.named_parameters():
-        mean = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        present = torch.tensor([parameter.grad is not None], dtype=torch.int32, device=parameter.device)
-        dist.all_reduce(mean)
+    named = dict(model.named_parameters())
+    means: dict[str, Tensor | None] = dict.fromkeys(named)
+    together: dict[tuple[torch.dtype, torch.device], list[str]] = {}
+    for name, parameter in named.items():
+        together.setdefault((parameter.dtype, parameter.device), []).append(name)
+    for (dtype, device), names in together.items():
+        gradients = [named[name].grad for name in names]
+        present = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32, device=device)
+        filled = [
+            named[name].new_zeros(named[name].shape) if g is None else g for name, g in zip(names, gradients, strict=True)
+        ]
+        total = torch.cat([gradient.detach().flatten() for gradient in filled])
+        assert total.dtype == dtype
         dist.all_reduce(present)
-        means[name] = mean / dist.get_world_size() if present.item() else None
+        dist.all_reduce(total)
+        sums = total.split([gradient.numel() for gradient in filled])
+        for name, gradient, some in zip(names, sums, present.tolist(), strict=True):
+            means[name] = (gradient / dist.get_world_size()).view(named[name].shape) if some else None
     return means
 
 
