@@ -8,6 +8,7 @@ from composable.api.checkpoint import checkpoint
 from composable.api.fully_shard import fully_shard
 from composable.api.replicate import replicate
 from composable.api.scopes import keep_unsharded, register_forward_method, reshard, unshard
+from composable.api.weights import weighted_gradients
 from composable.config import MixedPrecisionPolicy
 from composable.model.contract import contract, on_undo, registry, remove
 from composable.optim.clipping import clip_grad_norm_
@@ -47,4 +48,5 @@ __all__ = [
     "step_on_shards",
     "traversal",
     "unshard",
+    "weighted_gradients",
 ]

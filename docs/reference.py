@@ -13,7 +13,7 @@ from composable import errors
 CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Verbs": ("fully_shard", "replicate", "checkpoint", "remove"),
     "Around annotated modules": ("unshard", "reshard", "keep_unsharded", "register_forward_method"),
-    "Accumulation of gradients": ("no_sync", "reduce_gradients"),
+    "Accumulation of gradients": ("no_sync", "reduce_gradients", "weighted_gradients"),
     "Looking": ("describe", "registry"),
     "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
     "Precision": ("MixedPrecisionPolicy",),

@@ -17,8 +17,12 @@ from composable.runtime.explicit_end import reduce_held
 _LEVELS: Final = {"all": Pass.HOLDS, "replicate": Pass.HOLDS_SHARDS}  # what backwards do with the gradients of shards
 
 
-def _units_in(verb: str, model: nn.Module) -> tuple[list[Any], list[Any]]:
-    """The sharded and the replicated units of `model`."""
+def units_in(verb: str, model: nn.Module) -> tuple[list[Any], list[Any]]:
+    """The sharded and the replicated units of `model`.
+
+    Raises:
+        NotAnnotatedError: it has none.
+    """
     model = unwrapped(model)
     sharded, replicated = get_all_sharded_states(model), get_replicated_states(model)
     if not sharded and not replicated:
@@ -66,7 +70,7 @@ def no_sync(model: nn.Module, *, enabled: bool = True, level: str = "all") -> It
     if level not in _LEVELS:
         near = "".join(f"; did you mean '{name}'?" for name in closest(str(level), _LEVELS))
         raise AnnotationError(f"no_sync: level must be 'all' or 'replicate', got {level!r}{near}")
-    sharded, replicated = _units_in("no_sync", model)
+    sharded, replicated = units_in("no_sync", model)
     scope = object()
     held = [unit.averaging.reducer.local.accumulation for unit in replicated]
     kept_whole = [unit.handle.gradients.accumulation for unit in sharded]
@@ -103,4 +107,4 @@ def reduce_gradients(model: nn.Module) -> None:
         >>> reduce_gradients(model)
         >>> optimizer.step()
     """
-    reduce_held(*_units_in("reduce_gradients", model))
+    reduce_held(*units_in("reduce_gradients", model))

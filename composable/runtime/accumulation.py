@@ -16,7 +16,9 @@ from typing import Final
 from weakref import WeakKeyDictionary
 
 from composable.device.collectives import Steps
+from composable.device.term_factors import Factor
 from composable.errors import PhaseError
+from composable.runtime.weighted_window import Window
 
 logger = logging.getLogger("composable")
 
@@ -37,14 +39,18 @@ class Accumulation:
         now: what a pass that runs now does: the innermost scope decides.
         passes: that did not reduce, since gradients were last reduced.
         holds: whether this pass is one of these so far. It counts when it ends.
+        weight: what gradients are multiplied by as they come, while a scope says so.
+        weights: the micro-batches that they are averaged with then.
     """
 
-    __slots__ = ("__weakref__", "_accumulates", "_lost", "_scopes", "holds", "now", "passes")
+    __slots__ = ("__weakref__", "_accumulates", "_lost", "_scopes", "holds", "now", "passes", "weight", "weights")
 
     def __init__(self) -> None:
         self.now = Pass.REDUCES
         self.passes = 0
         self.holds = False
+        self.weight: Factor | None = None
+        self.weights: Window | None = None
         self._accumulates = False  # a scope was opened at any time
         self._lost = False  # and not dropped yet
         self._scopes: dict[object, Pass] = {}
@@ -98,6 +104,8 @@ class Accumulation:
     def drop(self) -> None:
         """Nothing is held any more."""
         self._lost = False
+        if self.weights is not None:
+            self.weights.lost = True
         self._close()
 
     def _close(self) -> None:

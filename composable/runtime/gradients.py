@@ -98,6 +98,8 @@ class UnitGradients:
     def adopt(self, groups: tuple[GradientGroup, ...]) -> None:
         """The unit's parameters have been taken into other buffers."""
         self.groups = groups
+        for each in groups:
+            each.terms.weigh(self.accumulation.weight)
         if self.accumulation.passes:
             for each in groups:
                 each.go_on_holding()

@@ -37,6 +37,7 @@ from composable.device.parameter_labels import label, label_of, unlabel
 from composable.device.private import as_tensors, local_of
 from composable.errors import OptimizerError
 from composable.runtime.accumulation import any_window_open
+from composable.runtime.weighted_window import unfinished
 
 _gradient: Final = attrgetter("grad")
 
@@ -172,6 +173,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         _refuse_foreign(optimizer, parameters[index])
     if any_window_open():
         _refuse_held(optimizer, parameters)
+    if (parameter := unfinished(parameters)) is not None:
+        _refuse_unfinished(optimizer, parameter)
     holding.before_step(optimizer, parameters)
 
 
@@ -204,6 +207,15 @@ def _refuse_held(optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
                 "was made under no_sync, and no backward since has averaged it over the ranks. Run the last backward before a "
                 "step outside of no_sync, or call reduce_gradients(model), on all ranks. No parameter was changed."
             )
+
+
+def _refuse_unfinished(optimizer: Optimizer, parameter: nn.Parameter) -> None:
+    unit, fqn, _ = label_of(parameter) or ("", "", "")
+    name = f"parameter '{fqn}' of unit '{unit}'" if fqn else f"a parameter of shape {tuple(parameter.shape)}"
+    raise OptimizerError(
+        f"{type(optimizer).__name__}.step: the gradient of {name} is not complete: weighted_gradients(..., more=True) said "
+        "that more micro-batches of this step follow. Leave more=True out of the last one. No parameter was changed."
+    )
 
 
 def _refuse_whole(optimizer: Optimizer, parameter: nn.Parameter, key: str) -> None:
