@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import composable
 from composable import checkpoint, fully_shard, replicate
-from tests.helpers.compare import full
+from tests.helpers.compare import all_full, full
 from tests.helpers.world import current_device
 
 WIDTH: Final = 8  # no rank of four has an empty shard, of which torch can take no largest element
@@ -114,13 +114,14 @@ def losses(plain: nn.Module, mixed: nn.Module, step: int) -> tuple[Tensor, Tenso
 
 
 def assert_alike(plain: nn.Module, mixed: nn.Module, what: str, of: Callable[[Tensor], Tensor | None] = lambda p: p) -> None:
-    for (name, one), other in zip(plain.named_parameters(), mixed.parameters(), strict=True):
-        expected, actual = of(one), of(other)
-        assert (expected is None) == (actual is None), f"{what}: {name}"
-        if expected is not None and actual is not None:
-            torch.testing.assert_close(
-                full(actual), expected, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{what}: {name}: {text}"
-            )
+    expected = {name: of(parameter) for name, parameter in plain.named_parameters()}
+    found = dict(zip(expected, map(of, mixed.parameters()), strict=True))
+    there = {name: tensor for name, tensor in found.items() if tensor is not None}
+    assert there.keys() == {name for name, tensor in expected.items() if tensor is not None}, what
+    for name, actual in zip(there, all_full(list(there.values())), strict=True):
+        torch.testing.assert_close(
+            actual, expected[name], rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{what}: {name}: {text}"
+        )
 
 
 def gradient(parameter: Tensor) -> Tensor | None:
