@@ -87,7 +87,7 @@ class ForeignParameterError(ComposableError, RuntimeError):
 
 
 class OutputError(ComposableError, RuntimeError):
-    """The model's: a forward returned nothing that backward could be followed through."""
+    """The model's: a forward returned nothing that backward could be followed through, or not all that it goes through."""
 
 
 class DifferentiationError(ComposableError, RuntimeError):
