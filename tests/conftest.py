@@ -40,6 +40,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason=missing))
         elif item.get_closest_marker("host") is not None and (is_simulated(config) or not host.is_used()):
             item.add_marker(pytest.mark.skip(reason="ranks of one host use sockets here"))
+        elif (beyond := item.get_closest_marker("beyond_sim")) is not None and is_simulated(config):
+            item.add_marker(pytest.mark.skip(reason=beyond.args[0]))
         elif item.get_closest_marker("sparse") is not None and is_simulated(config):
             item.add_marker(pytest.mark.skip(reason="the simulated accelerator has no sparse tensors"))
 

@@ -29,6 +29,7 @@ from composable.device.collectives import (
 )
 from tests.helpers.communicators import Delayed, Log, Recording, all_ordered
 from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.world import current_device
 
 WIDTH: Final = 4
 
@@ -367,7 +368,7 @@ def run_seeds(seeds: list[int], ordered: bool) -> list[tuple[int, list[str], lis
         plan = plan_of(seed, ranks)
         replicas = plan.replicas
         if replicas and replicas not in meshes:
-            meshes[replicas] = init_device_mesh("cpu", (replicas, ranks // replicas))
+            meshes[replicas] = init_device_mesh(current_device().type, (replicas, ranks // replicas))
         try:
             found, launched = differences(plan, ordered=ordered, mesh=meshes.get(replicas))
         except Exception as error:

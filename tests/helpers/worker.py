@@ -28,6 +28,7 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config, parse_warning_filter
 from torch.distributed.tensor import debug
+from torch.utils._pytree import tree_map_only
 
 from composable.device.collectives import communicators_wrapped_by
 from tests.accelerator import watch
@@ -133,7 +134,8 @@ class Worker:
             if task.device != "sim":
                 return Outcome("returned", body(*task.args, **task.kwargs))
             watch.begin(f"{task.name}{task.args}{task.kwargs}")
-            result = body(*task.args, **task.kwargs)
+            # Nobody but a rank has the simulated accelerator.
+            result = tree_map_only(torch.Tensor, torch.Tensor.cpu, body(*task.args, **task.kwargs))
             watch.end()
             return Outcome("returned", result)
 

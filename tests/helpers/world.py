@@ -49,7 +49,7 @@ class Pool:
 
     def __init__(self, warning_filters: Sequence[str] = ("error",), device: str = "cpu", extension: Path | None = None) -> None:
         self._filters = tuple(warning_filters)
-        self._device = device
+        self.device = device
         self._extension = extension
         self._parents: dict[int, Parent] = {}
         self._ranks: list[Rank] = []
@@ -87,8 +87,8 @@ class Pool:
         Raises:
             RanksFailed: some rank raised, died or hung.
         """
-        everywhere = device is None and self._device != "cpu"
-        device = device or self._device
+        everywhere = device is None and self.device != "cpu"
+        device = device or self.device
         shape = (ranks, device, group_timeout)
         self._start(ranks)
         if shape != self._shape:

@@ -29,6 +29,9 @@ from tests.helpers.compare import assert_same_training, full, full_gradients
 from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import Pool
 
+pytestmark = pytest.mark.beyond_sim("these tensors are of the host")
+
+
 # --- each choice ------------------------------------------------------------------------------------------------------------
 
 

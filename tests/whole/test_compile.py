@@ -62,7 +62,7 @@ def _train(scheme: str, compiler: str, order: str, backend: str) -> None:
 def test_compiled_models_train_as_one_process_and_compile_nothing_after_the_second_step(
     pool: Pool, scheme: str, compiler: str, order: str
 ) -> None:
-    pool.run(2, _train, scheme, compiler, order, "aot_eager")
+    pool.run(2, _train, scheme, compiler, order, "aot_eager", device=pool.device)
 
 
 @pytest.mark.parametrize(
@@ -74,13 +74,14 @@ def test_compiled_models_train_as_one_process_and_compile_nothing_after_the_seco
     ],
 )
 def test_every_way_to_compile_works_before_and_after_annotation(pool: Pool, compiler: str, order: str) -> None:
-    pool.run(2, _train, "fully_shard and checkpoint", compiler, order, "aot_eager")
+    pool.run(2, _train, "fully_shard and checkpoint", compiler, order, "aot_eager", device=pool.device)
 
 
 _COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
 _HEADERS: Final = Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
+@pytest.mark.beyond_sim("inductor does not know the device")
 @pytest.mark.skipif(_COMPILER is None or not _HEADERS.exists(), reason="inductor needs a C++ compiler and Python's headers")
 @pytest.mark.parametrize(
     ("scheme", "compiler", "order"),
@@ -170,7 +171,7 @@ def _step_in_one_function(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", ["fully_shard and checkpoint", "replicate around fully_shard"])
 def test_a_compiled_function_may_run_forward_and_backward(pool: Pool, scheme: str) -> None:
     """Then Dynamo is at work while autograd calls our hooks, and is not asked about them."""
-    pool.run(2, _step_in_one_function, scheme)
+    pool.run(2, _step_in_one_function, scheme, device=pool.device)
 
 
 def _refused_in_compiled_autograd(scheme: str) -> None:

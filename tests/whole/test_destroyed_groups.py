@@ -21,7 +21,7 @@ from composable import describe, fully_shard, replicate
 from composable.device.collectives import Communicator, communicators_wrapped_by, world_group
 from composable.errors import CommunicationError
 from tests.helpers.communicators import all_ordered, all_shared, all_sockets
-from tests.helpers.world import Pool, spmd
+from tests.helpers.world import Pool, current_device, spmd
 
 _VERBS: Final[dict[str, Callable[..., Any]]] = {"fully_shard": fully_shard, "replicate": replicate}
 _WAYS: Final[dict[str, Callable[[Communicator], Communicator]]] = {
@@ -35,7 +35,7 @@ _SHARED = pytest.param("shared", marks=pytest.mark.host)
 def _trained(verb: str, mesh: DeviceMesh | dist.ProcessGroup | None, way: str) -> nn.Module:
     with communicators_wrapped_by(_WAYS[way]):
         torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(current_device())
         _VERBS[verb](model[0], mesh=mesh)
         _VERBS[verb](model, mesh=mesh)
     _step(model)
@@ -43,7 +43,7 @@ def _trained(verb: str, mesh: DeviceMesh | dist.ProcessGroup | None, way: str) -
 
 
 def _step(model: nn.Module) -> None:
-    model(torch.ones(2, 8)).sum().backward()
+    model(torch.ones(2, 8, device=current_device())).sum().backward()
 
 
 def _destroyed(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup | None]:
@@ -60,7 +60,7 @@ def _destroyed(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup | None
 @pytest.mark.parametrize("verb", _VERBS)
 def test_a_destroyed_group_ends_though_a_model_was_trained_over_a_mesh_of_it(verb: str, way: str) -> None:
     groups = [dist.new_group()]
-    model = _trained(verb, DeviceMesh.from_group(groups[0], "cpu"), way)
+    model = _trained(verb, DeviceMesh.from_group(groups[0], current_device().type), way)
     snapshots = [copy.deepcopy(model), copy.deepcopy(model.state_dict())]  # with meshes of their own
     dist.barrier()
     assert _destroyed(groups) == [None]
@@ -102,7 +102,7 @@ def test_destroyed_groups_of_a_hybrid_mesh_end_though_a_model_was_trained_over_t
     made = [dist.new_group(ranks.tolist()) for ranks in (*numbers.unbind(0), *numbers.unbind(1))]
     groups = [made[2 + rank % 2], made[rank // 2]]
     del made
-    mesh = DeviceMesh.from_group(groups, "cpu", mesh=numbers, mesh_dim_names=("replicate", "shard"))
+    mesh = DeviceMesh.from_group(groups, current_device().type, mesh=numbers, mesh_dim_names=("replicate", "shard"))
     model = _trained("fully_shard", mesh, way)
     dist.barrier()
     assert _destroyed(groups) == [None, None]
@@ -114,7 +114,7 @@ def test_destroyed_groups_of_a_hybrid_mesh_end_though_a_model_was_trained_over_t
 @pytest.mark.parametrize("way", ["sockets", "ordered", _SHARED])
 def test_a_step_over_a_destroyed_group_says_so(way: str) -> None:
     groups = [dist.new_group()]
-    model = _trained("fully_shard", DeviceMesh.from_group(groups[0], "cpu"), way)
+    model = _trained("fully_shard", DeviceMesh.from_group(groups[0], current_device().type), way)
     dist.barrier()
     _destroyed(groups)
     with pytest.raises(CommunicationError, match="failed: this rank has destroyed its process group"):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable import fully_shard, replicate
 from composable.device import labels
 from composable.device.labels import PREFIX
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, current_device
 
 
 def _labels(verb: str) -> list[str]:
@@ -22,7 +22,7 @@ def _labels(verb: str) -> list[str]:
     if verb == "replicate":
         replicate(model)
     else:
-        mesh = init_device_mesh("cpu", (2, 2)) if verb == "hybrid" else None
+        mesh = init_device_mesh(current_device().type, (2, 2)) if verb == "hybrid" else None
         fully_shard(model, policy={nn.Linear}, mesh=mesh)
     x = torch.ones(2, 4)
     with mock.patch.object(labels, "record_function", side_effect=AssertionError):

@@ -76,10 +76,10 @@ def test_who_forgot_the_model_on_the_host_is_told_once(pool: Pool) -> None:
         "a module that is being annotated is on the host, and so it trains there, though its process group serves cuda, too; "
         "if it should train there, call module.to('cuda') first, or pass a mesh of that device"
     )
-    assert pool.run(2, _told, {"cpu": "gloo", "cuda": "nccl"}) == [[told]] * 2
+    assert pool.run(2, _told, {"cpu": "gloo", "cuda": "nccl"}, device="cpu") == [[told]] * 2
 
 
 def test_who_made_a_group_for_the_host_is_told_nothing(pool: Pool) -> None:
     """A group of gloo serves tensors of accelerators, too, if it must."""
-    assert pool.run(2, _told, {"cpu": "gloo", "cuda": "gloo"}) == [[], []]
-    assert pool.run(2, _told, {"cpu": "gloo", "cuda": "undefined"}) == [[], []]
+    assert pool.run(2, _told, {"cpu": "gloo", "cuda": "gloo"}, device="cpu") == [[], []]
+    assert pool.run(2, _told, {"cpu": "gloo", "cuda": "undefined"}, device="cpu") == [[], []]

@@ -15,13 +15,14 @@ from composable import checkpoint, describe, fully_shard, replicate
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.transformers import Block, Transformer
 from tests.helpers.compare import assert_same_training
+from tests.helpers.placed import placed
 from tests.helpers.refusals import refused, same_on_all
 from tests.helpers.world import Pool, current_device, spmd
 
 
 def _transformer() -> Transformer:
     torch.manual_seed(0)
-    return Transformer().to(current_device())
+    return placed(Transformer(), current_device())
 
 
 # --- order and repetition ---------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from composable import fully_shard, replicate
 from composable.errors import ComposableError
 from composable.runtime.handle import Recipe
 from composable.runtime.reducer import Reducer
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, current_device
 
 
 class _Odd(Exception):
@@ -210,7 +210,7 @@ def _run_out_of_memory(verb: str, hybrid: bool = False) -> tuple[str, list[str],
         return real(self, *args)
 
     if hybrid:
-        annotate = partial(annotate, mesh=init_device_mesh("cpu", (2, 2)))
+        annotate = partial(annotate, mesh=init_device_mesh(current_device().type, (2, 2)))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     with ExitStack() as stack:
         if dist.get_rank() == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import pytest
 import torch.distributed as dist
 
 from composable.device.collectives import Communicator, TagSequence, communicators_wrapped_by
@@ -128,6 +129,7 @@ def _in_flight() -> list[int]:
     return counts
 
 
+@pytest.mark.beyond_sim("it is no host")
 def test_a_host_keeps_few_buckets_in_flight_also_if_others_launch_theirs_at_the_end(pool: Pool) -> None:
     for counts in pool.run(2, _in_flight):
         assert max(counts) <= HOST_IN_FLIGHT < 6

@@ -137,7 +137,7 @@ def test_lazy_modules_are_refused_by_name(pool: Pool) -> None:
 @spmd(ranks=2)
 def test_a_lazy_module_that_has_run_once_is_a_module_like_others() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)).to(current_device())
+    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2, device=current_device())).to(current_device())
     x = torch.full((1, 2), float(dist.get_rank()), device=current_device())
     model(x)
     replicate(model)

@@ -19,7 +19,7 @@ from composable.device.collectives import communicator_of
 from composable.errors import CommunicationError
 from tests.helpers.communicators import all_shared
 from tests.helpers.leaving import Layer, Layers, Planned, in_backward, in_the_third_layer, leave
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, current_device
 
 # Nobody should wait for as long; a test that does takes all of it and fails.
 _PATIENCE: Final = 45.0
@@ -93,7 +93,11 @@ def _leave(options: str, cases: list[str]) -> dict[str, tuple[list[float], list[
         torch.manual_seed(0)
         model = Layers()
         plain = copy.deepcopy(model)
-        mesh = init_device_mesh("cpu", (2, 2)) if options == "hybrid" else dist.new_group(timeout=timedelta(seconds=_PATIENCE))
+        mesh = (
+            init_device_mesh(current_device().type, (2, 2))
+            if options == "hybrid"
+            else dist.new_group(timeout=timedelta(seconds=_PATIENCE))
+        )
         fully_shard(model, mesh=mesh, policy={Layer}, **_OPTIONS[options])
         losses, errors = _train(model, (), _WHERE[where])
         found[where] = _train(plain, [*errors], None)[0], losses, errors

@@ -19,13 +19,14 @@ from composable import describe, fully_shard, remove, replicate
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.transformers import Transformer
 from tests.helpers.compare import assert_same_training, averaged_gradients
+from tests.helpers.placed import placed
 from tests.helpers.refusals import refused, same_on_all
 from tests.helpers.world import Pool, current_device, spmd
 
 
 def _transformer() -> Transformer:
     torch.manual_seed(0)
-    return Transformer().to(current_device())
+    return placed(Transformer(), current_device())
 
 
 def _first_the_head(model: nn.Module) -> None:
@@ -77,7 +78,7 @@ def _twins() -> tuple[Two, Two]:
     models = []
     for _ in range(2):
         torch.manual_seed(0)
-        models.append(Two().to(current_device(), torch.float64))
+        models.append(placed(Two(), current_device(), torch.float64))
     return models[0], models[1]
 
 

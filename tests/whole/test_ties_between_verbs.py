@@ -18,6 +18,7 @@ from composable.errors import ForeignParameterError
 from tests.helpers.compare import full
 from tests.helpers.mixes import RECIPES, WIDTH, WORDS, Block, assert_alike, batch_of, gradient, kinds, losses
 from tests.helpers.mixes import train as train_as
+from tests.helpers.placed import placed
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
@@ -73,7 +74,7 @@ ORDERS: Final[dict[str, Callable[[Tied], None]]] = {
 def twins(order: str = "in_the_readme") -> tuple[Tied, Tied]:
     """A plain model, and the same one annotated."""
     torch.manual_seed(0)
-    plain = Tied().to(current_device(), torch.float64)
+    plain = placed(Tied(), current_device(), torch.float64)
     model = copy.deepcopy(plain)
     ORDERS[order](model)
     _assert_tied(model)
@@ -154,7 +155,7 @@ def test_an_annotation_further_out_ties_what_the_one_inside_did_not_cover() -> N
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Sequential(nn.Embedding(WORDS, WIDTH), Block()), nn.Linear(WIDTH, WORDS))
     plain[1].weight = plain[0][0].weight  # type: ignore[index]
-    plain = plain.to(current_device(), torch.float64)
+    plain = placed(plain, current_device(), torch.float64)
     model = copy.deepcopy(plain)
     replicate(model[0][0])  # type: ignore[index]
     fully_shard(model[0])

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from composable import fully_shard, remove, replicate
 from tests.helpers.compare import anatomy, averaged_gradients, full_parameters
 from tests.helpers.refusals import refusal, same_on_all
-from tests.helpers.world import Pool, spmd
+from tests.helpers.world import Pool, current_device, spmd
 
 _VERBS: Final[dict[str, Callable[[Any], object]]] = {
     "replicate": replicate,
@@ -142,7 +142,7 @@ def _torchs(kind: str) -> Callable[[nn.Module], nn.Module]:
         "replicate": _composable.replicate,
         "newer replicate": replicate_with_fsdp.replicate,
         "fully_shard": fsdp.fully_shard,
-        "FullyShardedDataParallel": partial(fsdp.FullyShardedDataParallel, device_id=torch.device("cpu"), use_orig_params=True),
+        "FullyShardedDataParallel": partial(fsdp.FullyShardedDataParallel, device_id=current_device(), use_orig_params=True),
     }[kind]
 
 
@@ -197,12 +197,12 @@ def _refused_by_all_of_torchs(verb: str) -> dict[str, dict[str, str]]:
 
 
 def _next_to_torchs(kind: str, verb: str) -> None:
-    plain, model = _layers(), _layers()
+    plain, model = _layers().to(current_device()), _layers().to(current_device())
     _VERBS[verb](model[0])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
         wrapped = _torchs(kind)(model)
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank())).to(current_device())
         for each in (plain, wrapped):
             each(x).square().mean().backward()
     expected = averaged_gradients(plain)
@@ -295,6 +295,7 @@ def _with_accelerate(verb: str) -> None:
         _assert_trained(model)
 
 
+@pytest.mark.beyond_sim("it knows no such device, and trains on the host")
 @pytest.mark.parametrize("verb", _VERBS)
 def test_accelerate_trains_an_annotated_model(pool: Pool, verb: str) -> None:
     pytest.importorskip("accelerate")
@@ -331,6 +332,7 @@ def _with_the_trainer(verb: str, folder: str) -> None:
         _assert_trained(model)
 
 
+@pytest.mark.beyond_sim("it knows no such device, and trains on the host")
 @pytest.mark.parametrize("verb", _VERBS)
 def test_the_trainer_of_transformers_trains_an_annotated_model(pool: Pool, verb: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")

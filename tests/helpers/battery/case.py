@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.helpers.placed import placed
+
 DTYPE = torch.float64  # so that a wrong factor or a lost term cannot hide in rounding
 
 
@@ -50,7 +52,7 @@ class Case:
         torch.manual_seed(seed)
         model = self.build().to(DTYPE)
         self.personalize(model, rank)
-        return model.to(device)
+        return placed(model, device)
 
     def inputs(self, seed: int, step: int, rank: int, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(seed * 1_000_003 + step * 1009 + rank)
