@@ -6,6 +6,7 @@ from composable import errors, traversal
 from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint
 from composable.api.fully_shard import fully_shard
+from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
 from composable.api.scopes import keep_unsharded, register_forward_method, reshard, unshard
 from composable.api.weights import weighted_gradients
@@ -38,6 +39,7 @@ __all__ = [
     "fully_shard",
     "keep_unsharded",
     "no_sync",
+    "offload_activations",
     "on_undo",
     "reduce_gradients",
     "register_forward_method",

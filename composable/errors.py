@@ -94,6 +94,10 @@ class DifferentiationError(ComposableError, RuntimeError):
     """The caller's: gradients were asked for in a way in which sharded parameters cannot give them."""
 
 
+class SavedTensorError(ComposableError, RuntimeError):
+    """The program's: what was saved for backward was written to before backward."""
+
+
 class HooksRemovedError(ComposableError, RuntimeError):
     """The caller's: the hooks that an annotation lives by were removed from its module."""
 

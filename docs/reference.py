@@ -11,7 +11,7 @@ import composable
 from composable import errors
 
 CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
-    "Verbs": ("fully_shard", "replicate", "checkpoint", "remove"),
+    "Verbs": ("fully_shard", "replicate", "checkpoint", "offload_activations", "remove"),
     "Around annotated modules": ("unshard", "reshard", "keep_unsharded", "register_forward_method"),
     "Accumulation of gradients": ("no_sync", "reduce_gradients", "weighted_gradients"),
     "Looking": ("describe", "registry"),

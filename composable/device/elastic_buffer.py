@@ -12,12 +12,21 @@ for its largest unit once more.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from composable.device.memory import MemoryPool
 from composable.device.private import view_without_memory
+
+_STORAGES: Final[WeakValueDictionary[int, torch.UntypedStorage]] = WeakValueDictionary()  # of all buffers, by their ids
+
+
+def is_elastic(storage: torch.UntypedStorage) -> bool:
+    """Whether `storage` belongs to a buffer whose memory comes and goes."""
+    return _STORAGES.get(id(storage)) is storage
 
 
 class ElasticBuffer:
@@ -32,6 +41,7 @@ class ElasticBuffer:
         with torch.inference_mode(False):
             start = torch.empty(0, dtype=dtype, device=device)
             self._storage = start.untyped_storage()
+            _STORAGES[id(self._storage)] = self._storage
             self.tensor = self._view(start, (numel,), (1,)).data
 
     def _view(self, start: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:

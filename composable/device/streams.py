@@ -147,9 +147,19 @@ _STREAMS: dict[int, AcceleratorStreams] = {}
 _HOST_STREAMS: Final = HostStreams()
 
 
+def has_streams(device: torch.device) -> bool:
+    """Whether a device computes beside the host, in memory of its own."""
+    return device.type not in ("cpu", "meta")
+
+
+def any_has_streams() -> bool:
+    """Whether there may be such a device here."""
+    return torch.accelerator.is_available()
+
+
 def streams_of(device: torch.device) -> Streams:
     """The streams of `device`, shared by every model on it so that independent roots do not oversubscribe it."""
-    if device.type in ("cpu", "meta"):
+    if not has_streams(device):
         return _HOST_STREAMS
     index: int | None = device.index
     if index is None:

@@ -23,7 +23,7 @@ from composable.model.interrupts import Inputs, calls_of
 
 _WAITING: Final = "composable: called before gradients"  # in a node's metadata
 
-OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "checkpoint")
+OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "offload_activations", "checkpoint")
 
 
 class Bracket(Protocol):

@@ -12,12 +12,14 @@ from torch.distributed.tensor import DTensor
 from composable.compilation import unwrapped
 from composable.config import Free, FreeUnlessLast, Keep, ReshardTo, grad_reduce_in_words
 from composable.device.flat_parameters import name_of
+from composable.device.streams import has_streams
 from composable.errors import few, unit_name
 from composable.model.contract import Annotation, registry
 from composable.model.traversal import REPLICATE, SHARD, managed_parameters
 from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.sharded_unit import ShardedUnit
 
+OFFLOAD: Final = "offload_activations"
 _AFTER: Final[dict[type, str]] = {Free: "reshard", FreeUnlessLast: "keep last", Keep: "keep"}
 
 
@@ -49,11 +51,18 @@ class Description:
 
     rows: tuple[UnitRow, ...]
     elsewhere: dict[str, tuple[str, ...]] = field(default_factory=dict)  # other verbs: modules that are no unit, by FQN
+    not_offloaded: tuple[str, ...] = ()  # modules that offload_activations has no effect on, by FQN
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, the same on every rank but for `bytes_per_rank` of uneven shards."""
         elsewhere = {verb: list(names) for verb, names in self.elsewhere.items()}
-        return {"units": [asdict(row) for row in self.rows], "elsewhere": elsewhere, "total": self._total()}
+        units = [asdict(row) for row in self.rows]
+        return {
+            "units": units,
+            "elsewhere": elsewhere,
+            "not_offloaded": list(self.not_offloaded),
+            "total": self._total(),
+        }
 
     def _total(self) -> dict[str, int]:
         return {
@@ -121,6 +130,8 @@ class Description:
         ]
         rule = "-" * max(len(line) for line in text)
         notes = [f"{verb}, on modules that are no unit: {few(names)}" for verb, names in self.elsewhere.items()]
+        if self.not_offloaded:
+            notes.append(f"{OFFLOAD}: nothing is copied where modules are on the CPU: {few(self.not_offloaded)}")
         return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *notes])
 
     __repr__ = __str__
@@ -140,7 +151,8 @@ def describe(module: nn.Module) -> Description:
     """The units of an annotated model, in order, with what each holds and how it is spread.
 
     Parameters that are neither sharded nor replicated come last, as a unit named "(not annotated)", or "(rest)" where
-    other verbs were applied somewhere. Verbs on modules that are no unit are told of below the table.
+    other verbs were applied somewhere. Verbs on modules that are no unit are told of below the table, and so are modules whose
+    activations have nowhere to go.
 
     Example:
         >>> print(describe(fully_shard(model, policy={Block})))
@@ -161,15 +173,22 @@ def describe(module: nn.Module) -> Description:
         for verb in () if managing else verbs:
             elsewhere.setdefault(verb, []).append(unit_name(name))
     rest = _unmanaged(module, elsewhere)
-    return Description((*rows, *rest), {verb: tuple(names) for verb, names in elsewhere.items()})
+    at_home = tuple(unit_name(name) for name, below in module.named_modules() if _is_not_offloaded(below))
+    return Description((*rows, *rest), {verb: tuple(names) for verb, names in elsewhere.items()}, at_home)
+
+
+def _is_not_offloaded(module: nn.Module) -> bool:
+    if OFFLOAD not in _verbs(registry(module)):
+        return False
+    return not any(has_streams(tensor.device) for held in (module.parameters(), module.buffers()) for tensor in held)
 
 
 def _verbs(annotations: Mapping[str, Annotation]) -> list[str]:
     """The verbs that do something on this very module: what makes it a unit first, then the others as they were applied.
 
-    With a policy `checkpoint` does something on the picked modules below only.
+    With a policy `checkpoint` and `offload_activations` do something on the picked modules below only.
     """
-    others = [verb for verb in annotations if verb != "checkpoint" or annotations[verb].state.brackets]
+    others = [verb for verb in annotations if verb not in ("checkpoint", OFFLOAD) or annotations[verb].state.brackets]
     return sorted(others, key=lambda verb: verb not in (SHARD, REPLICATE))
 
 

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from composable.compilation import call_compiled, running_compiler, untraced, untraced_alone
 from composable.device.private import checkpoint_generator
+from composable.runtime.open_forwards import OpenForwards
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
@@ -28,13 +29,12 @@ class RecomputeOptions:
     early_stop: bool
 
 
-_open: list[Any] = []  # the generators of all forwards that are running, innermost last
+_recomputed: list[nn.Module] = []  # that run again now, innermost last
 
 
-def close_interrupted() -> None:
-    """Leave every checkpointed forward that is still open: an interrupt ended them, and autograd still saves for them."""
-    while _open:
-        _open.pop().close()
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether a checkpointed module runs again, itself and not only as a part of another one."""
+    return any(module is other for other in _recomputed)
 
 
 class RecomputeBracket:
@@ -47,11 +47,11 @@ class RecomputeBracket:
 
     def __init__(self, options: RecomputeOptions) -> None:
         self.options = options
-        self._generators: list[Any] = []
+        self._forwards = OpenForwards()
         self._recomputing = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"options": self.options, "_generators": [], "_recomputing": 0}
+        return {"options": self.options, "_forwards": OpenForwards(), "_recomputing": 0}
 
     @untraced_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -74,34 +74,29 @@ class RecomputeBracket:
             args,
             kwargs,
         )
-        self._generators.append(generator)
-        _open.append(generator)
-        next(generator)
+        self._forwards.enter(generator)
 
     @untraced
     def _again(self, module: nn.Module, compiler: Any, *args: Any, **kwargs: Any) -> None:
         self._recomputing += 1
+        before = len(_recomputed)
+        _recomputed.append(module)
         try:
             call_compiled(compiler, module, args, kwargs)
         finally:
+            del _recomputed[before:]
             self._recomputing -= 1
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         if not self._recomputing:
-            next(self._pop(), None)
+            self._forwards.leave()
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        if not self._recomputing and self._generators:
-            self._pop().close()
+        if not self._recomputing:
+            self._forwards.close()
 
     @untraced
     def on_interrupt(self) -> None:
         self._recomputing = 0
-        while self._generators:
-            self._pop().close()
-
-    def _pop(self) -> Any:
-        generator = self._generators.pop()
-        _open[:] = [other for other in _open if other is not generator]
-        return generator
+        self._forwards.close_all()

@@ -17,9 +17,9 @@ from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle
 from composable.runtime.membership import Membership
 from composable.runtime.misuse import note_of_mixing
+from composable.runtime.open_forwards import close_interrupted
 from composable.runtime.preparation import Preparation
 from composable.runtime.readers import Readers
-from composable.runtime.recompute import close_interrupted
 from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.root_backward import RootBackward
 from composable.runtime.root_forward import RootForward

@@ -71,12 +71,14 @@ POWERS: Final = (
 USED_IN: Final = {
     "api/devices.py": "_buffers",
     "device/buffer_swap.py": "_buffers",
-    "device/elastic_buffer.py": "untyped_storage view_without_memory",
+    "device/elastic_buffer.py": "untyped_storage UntypedStorage view_without_memory",
+    "device/host_copies.py": "untyped_storage UntypedStorage _version",
     "device/memory.py": "resize_ set_ untyped_storage UntypedStorage swap_memory",
     "device/parameter_forms.py": "set_local",
     "device/parameter_swap.py": "_parameters",
     "device/private.py": "queue_callback at_end_of_backward untyped_storage UntypedStorage swap_memory view_without_memory "
     "_local_tensor set_local",
+    "device/saved_tensors.py": "untyped_storage UntypedStorage _version",
     "device/sharded_gradients.py": "untyped_storage",
     "device/streams.py": "Stream Event current_stream wait_event wait_stream",
     "model/hooks.py": "register_forward_pre_hook register_forward_hook register_hook register_prehook "

@@ -73,7 +73,8 @@ def _annotated(order: tuple[str, ...] = OUTERMOST_FIRST, **fails: str) -> tuple[
 
 
 X: Final = torch.ones(2)
-ENTERED: Final = ["enter fully_shard", "enter replicate", "enter checkpoint"]
+ENTERED: Final = ["enter fully_shard", "enter replicate", "enter offload_activations", "enter checkpoint"]
+LEFT: Final = ["leave checkpoint", "leave offload_activations", "leave replicate", "leave fully_shard"]
 
 
 # --- the order --------------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ ENTERED: Final = ["enter fully_shard", "enter replicate", "enter checkpoint"]
 def test_annotations_nest_alike_whatever_the_order_of_the_calls(order: tuple[str, ...]) -> None:
     module, log = _annotated(order)
     module(X)
-    assert log == [*ENTERED, "leave checkpoint", "leave replicate", "leave fully_shard"]
+    assert log == [*ENTERED, *LEFT]
 
 
 def test_annotations_of_other_authors_nest_inside_ours_in_the_order_of_their_calls() -> None:
@@ -99,10 +100,12 @@ def test_one_pair_of_hooks_serves_all_annotations_and_goes_with_the_last() -> No
     assert (len(module._forward_pre_hooks), len(module._forward_hooks)) == (1, 1)
     detach(module, OUTERMOST_FIRST[1])
     module(X)
-    assert log == ["enter fully_shard", "enter checkpoint", "leave checkpoint", "leave fully_shard"]
+    inner = ["enter offload_activations", "enter checkpoint", "leave checkpoint", "leave offload_activations"]
+    assert log == ["enter fully_shard", *inner, "leave fully_shard"]
     detach(module, OUTERMOST_FIRST[0])
     detach(module, OUTERMOST_FIRST[2])
-    detach(module, OUTERMOST_FIRST[2])  # done twice is done once
+    detach(module, OUTERMOST_FIRST[3])
+    detach(module, OUTERMOST_FIRST[3])  # done twice is done once
     assert (len(module._forward_pre_hooks), len(module._forward_hooks)) == (0, 0)
     assert dispatcher_of(module) is None
 
@@ -130,9 +133,9 @@ class Echo(nn.Module):
 
 def test_inputs_and_outputs_go_through_every_annotation_in_turn() -> None:
     module = Echo()
-    for name, text in zip(reversed(OUTERMOST_FIRST), "cba", strict=True):
+    for name, text in zip(reversed(OUTERMOST_FIRST), "dcba", strict=True):
         attach(module, name, Changing(text, []))
-    assert module("x", other="y") == "xabc yabc CBA"
+    assert module("x", other="y") == "xabcd yabcd DCBA"
 
 
 # --- exceptions -------------------------------------------------------------------------------------------------------
@@ -143,7 +146,7 @@ def test_a_forward_that_raises_is_abandoned_from_the_inside_out() -> None:
     module.error = ValueError("as planned")
     with pytest.raises(ValueError, match="as planned"):
         module(X)
-    assert log == [*ENTERED, "abandon checkpoint", "abandon replicate", "abandon fully_shard"]
+    assert log == [*ENTERED, "abandon checkpoint", "abandon offload_activations", "abandon replicate", "abandon fully_shard"]
 
 
 def test_an_annotation_that_fails_to_enter_is_abandoned_with_those_around_it_only() -> None:
@@ -157,7 +160,7 @@ def test_an_annotation_that_fails_to_leave_abandons_those_around_it() -> None:
     module, log = _annotated(checkpoint="leave")
     with pytest.raises(MemoryError, match="checkpoint fails to leave"):
         module(X)
-    assert log == [*ENTERED, "leave checkpoint", "abandon replicate", "abandon fully_shard"]
+    assert log == [*ENTERED, "leave checkpoint", "abandon offload_activations", "abandon replicate", "abandon fully_shard"]
 
 
 def test_a_call_after_a_failed_one_starts_afresh() -> None:
@@ -169,7 +172,7 @@ def test_a_call_after_a_failed_one_starts_afresh() -> None:
     module.error = None
     log.clear()
     module(X)
-    assert log == [*ENTERED, "leave checkpoint", "leave replicate", "leave fully_shard"]
+    assert log == [*ENTERED, *LEFT]
 
 
 def test_a_forward_that_returns_none_has_not_failed_even_while_an_exception_is_handled() -> None:
@@ -271,11 +274,11 @@ def test_an_interrupted_call_is_forgotten_from_the_inside_out_before_the_next(er
     log.clear()
     module.error = None
     module(X)
-    forgotten = ["forget checkpoint", "forget replicate", "forget fully_shard"]
-    assert log == [*forgotten, *ENTERED, "leave checkpoint", "leave replicate", "leave fully_shard"]
+    forgotten = ["forget checkpoint", "forget offload_activations", "forget replicate", "forget fully_shard"]
+    assert log == [*forgotten, *ENTERED, *LEFT]
     log.clear()
     module(X)
-    assert log == [*ENTERED, "leave checkpoint", "leave replicate", "leave fully_shard"], "once is enough"
+    assert log == [*ENTERED, *LEFT], "once is enough"
 
 
 def test_a_call_inside_a_call_is_not_taken_for_one_after_an_interrupt() -> None:
@@ -304,7 +307,7 @@ def test_a_copied_module_has_a_dispatcher_and_brackets_of_its_own() -> None:
     assert other.attached_to(twin)
     twin(X)
     assert log == []
-    assert next(bracket.log for bracket in other.brackets.values())[:3] == ENTERED  # type: ignore[attr-defined]
+    assert next(bracket.log for bracket in other.brackets.values())[:4] == ENTERED  # type: ignore[attr-defined]
 
 
 def test_a_pickled_module_has_a_dispatcher_that_works() -> None:

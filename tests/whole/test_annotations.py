@@ -17,6 +17,7 @@ from composable import (
     describe,
     fully_shard,
     keep_unsharded,
+    offload_activations,
     registry,
     remove,
     replicate,
@@ -35,6 +36,7 @@ VERBS: Final[dict[str, Callable[..., Any]]] = {
     "fully_shard": fully_shard,
     "replicate": replicate,
     "checkpoint": checkpoint,
+    "offload_activations": offload_activations,
 }
 
 

@@ -4,6 +4,10 @@
 // A caching allocator gives freed memory to whoever allocates next on the same stream, without waiting for any other. So freeing
 // counts as a write on the stream that the memory was allocated on, unless `record_stream` named further streams: then that one
 // waits for them. With poison on, freed and fresh memory is all ones: NaN in every floating dtype.
+//
+// Note [Pinned memory]
+// Copies read and write it while they run, so it counts as memory of the device does. A caching allocator keeps what was freed
+// until the copies that use it are done; here, launches hold it.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -157,6 +161,24 @@ void give_block(Block* block) {
   launch(block->home, "free", {{begin, begin + block->size, true}}, filler(block->base, block->size), false);
   std::lock_guard lock(state().mutex);
   state().idle[{block->home, block->size}].push_back(block);
+}
+
+Block* pin_block(size_t bytes) {
+  size_t size = (bytes + kGranularity - 1) / kGranularity * kGranularity;
+  void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (base == MAP_FAILED) throw std::runtime_error("sim: out of memory");
+  if (settings.poisons) std::memset(base, 0xFF, size);
+  auto* block = new Block{(char*)base, size, -1, nullptr, {}, {}, {}};
+  std::lock_guard lock(state().mutex);
+  return state().blocks[(uintptr_t)base] = block;
+}
+
+void unpin_block(Block* block) {
+  if (!block || state().down) return;
+  std::lock_guard lock(state().mutex);
+  state().blocks.erase((uintptr_t)block->base);
+  munmap(block->base, block->size);
+  delete block;
 }
 
 std::pair<int64_t, int64_t> memory(int device) {

@@ -61,6 +61,21 @@ struct Allocator final : c10::Allocator {
   void copy_data(void*, const void*, std::size_t) const override { TORCH_CHECK(false, "sim: copy_data is not there"); }
 };
 
+void unpin(void* block) { unpin_block((Block*)block); }
+
+struct PinnedAllocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    c10::Device host(c10::DeviceType::CPU);
+    if (!bytes) return {nullptr, nullptr, &unpin, host};
+    Block* block = pin_block(bytes);
+    return {block->base, block, &unpin, host};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+PinnedAllocator pinned_allocator;
+
 Allocator allocator;
 REGISTER_ALLOCATOR(kType, &allocator);
 
@@ -140,7 +155,11 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
   at::Generator getNewGenerator(c10::DeviceIndex device) const override { return new_generator(device); }
-  at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::DeviceType::CPU); }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+  bool isPinnedPtr(const void* data) const override {
+    Block* block = block_at((uintptr_t)data);
+    return block && !block->home;
+  }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override { resize_storage(storage, bytes); }
 };
 

@@ -117,7 +117,7 @@ void copy_to_host(const at::Tensor& source, const at::Tensor& target, const std:
   bool looks = settings.detects && settings.poisons;
   auto writers = looks ? writers_of(access) : std::vector<Site>();
   auto label = looks ? label_here(what) : nullptr;
-  launch(stream, what, {access}, [=, index = stream->index] {
+  launch(stream, what, {access, access_of(target, true)}, [=, index = stream->index] {
     c10::InferenceMode any;  // the target may be a tensor of inference mode
     to.copy_(from);
     if (looks && is_poisoned(to)) report_poison(writers, {label, index});
@@ -132,8 +132,9 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     auto from = on_cpu(source), to = on_cpu(dst);
     launch(here(), "copy_", {access_of(source, false), access_of(dst, true)}, [=] { to.copy_(from); });
   } else if (on_device(dst)) {
-    auto staged = source.clone(), to = on_cpu(dst);  // as with memory that is not pinned
-    launch(here(), "copy to device", {access_of(dst, true)}, [=] { to.copy_(staged); });
+    bool pinned = source.is_pinned();
+    auto from = pinned ? source : source.clone(), to = on_cpu(dst);
+    launch(here(), "copy to device", {access_of(from, false), access_of(dst, true)}, [=] { to.copy_(from); });
     if (!non_blocking) wait_on_host(here(), "copy to device");
   } else {
     copy_to_host(source, dst, "copy to host");

@@ -88,7 +88,7 @@ struct Block {
   char* base;
   size_t size;
   int device;
-  Stream* home;  // the stream that it was allocated on, to which it goes back
+  Stream* home;  // the stream that it was allocated on, to which it goes back; none has memory of the host
   std::vector<Past> pasts, writers;
   std::set<Stream*> recorded;
 };
@@ -115,6 +115,9 @@ void synchronize(int device, const std::string& kind);
 
 Block* take_block(size_t bytes, int device);
 void give_block(Block* block);
+// Memory of the host that is pinned; see Note [Pinned memory].
+Block* pin_block(size_t bytes);
+void unpin_block(Block* block);
 Block* block_at(uintptr_t address);
 void record_use(uintptr_t address, Stream* stream);
 // Who wrote last to these bytes; asked when a launch reads them, for the case that it finds poison there.

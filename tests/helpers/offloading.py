@@ -1,0 +1,62 @@
+"""What leaves a device, counted, and a CPU that tensors leave as they leave an accelerator; knows no model.
+
+On a CPU offload does nothing. Here its path is gone all the same, with memory of the host on both ends, so that what it does to
+numbers and graphs can be tested everywhere. What it does to streams is tested on the simulated accelerator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from composable.device import saved_tensors
+from composable.device.host_copies import HostCopy, copies_of
+from composable.runtime import offload
+from tests.helpers.world import current_device
+
+
+@dataclass
+class Seen:
+    """What left the device, and what came back.
+
+    Attributes:
+        left: elements of each copy to the host.
+        options: what the verb is to be called with.
+    """
+
+    left: list[int] = field(default_factory=list)
+    brought: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> int:
+        """How many copies something still holds."""
+        return len(copies_of(current_device())._by_index)
+
+
+@contextmanager
+def offloading() -> Iterator[Seen]:
+    """Tensors of any size leave this rank's device, whatever it is."""
+    seen = Seen(options={"min_bytes": 0, "pin_memory": current_device().type != "cpu"})
+    make, bring_back = HostCopy.__init__, HostCopy.bring_back
+
+    def noted(self: HostCopy, flat: Tensor, *args: Any, **options: Any) -> None:
+        seen.left.append(flat.numel())
+        make(self, flat, *args, **options)
+
+    def noted_return(self: HostCopy) -> Any:
+        seen.brought += not self.is_near()
+        return bring_back(self)
+
+    with ExitStack() as patches:
+        if current_device().type == "cpu":
+            patches.enter_context(mock.patch.object(saved_tensors, "has_streams", return_value=True))
+            patches.enter_context(mock.patch.object(offload, "any_has_streams", return_value=True))
+        patches.enter_context(mock.patch.object(HostCopy, "__init__", noted))
+        patches.enter_context(mock.patch.object(HostCopy, "bring_back", noted_return))
+        yield seen
