@@ -39,22 +39,36 @@ class Factor:
         return [None if gradient is None else next(products) for gradient in gradients]
 
     def _products(self, gradients: list[Tensor]) -> Sequence[Tensor]:
+        value = self.value
         if not gradients:
             return gradients
-        value = self.value
-        if isinstance(value, Tensor):
-            return [_product(gradient, value.to(gradient.device), masked=self._may_be_zero) for gradient in gradients]
-        if value == 0.0:
+        if not isinstance(value, Tensor) and value == 0.0:
             return [torch.zeros_like(gradient) for gradient in gradients]
         if any(gradient.layout is not torch.strided or gradient.requires_grad for gradient in gradients):
-            return [gradient * value for gradient in gradients]
-        return torch._foreach_mul(gradients, value)
+            return [self._product(gradient) for gradient in gradients]
+        if not isinstance(value, Tensor):
+            return torch._foreach_mul(gradients, value)
+        if len(dict.fromkeys((value.device, *(gradient.device for gradient in gradients)))) > 1:
+            return [self._product(gradient) for gradient in gradients]
+        products = torch._foreach_mul(gradients, value)
+        return [self._in_place_of(gradient, product) for gradient, product in zip(gradients, products, strict=True)]
 
+    def _product(self, gradient: Tensor) -> Tensor:
+        value = self.value
+        if not isinstance(value, Tensor):
+            return gradient * value
+        value = value.to(gradient.device)
+        if gradient.layout is torch.strided:
+            return self._in_place_of(gradient, gradient * value)
+        rows = gradient.coalesce()
+        values = self._in_place_of(rows.values(), rows.values() * value)
+        return torch.sparse_coo_tensor(rows.indices(), values, rows.shape, is_coalesced=True, check_invariants=False)
 
-def _product(gradient: Tensor, value: Tensor, *, masked: bool) -> Tensor:
-    if masked and gradient.layout is not torch.strided:
-        gradient = gradient.coalesce()
-        values = torch.where(value > 0, gradient.values() * value, 0)
-        return torch.sparse_coo_tensor(gradient.indices(), values, gradient.shape, is_coalesced=True, check_invariants=False)
-    product = gradient * value
-    return torch.where(value > 0, product, torch.zeros((), dtype=product.dtype, device=product.device)) if masked else product
+    def _in_place_of(self, gradient: Tensor, product: Tensor) -> Tensor:
+        """In its dtype: two tensors without dimensions have the wider one's; and zeros for a factor of zero."""
+        assert isinstance(self.value, Tensor)
+        product = product.to(gradient.dtype)
+        if not self._may_be_zero:
+            return product
+        counts = self.value.to(product.device) > 0
+        return torch.where(counts, product, torch.zeros((), dtype=product.dtype, device=product.device))
