@@ -223,7 +223,8 @@ def _in_bf16(verb: str) -> tuple[list[dict[str, Tensor]], dict[str, Tensor | Non
         (replicate if verb == "replicate" else fully_shard)(model)
     with weighted_gradients(model, weight=tokens(rank, 2)):
         mean_loss(model, batch(rank, 2).bfloat16()).backward()
-    return terms, full_gradients(model)
+    found = {name: None if g is None else g.cpu() for name, g in full_gradients(model).items()}
+    return [{name: term.cpu() for name, term in each.items()} for each in terms], found
 
 
 @pytest.mark.parametrize("verb", ["fully_shard", "cast", "cast, summed in float32", "replicate"])
