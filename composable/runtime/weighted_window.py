@@ -45,5 +45,7 @@ _OPEN: Final[WeakSet[Window]] = WeakSet()
 
 def unfinished(parameters: Iterable[nn.Parameter]) -> nn.Parameter | None:
     """One of `parameters` whose gradient gets more in a window that goes on."""
-    members = [window.members for window in _OPEN if window.goes_on] if _OPEN else []
+    if not _OPEN:  # as in every step without weights
+        return None
+    members = [window.members for window in _OPEN if window.goes_on and not window.lost]
     return next((p for p in parameters if p.grad is not None and any(id(p) in ids for ids in members)), None)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, replicate
+from composable import fully_shard, replicate, weighted_gradients
 from tests.accelerator import watch
 from tests.helpers.world import Pool, current_device, need_devices
 
@@ -42,16 +42,25 @@ _SCHEMES: Final[dict[str, Callable[[nn.Module], object]]] = {
 }
 
 
-def _train(scheme: str) -> None:
+def _train(scheme: str, weighted: bool = False) -> None:
     device = current_device()
     torch.manual_seed(0)
     blocks = [_BLOCK(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(3)]
     model = nn.Sequential(*blocks, nn.Linear(64, 64)).to(device)
     _SCHEMES[scheme](model)
     optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(4, 16, 64, device=device)
+    x, weight = torch.randn(4, 16, 64, device=device), torch.tensor(3.0, device=device)
 
-    def step() -> Tensor:
+    def weighted_step() -> None:
+        for number in range(2):
+            with weighted_gradients(model, weight=(weight, 5)[number], more=number == 0):
+                model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def step() -> Tensor | None:
+        if weighted:
+            return weighted_step()
         loss: Tensor = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -78,3 +87,11 @@ def test_no_step_waits_for_the_device(pool: Pool, scheme: str, device: str) -> N
         pytest.skip("needs an accelerator")
     need_devices(device, 2)
     pool.run(2, _train, scheme, device=device)
+
+
+@pytest.mark.parametrize("scheme", ["fully_shard", "hybrid", "replicate"])
+def test_weights_of_gradients_are_agreed_upon_without_a_wait(pool: Pool, scheme: str, device: str) -> None:
+    if device == "cpu":
+        pytest.skip("needs an accelerator")
+    need_devices(device, 2)
+    pool.run(2, _train, scheme, weighted=True, device=device)
