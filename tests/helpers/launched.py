@@ -9,16 +9,21 @@ import sys
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
+from typing import Final
 from unittest import mock
 
 import torch.distributed as dist
 
 from tests.helpers.world import Pool
 
+SECONDS: Final = 240.0  # until a program counts as hung
+
 
 def launched(pool: Pool, ranks: int, program: Path | str, *arguments: str) -> str:
-    """What `program`, a file or the name of a module, prints on rank 0. New ranks take over afterwards."""
-    printed: list[str] = pool.run(ranks, _as_torchrun_does, program, arguments, spoils=True)
+    """What `program`, a file or the name of a module, prints on rank 0, on the host. New ranks take over afterwards."""
+    printed: list[str] = pool.run(
+        ranks, _as_torchrun_does, program, arguments, device="cpu", timeout=SECONDS, group_timeout=SECONDS, spoils=True
+    )
     return printed[0]
 
 
