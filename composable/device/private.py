@@ -88,6 +88,7 @@ class _CallsOfTheEngine:
     def __init__(self) -> None:
         self._of_threads: dict[int, list[list[_Ending]]] = {}
 
+    @untraced_alone
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         thread = get_ident()
         endings: list[_Ending] = []
@@ -109,6 +110,7 @@ class _CallsOfTheEngine:
                 del self._of_threads[thread]
 
     @staticmethod
+    @untraced
     def _give_up(endings: list[_Ending]) -> None:
         for ending in endings:
             ending.give_up()
