@@ -156,6 +156,7 @@ def _refused_on_one_rank() -> tuple[str, str, list[float]]:
     return type(caught.value).__name__, str(caught.value), last.flatten().tolist()
 
 
+@pytest.mark.beyond_sim("ranks of accelerators do not read what others said of their weights")
 def test_all_ranks_raise_where_one_weight_is_refused_and_go_on_together(pool: Pool) -> None:
     (first, said, gradient), (second, _, same) = pool.run(2, _refused_on_one_rank)
     assert (first, second) == (RanksDisagreeError.__name__, AnnotationError.__name__)
@@ -191,6 +192,7 @@ def _fail(_: Tensor) -> None:
     raise ZeroDivisionError
 
 
+@pytest.mark.beyond_sim("groups of accelerators do not tell of a rank that left a step, or did not come")
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 @pytest.mark.parametrize("where", ["first, before its backward", "second, before its backward", "second, inside its backward"])
 def test_ranks_meet_in_the_next_step_after_one_of_them_lost_a_micro_batch(pool: Pool, verb: Any, where: str) -> None:
@@ -208,6 +210,7 @@ def _one_leaves_a_scope_out() -> str:
     return str(caught.value)
 
 
+@pytest.mark.beyond_sim("groups of accelerators do not tell of a rank that left a step, or did not come")
 def test_a_rank_that_is_alone_in_the_scope_says_where_it_waited(pool: Pool) -> None:
     said, _ = pool.run(2, _one_leaves_a_scope_out, group_timeout=1.0, spoils=True)
     assert "the sum of the weights for weighted_gradients, a scope that all ranks enter together, failed" in said
@@ -222,6 +225,7 @@ def _in_different_micro_batches() -> str:
     return str(caught.value)
 
 
+@pytest.mark.beyond_sim("ranks of accelerators do not read what others said of their weights")
 def test_ranks_that_count_other_micro_batches_are_told(pool: Pool) -> None:
     first, second = pool.run(2, _in_different_micro_batches)
     assert "the ranks are in different micro-batches of a step, this one in number 2" in first
