@@ -11,7 +11,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from operator import attrgetter
 from threading import get_ident
 from types import SimpleNamespace
@@ -177,7 +177,15 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-_transform: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+# Whether a transform of `torch.func` is at work. To ask for their stack would make one for this thread, which every node of
+# autograd's would copy from then on: 2 % of the instructions of a small model's step.
+if hasattr(torch._C, "_dispatch_tls_is_dispatch_key_included"):
+    _transformed: Callable[[], bool] = partial(
+        torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+    )
+else:
+    _stack: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+    _transformed = lambda: _stack() is not None  # noqa: E731
 _without_transforms: Callable[[], AbstractContextManager[Any]] = getattr(
     pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext
 )
@@ -189,7 +197,7 @@ def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def apart(*args: P.args, **kwargs: P.kwargs) -> R:
-        if _transform() is None:
+        if not _transformed():
             return function(*args, **kwargs)
         with _without_transforms():
             return function(*args, **kwargs)

@@ -24,6 +24,7 @@ version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-de
 _address: Final = Tensor.data_ptr
 
 
+_REMEMBERED: Final = 8  # places of buffers: units take turns in few
 _DIGESTS: Final = 61
 _REGATHERS: Final = 16  # more than a step gathers a unit anew: tags count both in one number
 
@@ -39,7 +40,7 @@ class DtypeGroup:
 
     __slots__ = (
         "_addresses", "_aliased", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_has_messages",
-        "_is_watched", "_outdated", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard", "_starts",
+        "_is_watched", "_outdated", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
         "_tensors", "_versions", "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "unsharded"
     )  # fmt: skip
 
@@ -74,8 +75,7 @@ class DtypeGroup:
                 continue
             buffer, start = flat.place_of(slot)
             self._places.append((flat.unsharded.index(buffer), start * flat.compute_dtype.itemsize))
-        self._starts: list[int] = []
-        self._addresses: list[int] = []  # with the buffers at `_starts`
+        self._addresses: dict[tuple[int, ...], list[int]] = {}  # by those of the buffers
         self._gathered = flat.layout.gathered
         self._aliased = flat.layout.aliased
         self._has_messages = flat.has_messages
@@ -156,12 +156,14 @@ class DtypeGroup:
 
     def moved(self) -> bool:
         """Whether somebody gave an unsharded parameter other memory: what is gathered would never reach it again."""
-        starts = list(map(_address, self._tensors))
-        if starts != self._starts:
+        starts = tuple(map(_address, self._tensors))
+        addresses = self._addresses.get(starts)
+        if addresses is None:
+            if len(self._addresses) == _REMEMBERED:
+                self._addresses.clear()
             moving = [*starts, 0]  # the last one: what stays
-            self._addresses = [moving[which] + place for which, place in self._places]
-            self._starts = starts
-        return list(map(_address, self.unsharded)) != self._addresses
+            addresses = self._addresses[starts] = [moving[which] + place for which, place in self._places]
+        return list(map(_address, self.unsharded)) != addresses
 
     def move_back(self) -> list[tuple[str, torch.dtype]]:
         """Give the unsharded parameters their memory again; names those that had other, with the dtype that they had."""

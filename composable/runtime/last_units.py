@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from composable.plan.phases import Phase
-from composable.runtime.handle import Handle, refuse_write
+from composable.runtime.handle import Handle
 from composable.runtime.mesh_info import MeshInfo
 
 
@@ -49,10 +49,6 @@ class LastUnits(threading.local):
         if handle.kept_by or handle.phase is not Phase.UNSHARDED:
             return
         handle.is_last = True
-        for each in handle.parameters.groups:
-            if written := each.look_for_writes():
-                handle.reshard()
-                refuse_write(written[0], handle.name)  # now: the error belongs to the forward that wrote
         self._left.append(ref(handle))
 
     def _free(self) -> None:

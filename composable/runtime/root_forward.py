@@ -161,6 +161,8 @@ class RootForward:
         no_grad = not torch.is_grad_enabled()
         all_frozen = not any(handle.outputs.pending for handle in self._handles)  # and nobody asks for inputs' gradients
         for handle in self._handles:
+            if handle.is_last:
+                handle.refuse_writes()  # now: the error belongs to the forward that wrote
             if handle.phase is Phase.GATHERING and not handle.kept_by:
                 handle.reshard()  # prefetched for nothing
             elif handle.phase is Phase.UNSHARDED and (no_grad or (all_frozen and handle.is_last)) and not handle.kept_by:
