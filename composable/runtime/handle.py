@@ -175,13 +175,6 @@ class Handle:
         if written:
             refuse_write(written[0], self.name)
 
-    def refuse_writes(self) -> None:
-        """Raise, and free them, if unsharded parameters were written to in place: that would be lost."""
-        for each in self.parameters.groups:
-            if written := each.look_for_writes():
-                self.reshard()
-                refuse_write(written[0], self.name)
-
     def keep_for(self, reason: object) -> None:
         """The parameters stay unsharded once they are, while there is a reason: a scope, or a graph."""
         self.kept_by[reason] = None

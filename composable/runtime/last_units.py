@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from composable.plan.phases import Phase
-from composable.runtime.handle import Handle
+from composable.runtime.handle import Handle, refuse_write
 from composable.runtime.mesh_info import MeshInfo
 
 
@@ -77,3 +77,13 @@ def free(handle: Handle) -> None:
     """Whoever comes is not its backward: what is there may be out of date, and other ranks may not have it."""
     if handle.is_last and not handle.kept_by:
         handle.reshard()
+
+
+def refuse_writes(handle: Handle) -> None:
+    """The forward around it ends, and it stays: raise if unsharded parameters were written to in place, which would be lost."""
+    if not handle.is_last:
+        return
+    for each in handle.parameters.groups:
+        if written := each.look_for_writes():
+            handle.reshard()
+            refuse_write(written[0], handle.name)

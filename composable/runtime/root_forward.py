@@ -18,7 +18,7 @@ from composable.plan.schedule import CallNesting, ForwardOrder
 from composable.runtime.buffer_broadcast import share_buffers
 from composable.runtime.divergence import catch_up, check_order
 from composable.runtime.handle import Handle
-from composable.runtime.last_units import last_units_of
+from composable.runtime.last_units import last_units_of, refuse_writes
 from composable.runtime.prefetch import gather_with_next
 from composable.runtime.preparation import Preparation
 from composable.runtime.readers import Readers
@@ -161,8 +161,7 @@ class RootForward:
         no_grad = not torch.is_grad_enabled()
         all_frozen = not any(handle.outputs.pending for handle in self._handles)  # and nobody asks for inputs' gradients
         for handle in self._handles:
-            if handle.is_last:
-                handle.refuse_writes()  # now: the error belongs to the forward that wrote
+            refuse_writes(handle)  # now: the error belongs to the forward that wrote
             if handle.phase is Phase.GATHERING and not handle.kept_by:
                 handle.reshard()  # prefetched for nothing
             elif handle.phase is Phase.UNSHARDED and (no_grad or (all_frozen and handle.is_last)) and not handle.kept_by:
