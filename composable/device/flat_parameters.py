@@ -165,22 +165,23 @@ class FlatParameters:
         note_shards(self.shard, layout, self.rank)
         self._late: ElasticBuffer | None = None
         late_numel = 0
-        if layout.staging_apart and layout.packed_numel and not in_one:
+        if layout.packed_numel and not in_one:
             start, end = layout.landing
             late_numel = end - start
             self._late = ElasticBuffer(late_numel, self.compute_dtype, device, pool)
         self.full = ElasticBuffer(0 if layout.aliased else layout.full_numel - late_numel, self.compute_dtype, device, pool)
-        self.unsharded = (self.full,) if self._late is None else (self.full, self._late)
+        buffers = (self.full,) if self._late is None else (self.full, self._late)
+        self.unsharded = tuple([buffer for buffer in buffers if buffer.nbytes]) or (self.full,)
         # See Note [What is sent].
         self._sent: ElasticBuffer | None = None
         if layout.gathered and self.compute_dtype != self.dtype:
             self._sent = ElasticBuffer(layout.cut_numel, self.compute_dtype, device, pool)
         self._staging: ElasticBuffer | None = None
-        if layout.staging_apart and layout.packed_numel:
+        if layout.packed_numel:
             self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, self.compute_dtype, device, pool)
         wide = communicator.capabilities.wide_copies
         self._columns: tuple[list[int], list[Tensor]] | None = None if wide else self._plan_columns()
-        if (self._columns is None and layout.packed_numel) or not layout.staging_apart:
+        if self._columns is None and layout.packed_numel:
             # Most views can only be made while the memory is there.
             for buffer in (*self.unsharded, self._sent, self._staging):
                 if buffer is not None:
@@ -248,10 +249,8 @@ class FlatParameters:
     @property
     def _staging_area(self) -> Tensor:
         """Where packed messages land, one row per rank."""
-        if self._staging is not None:
-            return self._staging.tensor.data
-        layout = self.layout
-        return self.full.tensor.data[layout.staging_start : layout.staging_start + layout.num_shards * layout.packed_numel]
+        assert self._staging is not None
+        return self._staging.tensor.data
 
     def _plan_columns(self) -> tuple[list[int], list[Tensor]] | None:
         """How wide the columns of the staging area are, and where each belongs; None if it takes more than to split rows.
@@ -279,8 +278,10 @@ class FlatParameters:
         layout = self.layout
         targets: list[Tensor] = []
         sources: list[Tensor] = []
+        if not layout.packed_numel:
+            return targets, sources
         staging = self._staging_area
-        rows = staging.view(layout.num_shards, layout.packed_numel) if layout.packed_numel else staging
+        rows = staging.view(layout.num_shards, layout.packed_numel)
         packed = sorted((slot for slot in layout.of(Route.PACKED) if slot.numel), key=lambda slot: slot.shard_start)
         for chunk_numel, group in groupby(packed, key=lambda slot: slot.chunk_numel if slot.dim == 0 else 0):
             alike = list(group)

@@ -111,8 +111,8 @@ class Layout:
 
     The shard buffer holds the direct slots, then the packed ones side by side, so that one message can carry them, then the
     whole ones. Packed slots of one size are neighbours, so that one copy can serve them all. The unsharded buffer holds the
-    direct and the packed slots in the same order, then the staging area where packed messages land, unless that is a buffer
-    apart, which is needed for as long as a gather takes.
+    direct and the packed slots in the same order. Packed messages land in a buffer apart, a row for each rank, which is needed
+    for as long as a gather takes.
     """
 
     slots: tuple[Slot, ...]
@@ -121,8 +121,6 @@ class Layout:
     full_numel: int
     packed_start: int
     packed_numel: int
-    staging_start: int
-    staging_apart: bool = False
 
     def of(self, route: Route) -> tuple[Slot, ...]:
         return tuple(slot for slot in self.slots if slot.route is route)
@@ -163,7 +161,6 @@ def plan_layout(
     align: int = 16,
     packed_align: int | None = None,
     copied: bool = False,
-    staging_apart: bool = False,
     direct_multiple: int = 1,
 ) -> Layout:
     """Lay `specs` out over `num_shards` ranks.
@@ -177,7 +174,6 @@ def plan_layout(
         packed_align: the same for the other slots of the shard buffer, a divisor of `align`; by default `align`. The less,
             the more often they lie without gaps, as in a message.
         copied: modules compute in another dtype, so that whole ones have an unsharded form of their own.
-        staging_apart: packed messages land in a buffer of their own.
         direct_multiple: messages of a parameter's own have a multiple of this many elements for each rank.
 
     Example:
@@ -219,17 +215,14 @@ def plan_layout(
             full_cursor = _round_up(full_cursor + slot.full_numel, align)
         if route is Route.PACKED:
             packed_end = shard_cursor
-    packed_numel = packed_end - packed_start
     return Layout(
         slots=tuple(placed[index] for index in range(len(specs))),
         num_shards=num_shards,
         shard_numel=shard_cursor,
         # A multiple of `num_shards` too, so that neighbours can keep equal cuts of the whole buffer after forward.
-        full_numel=_round_up(full_cursor + (0 if staging_apart else num_shards * packed_numel), num_shards * align),
+        full_numel=_round_up(full_cursor, num_shards * align),
         packed_start=packed_start,
-        packed_numel=packed_numel,
-        staging_start=0 if staging_apart else full_cursor,
-        staging_apart=staging_apart,
+        packed_numel=packed_end - packed_start,
     )
 
 

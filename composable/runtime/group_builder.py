@@ -121,7 +121,6 @@ class GroupBuilder:
             align=max(1, _CACHE_LINE // smallest),
             packed_align=max(1, capabilities.packed_align // smallest),
             copied=precision.compute != precision.original,
-            staging_apart=capabilities.saves_memory,
             direct_multiple=max(1, capabilities.packed_align // min(sent, dtype_named(precision.reduce).itemsize)),
         )
 

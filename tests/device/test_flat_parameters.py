@@ -68,13 +68,19 @@ def _fill(flats: Sequence[FlatParameters], whole: Sequence[Tensor]) -> None:
 
 def _unshard(flats: Sequence[FlatParameters]) -> None:
     for flat in flats:
-        flat.full.allocate()
-        flat.full.tensor.data.fill_(NAN)
+        for buffer in flat.unsharded:
+            buffer.allocate()
+            buffer.tensor.data.fill_(NAN)
         flat.begin_gather()
     gather([flat.gather_plan for flat in flats])
     for flat in flats:
         flat.copy_out()
         flat.end_gather()
+
+
+def _free(flat: FlatParameters) -> None:
+    for buffer in flat.unsharded:
+        buffer.free()
 
 
 @_SETTINGS
@@ -92,7 +98,7 @@ def test_gathered_parameters_are_the_ones_that_were_cut(plan: Planned) -> None:
             for view, tensor in zip(flat.full_views, whole, strict=True):
                 assert torch.equal(view, tensor)
         for flat in flats:
-            flat.full.free()
+            _free(flat)
 
 
 @_SETTINGS
@@ -109,7 +115,7 @@ def test_parameters_that_are_computed_with_in_another_dtype_are_gathered_in_it(p
                 assert torch.equal(view, tensor.to(torch.bfloat16))
             for index, tensor in enumerate(whole):
                 assert torch.equal(flat.shard_view(index), cut(tensor, flat.layout.slots[index], flat.rank))
-            flat.full.free()
+            _free(flat)
 
 
 @_SETTINGS
@@ -122,7 +128,7 @@ def test_gathering_again_does_not_look_like_a_write_to_autograd(plan: Planned) -
     versions = [parameter._version for parameter in parameters]
     for _ in range(2):
         _unshard(flats)
-        flats[0].full.free()
+        _free(flats[0])
     assert [parameter._version for parameter in parameters] == versions
 
 
@@ -136,7 +142,7 @@ def test_autograd_uses_saved_parameters_that_were_freed_and_gathered_again_in_be
         w, v = [make_unsharded(view, requires_grad=True) for view in flats[0].full_views]
         x = torch.ones(2, 4, requires_grad=True)
         loss = ((x @ w.t()) @ v.t()).square().sum()
-        flats[0].full.free()
+        _free(flats[0])
         assert w.untyped_storage().nbytes() == 0
         _unshard(flats)
         loss.backward()

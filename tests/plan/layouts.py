@@ -63,7 +63,6 @@ def planned(draw: Callable[..., Any], *, copied: bool = False, align: int = 0) -
         align=align,
         packed_align=packed_align,
         copied=copied,
-        staging_apart=draw(st.booleans()),
         direct_multiple=multiple,
     )
     return Planned(specs, num_shards, align, layout, packed_align, multiple)

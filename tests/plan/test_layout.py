@@ -83,14 +83,10 @@ def test_places_in_the_shard_buffer_are_aligned_inside_it_and_apart(plan: Planne
 @given(st.one_of(planned(), planned(copied=True)))
 def test_places_in_the_unsharded_buffer_are_aligned_inside_it_and_apart(plan: Planned) -> None:
     layout = plan.layout
-    staging = (layout.staging_start, layout.staging_start + plan.num_shards * layout.packed_numel)
     ranges = [(slot.full_start, slot.full_start + slot.full_numel) for slot in layout.slots]
-    if not layout.staging_apart:
-        ranges.append(staging)
     assert _overlaps(ranges) == []
     assert all(start >= 0 and end <= layout.full_numel for start, end in ranges)
     assert all(slot.full_start % plan.align == 0 for slot in layout.slots)
-    assert layout.staging_start % plan.align == 0
 
 
 @_SETTINGS
@@ -169,7 +165,6 @@ def test_a_layout_is_a_function_of_its_inputs_only(plan: Planned) -> None:
         direct_numel=direct_numel,
         align=plan.align,
         packed_align=plan.packed_align,
-        staging_apart=plan.layout.staging_apart,
     )
     assert again == plan.layout
 
@@ -249,7 +244,7 @@ def _drawn(layout: Layout) -> str:
         f"{slot.name} {slot.route.name}: shard {slot.shard_start}+{slot.chunk_numel}, whole {slot.full_start}+{slot.full_numel}"
         for slot in layout.slots
     ]
-    lines.append(f"packed {layout.packed_start}+{layout.packed_numel}, staging at {layout.staging_start}")
+    lines.append(f"packed {layout.packed_start}+{layout.packed_numel}")
     return "\n".join([*lines, f"shard buffer {layout.shard_numel}, unsharded buffer {layout.full_numel}"])
 
 
@@ -261,16 +256,16 @@ def test_a_linear_layer_on_two_ranks() -> None:
 weight DIRECT: shard 0+24, whole 0+48
 bias PACKED: shard 24+3, whole 48+6
 scale WHOLE: shard 28+1, whole 56+0
-packed 24+4, staging at 56
-shard buffer 32, unsharded buffer 64""",
+packed 24+4
+shard buffer 32, unsharded buffer 56""",
     )
 
 
-def test_messages_that_land_apart_take_no_room_in_the_unsharded_buffer() -> None:
+def test_messages_land_apart_and_take_no_room_in_the_unsharded_buffer() -> None:
     specs = [ParamSpec("weight", (5, 8)), ParamSpec("bias", (5,))]
-    together, apart = (plan_layout(specs, num_shards=2, align=4, direct_numel=99, staging_apart=each) for each in (False, True))
-    assert (together.full_numel, apart.full_numel) == (112, 56)
-    assert together.slots == apart.slots
+    layout = plan_layout(specs, num_shards=2, align=4, direct_numel=99)
+    assert layout.packed_numel > 0
+    assert layout.full_numel == sum(slot.full_numel for slot in layout.slots) + 2
 
 
 def test_the_largest_parameters_get_the_messages_that_a_launch_takes_also_where_many_are_equal() -> None:

@@ -59,7 +59,6 @@ def _placement_of_shards() -> None:
     assert any(slot.shard_start % 4 for slot in _flat(_sharded(*odd(), hosts=True)).layout.slots), "packed without gaps"
     flat = _flat(_sharded(*odd()))
     assert all(slot.shard_start % 4 == 0 for slot in flat.layout.slots), "16 bytes are four elements"
-    assert flat.layout.staging_apart
     assert flat._packed_copies == ([], []), "one kernel splits the rows, in elements of their own"
     numels, targets = flat._columns
     assert sum(numels) == flat.layout.packed_numel
@@ -198,7 +197,7 @@ def _memory_of_buffers(hosts: bool) -> None:
     HOST_MEMORY.clear()
     model = _sharded(nn.Linear(64, 64), hosts=hosts)
     model(torch.ones(2, 64)).sum().backward()
-    assert isinstance(_flat(model).full._shelf, memory.FreeList if hosts else Resizing)
+    assert isinstance(_flat(model).unsharded[0]._shelf, memory.FreeList if hosts else Resizing)
     assert (HOST_MEMORY.idle_bytes > 0) is hosts
 
 

@@ -101,8 +101,8 @@ class Capabilities:
     reads_scaled_inputs: `all_reduce` reads a scaled input where it lies; the others copy it first, which can be done earlier.
     ordered: sums, broadcasts and checks are told apart by nothing but their order, which all ranks must keep.
     tells_of_leaving: who waits for a rank that has left the step is told (`leave`); otherwise the group's timeout ends it.
-    saves_memory: memory that comes and goes costs nothing, and to wait does not hold up the host: messages have none between
-        gathers, and one reduction is over before the next one is launched.
+    saves_memory: memory that comes and goes costs nothing, and to wait does not hold up the host: one reduction is over before
+        the next one is launched.
     pools_memory: memory that is freed is kept for the next who needs as much. Otherwise an allocator does so already.
     wide_copies: copies walk short rows element by element, so elements are to be as wide as they can. Otherwise a kernel splits
         all rows of a message at once.
