@@ -78,7 +78,10 @@ def weighted_gradients(
         yield factor_of(value, total, units.mesh_info.all.size).value if scale == "loss" else None
         goes_on = more
     except Exception as error:
-        units.give_up(f"{type(error).__name__} left weighted_gradients")
+        if window.refused:
+            goes_on = window.goes_on  # nobody waits, and who tries again finds the micro-batches before
+        else:
+            units.give_up(f"{type(error).__name__} left weighted_gradients")
         raise
     finally:
         units.leave(window, goes_on=goes_on)

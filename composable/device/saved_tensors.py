@@ -108,10 +108,11 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _stretch_around(tensor: Tensor, extent: int) -> tuple[int, int]:
-    """What is copied: the whole storage, which several tensors may share, unless most of it is something else."""
+    """What is copied: the whole storage, which several tensors may share, unless half of it is something else. Two halves are
+    two copies: kernels may write the second one after the first was saved, without the version telling it."""
     item = tensor.element_size()
     start, whole = int(tensor.storage_offset()), tensor.untyped_storage().nbytes() // item
-    if 2 * extent >= whole:
+    if 2 * extent > whole:
         return 0, whole
     return start - start % (_ALIGNED // item), start + extent
 

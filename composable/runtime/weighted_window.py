@@ -21,6 +21,7 @@ class Window:
         active: whether a scope is open.
         goes_on: whether more micro-batches follow.
         lost: whether an error took away what was there.
+        refused: whether all ranks were told that a weight was none, before anything changed.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class Window:
         self.active = False
         self.goes_on = False
         self.lost = False
+        self.refused = False
 
     def close(self, *, goes_on: bool) -> None:
         """A scope ends."""

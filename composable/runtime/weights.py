@@ -84,6 +84,7 @@ class WeighedUnits:
         Args:
             refused: why this rank's weight is none; nothing if it is one.
         """
+        window.refused = False
         mesh_info = self.mesh_info
         reads = mesh_info.all.capabilities.reads_freely
         dtype = torch.float64 if reads else torch.float32  # which not every accelerator has
@@ -98,10 +99,12 @@ class WeighedUnits:
         group = None if mesh_info.group is None else mesh_info.group()
         if group is not None and mesh_info.all.size > 1:
             sums = reduce_numbers(sums, group, largest=False, label=_LABEL)
+        numbers = sums.tolist() if reads else []
+        window.refused = reads and numbers[1] > 0
         if refused:
             raise AnnotationError(refused)
         if reads:
-            weights, others, found, *places = sums.tolist()
+            weights, others, found, *places = numbers
             _refuse_others(others)
             _refuse_other_places(*places, ranks=mesh_info.all.size, here=window.scopes)
             return self._add(window, weights, found, last=last)

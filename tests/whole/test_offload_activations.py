@@ -303,6 +303,37 @@ def test_views_of_one_storage_leave_together() -> None:
         assert sorted(seen.left) == [4 * 8, 4 * 24], "what softmax returns, and all three"
 
 
+class _IntoAHalf(torch.autograd.Function):
+    """Times what a kernel that autograd does not know of puts into a half of some memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, half: Tensor, value: float) -> Tensor:
+        half.data.fill_(value)
+        ctx.save_for_backward(half.detach())
+        return x * value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient * ctx.saved_tensors[0], None, None
+
+
+@spmd(ranks=1)
+def test_halves_of_a_storage_that_are_written_one_after_the_other_leave_as_they_were_written() -> None:
+    class Halves(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            memory = x.detach().new_zeros(512)
+            y = _IntoAHalf.apply(_IntoAHalf.apply(x, memory[:256], 2.0), memory[256:], 3.0)
+            for _ in range(2 * AHEAD):  # so that neither is near any more
+                y = y.sin()
+            return y
+
+    with offloading() as seen:
+        plain, x = _x(256).requires_grad_(), _x(256).requires_grad_()
+        Halves()(plain).sum().backward()
+        offload_activations(Halves(), **seen.options)(x).sum().backward()
+        assert torch.equal(plain.grad, x.grad)
+
+
 def _line_under_autocast(model: nn.Module) -> None:
     with torch.autocast(current_device().type, dtype=torch.bfloat16):
         loss = model(_x()).float().sum()

@@ -164,6 +164,30 @@ def test_all_ranks_raise_where_one_weight_is_refused_and_go_on_together(pool: Po
     assert gradient == same == [1.75]
 
 
+def _refused_in_the_second_micro_batch(verb: Any, held: bool) -> list[float]:
+    model = _model(verb)
+    with no_sync(model, enabled=held), weighted_gradients(model, weight=1, more=True):
+        _backward(model)
+    loss = 5 * model(torch.ones(1, 2)).sum()
+    refused = weighted_gradients(model, weight=float("nan") if dist.get_rank() else 3)
+    with pytest.raises((AnnotationError, RanksDisagreeError)), refused:
+        loss.backward()
+    with pytest.raises(OptimizerError):
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+    with weighted_gradients(model, weight=3):
+        loss.backward()
+    (*_, last) = full_gradients(model).values()
+    assert last is not None
+    return last.flatten().tolist()
+
+
+@pytest.mark.beyond_sim("ranks of accelerators do not read what others said of their weights")
+@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_who_passes_another_weight_after_one_was_refused_goes_on_with_the_step(pool: Pool, verb: Any, held: bool) -> None:
+    assert pool.run(2, _refused_in_the_second_micro_batch, verb, held) == [[4.0], [4.0]]
+
+
 def _lost_step(verb: Any, where: str) -> tuple[list[float], str]:
     """One rank raises in one of two micro-batches; all meet in the next step, whose total is its own."""
     model, place = _model(verb), {"first": 0, "second": 1}.get(where.split(",")[0])
