@@ -162,7 +162,7 @@ class HostCopies:
 def _hold(held: deque[ref[HostCopy]], copy: HostCopy, most: int) -> None:
     """Of those that are on the device, only `copy` and the last ones before it stay, `most` in all."""
     alive = [each for each in (other() for other in held) if each is not None and each is not copy and each.is_near()]
-    for each in alive[: len(alive) + 1 - most]:
+    for each in alive[: max(len(alive) + 1 - most, 0)]:
         each.leave_device()
     held.clear()
     held.extend(map(ref, (*alive[-most + 1 :], copy)))

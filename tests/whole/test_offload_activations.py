@@ -351,6 +351,33 @@ def test_casts_of_parameters_by_autocast_stay() -> None:
 
 
 @spmd(ranks=1)
+def test_what_left_comes_back_once_and_the_last_ones_not_at_all() -> None:
+    class Sines(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3 * AHEAD):
+                x = x.sin()
+            return x
+
+    with offloading() as seen:
+        offload_activations(Sines(), **seen.options)(_x(8).requires_grad_()).sum().backward()
+        assert (len(seen.left), seen.brought) == (3 * AHEAD, 2 * AHEAD)
+
+
+@spmd(ranks=1)
+def test_what_several_read_waits_for_all_of_them_on_the_device() -> None:
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(2 * AHEAD):
+                q, k, v = torch.cat([x, x, x], -1).sin().chunk(3, -1)
+                x = F.softmax(q * k, -1) * v
+            return x
+
+    with offloading() as seen:
+        offload_activations(Attention(), **seen.options)(_x(8, 8).requires_grad_()).sum().backward()
+        assert seen.brought < len(seen.left)
+
+
+@spmd(ranks=1)
 def test_what_is_left_on_the_device_after_forward_is_little() -> None:
     with offloading() as seen:
         torch.manual_seed(0)
