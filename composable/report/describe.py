@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from composable.compilation import unwrapped
 from composable.config import Free, FreeUnlessLast, Keep, ReshardTo, grad_reduce_in_words
 from composable.device.flat_parameters import name_of
-from composable.device.streams import has_streams
+from composable.device.streams import any_has_streams, has_streams
 from composable.errors import few, unit_name
 from composable.model.contract import Annotation, registry
 from composable.model.traversal import REPLICATE, SHARD, managed_parameters
@@ -180,7 +180,8 @@ def describe(module: nn.Module) -> Description:
 def _is_not_offloaded(module: nn.Module) -> bool:
     if OFFLOAD not in _verbs(registry(module)):
         return False
-    return not any(has_streams(tensor.device) for held in (module.parameters(), module.buffers()) for tensor in held)
+    devices = {tensor.device for held in (module.parameters(), module.buffers()) for tensor in held if not tensor.is_meta}
+    return not (any(map(has_streams, devices)) if devices else any_has_streams())  # what holds nothing may run anywhere
 
 
 def _verbs(annotations: Mapping[str, Annotation]) -> list[str]:

@@ -8,6 +8,7 @@ import re
 import weakref
 from collections.abc import Callable
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -646,6 +647,15 @@ def test_on_a_cpu_nothing_is_copied_and_describe_says_so() -> None:
     assert seen, "nobody stands before the hooks around"
     assert "offload_activations: nothing is copied where modules are on the CPU: 0, 1" in str(describe(model))
     assert describe(model).to_dict()["elsewhere"] == {"offload_activations": ["0", "1"]}
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_describe_says_so_of_modules_that_are_nowhere_yet_only_without_an_accelerator(there: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(Line(), nn.Softmax(-1))
+    offload_activations(model, policy={Line, nn.Softmax})
+    with mock.patch("composable.report.describe.any_has_streams", return_value=there):
+        assert describe(model).to_dict()["not_offloaded"] == ([] if there else ["0", "1"])
 
 
 @spmd(ranks=1)
