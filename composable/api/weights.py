@@ -29,7 +29,7 @@ def weighted_gradients(
     enter the scope together, each with its own weight; it is put around backward, and may be around forward, too.
 
     A rank whose weight is zero counts nothing: its gradients are zeros, even where its loss is infinite or NaN. A `grad_reduce`
-    of units does not count inside the scope.
+    of units does not count inside the scope, unless it is the loss that is scaled.
 
     With `more=True` the next scope of the same model goes on with the same mean, whether or not `no_sync` is around them: what
     is there already is scaled to its share. A step begins with cleared gradients (`zero_grad()`); optimizers refuse to step
