@@ -165,7 +165,7 @@ class FlatParameters:
         note_shards(self.shard, layout, self.rank)
         self._late: ElasticBuffer | None = None
         late_numel = 0
-        if layout.packed_numel and not in_one:
+        if layout.packed_numel and communicator.capabilities.saves_memory and not in_one:
             start, end = layout.landing
             late_numel = end - start
             self._late = ElasticBuffer(late_numel, self.compute_dtype, device, pool)
@@ -181,8 +181,8 @@ class FlatParameters:
             self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, self.compute_dtype, device, pool)
         wide = communicator.capabilities.wide_copies
         self._columns: tuple[list[int], list[Tensor]] | None = None if wide else self._plan_columns()
-        if self._columns is None and layout.packed_numel:
-            # Most views can only be made while the memory is there.
+        if wide or (self._columns is None and layout.packed_numel):
+            # Most views, and what a host's communicator plans, can only be made while the memory is there.
             for buffer in (*self.unsharded, self._sent, self._staging):
                 if buffer is not None:
                     buffer.allocate()
