@@ -87,7 +87,7 @@ class ForeignParameterError(ComposableError, RuntimeError):
 
 
 class OutputError(ComposableError, RuntimeError):
-    """The model's: a forward returned nothing that backward could be followed through, or not all that it goes through."""
+    """The model's: a forward returned nothing that backward could be followed through."""
 
 
 class DifferentiationError(ComposableError, RuntimeError):

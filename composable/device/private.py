@@ -283,6 +283,11 @@ def view_without_memory(start: torch.Tensor, shape: Sequence[int], strides: Sequ
     return view
 
 
+# Gives each tensor's version counter a number. `torch.autograd._unsafe_preserve_version_counter` does so around a block of
+# code, and torch's own fully_shard stands on it, too.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+
+
 # The local tensor itself. `to_local()` is public, but makes an alias, or an autograd node, at every call. A getter made in C,
 # because it runs for every parameter in every step.
 local_of: Callable[[DTensor], torch.Tensor] = attrgetter("_local_tensor")

@@ -1,11 +1,17 @@
-"""The parameters of one unit, precision and device, which are gathered together and kept; knows no phase and no gradient."""
+"""The parameters of one unit, precision and device, which are gathered together and kept; knows no phase and no gradient.
+
+Note [Absent parameters]
+Backward comes to a unit by what its forward returned, and gathers its parameters there. By another way, a penalty that forward
+left on a module, it would read memory that is gone, or that others use. So parameters have a version of their own while they
+are not there: autograd finds that what it saved has another one, and raises before anything is read.
+"""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
 from itertools import compress
-from operator import add, attrgetter, ne
+from operator import add, and_, attrgetter, ne
 from typing import Final
 
 import torch
@@ -16,7 +22,7 @@ from composable.device.collectives import Communicator, GatherPart, TagSequence,
 from composable.device.elastic_buffer import ElasticBuffer
 from composable.device.flat_parameters import FlatParameters
 from composable.device.parameter_swap import ShardedParam
-from composable.device.private import innermost, outside_transforms
+from composable.device.private import innermost, outside_transforms, set_versions
 from composable.plan.precision import resolve
 from composable.runtime.mesh_info import MeshInfo
 
@@ -24,6 +30,9 @@ version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-de
 _address: Final = Tensor.data_ptr
 
 
+_ABSENT: Final = (
+    1 << 31
+) - 1  # a version that no parameter comes to; docs/errors.md has it, since users read it in torch's error
 _REMEMBERED: Final = 8  # places of buffers: units take turns in few
 _DIGESTS: Final = 61
 _REGATHERS: Final = 16  # more than a step gathers a unit anew: tags count both in one number
@@ -39,27 +48,27 @@ class DtypeGroup:
     """The parameters of one precision on one device: their buffers, and the coarse shard kept after forward."""
 
     __slots__ = (
-        "_addresses", "_aliased", "_coarse_of_whole", "_communicator", "_for_user", "_full", "_gathered", "_has_messages",
-        "_is_watched", "_outdated", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
-        "_tensors", "_versions", "_watched", "_watched_ones", "_writes", "counted", "flat", "sharded", "unsharded"
+        "_absent", "_addresses", "_aliased", "_coarse_of_whole", "_comes", "_coming", "_communicator", "_for_user", "_full",
+        "_gathered", "_has_messages", "_names", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
+        "_tensors", "_there", "_versions", "_watched", "counted", "flat", "sharded", "unsharded"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, members: Sequence[ShardedParam], mesh_info: MeshInfo) -> None:
         self.flat = flat
         self.sharded = tuple([member.sharded for member in members])
         self.unsharded = tuple([member.unsharded for member in members])
-        # Unsharded parameters to which nobody should write. An embedding with a largest norm does so whenever it is used; what
-        # every rank holds whole is the shard itself, and not lost.
-        self._watched = [
-            index
-            for index, (slot, member) in enumerate(zip(flat.layout.slots, members, strict=True))
-            if not slot.aliased and not any(getattr(place.module, "max_norm", None) is not None for place in member.info.places)
+        # Whose memory comes and goes; what every rank holds whole is the shard itself.
+        self._comes = [not slot.aliased for slot in flat.layout.slots]
+        self._coming = tuple(compress(self.unsharded, self._comes))
+        self._names = list(compress([slot.name for slot in flat.layout.slots], self._comes))
+        # To which of these nobody should write. An embedding with a largest norm does so whenever it is used.
+        normed = [
+            any(getattr(place.module, "max_norm", None) is not None for place in member.info.places) for member in members
         ]
-        self._watched_ones = tuple([self.unsharded[index] for index in self._watched])
-        self._is_watched = [index in self._watched for index in range(len(members))]
-        self._versions = list(map(version_of, self._watched_ones))  # but for those that all had in common since
-        self._outdated = 0  # how many these are
-        self._writes = sum(self._versions)  # all together
+        self._watched = [not each for each in compress(normed, self._comes)]
+        self._there = False
+        self._versions = tuple(map(version_of, self._coming))  # while they are there; see Note [Absent parameters]
+        self._absent = (_ABSENT,) * len(self._coming)
         self._for_user = False  # whether what is gathered is the user's to write to
         # Whose version counters tell of writes to shards: to each parameter, and to local tensors, which count with the buffer.
         self.counted = (*self.sharded, flat.shard)
@@ -129,6 +138,15 @@ class DtypeGroup:
                 self.flat.end_gather()
         elif self._post_forward_shard is not None:
             self._post_forward_shard.free()
+        if not self._there:
+            set_versions(self._coming, self._versions)
+            self._there = True  # last, and first below: after an interrupt in between they count as absent
+
+    def _vanish(self) -> None:
+        """Their memory is about to go."""
+        if self._there:
+            self._there = False
+            set_versions(self._coming, self._absent)
 
     def gather_exact(self, tags: TagSequence, label: str) -> Sequence[Tensor]:
         """Gather all of every parameter in the dtype that it rests in, beside what modules compute with."""
@@ -144,15 +162,6 @@ class DtypeGroup:
         exact.copy_out()
         exact.end_gather()
         return exact.full_views
-
-    def _find_writes(self) -> Sequence[str]:
-        before = [version + self._outdated for version in self._versions]
-        self._versions, self._outdated = list(map(version_of, self._watched_ones)), 0
-        self._writes = sum(self._versions)
-        if self._for_user:
-            return ()
-        slots = self.flat.layout.slots
-        return [slots[i].name for i, old, new in zip(self._watched, before, self._versions, strict=True) if old != new]
 
     def moved(self) -> bool:
         """Whether somebody gave an unsharded parameter other memory: what is gathered would never reach it again."""
@@ -178,15 +187,9 @@ class DtypeGroup:
     def outdate(self, before: Sequence[int], now: Sequence[int]) -> None:
         """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""
         written = _written(before, now)
-        if all(written):  # as an optimizer does it, once per step
-            increment_version(self.unsharded)
-            self._outdated += 1
-            self._writes += len(self._watched_ones)
-            return
-        increment_version(list(compress(self.unsharded, written)))
-        watched = list(compress(written, self._is_watched))
-        self._versions = list(map(add, self._versions, watched))
-        self._writes += sum(watched)
+        live = written if self._there else [each and not comes for each, comes in zip(written, self._comes, strict=True)]
+        increment_version(list(compress(self.unsharded, live)))
+        self._versions = tuple(map(add, self._versions, compress(written, self._comes)))
 
     def written_since(self, before: Sequence[int], now: Sequence[int]) -> list[str]:
         """The names of the parameters that `outdate` would outdate."""
@@ -194,11 +197,20 @@ class DtypeGroup:
 
     def look_for_writes(self) -> Sequence[str]:
         """The names of the parameters whose unsharded ones were written to in place since the last look."""
-        return () if sum(map(version_of, self._watched_ones)) == self._writes else self._find_writes()
+        if not self._there:
+            return ()
+        before, now = self._versions, tuple(map(version_of, self._coming))
+        if now == before:
+            return ()
+        self._versions = now
+        if self._for_user:
+            return ()
+        return list(compress(self._names, map(and_, self._watched, map(ne, before, now))))
 
     def free(self) -> Sequence[str]:
         """Only the shards remain. Names the parameters whose unsharded ones were written to in place: that is lost."""
         written = self.look_for_writes()
+        self._vanish()
         for buffer in self.flat.unsharded:
             buffer.free()
         if self._has_messages:
@@ -208,12 +220,15 @@ class DtypeGroup:
         return written
 
     @outside_transforms
-    def reshard_post_forward(self) -> None:
-        """Only the shards and the coarse shard remain."""
+    def reshard_post_forward(self) -> Sequence[str]:
+        """Only the shards and the coarse shard remain. Names what `free` names."""
+        written = self.look_for_writes()
         if self._post_forward_shard is not None:
+            self._vanish()
             self._post_forward_shard.allocate()
             self._post_forward_shard.tensor.data.copy_(self._coarse_of_whole.data)
             self._full.free()
+        return written
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in the unsharded buffer."""

@@ -192,8 +192,9 @@ class Handle:
                 self.reshard()
             case ReshardTo():
                 self.phase = advance(self.phase, Event.RESHARD_POST_FORWARD, unit=self.name)
-                for each in self.parameters.groups:
-                    each.reshard_post_forward()
+                written = [name for each in self.parameters.groups for name in each.reshard_post_forward()]
+                if written:
+                    refuse_write(written[0], self.name)
 
     def withdraw(self) -> None:
         """Give a gather up that has not landed."""

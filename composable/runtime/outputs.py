@@ -108,15 +108,6 @@ class UnitOutputs:
         return output, aliased or (not found and parameters.trainable)
 
 
-def refuse_hidden_way(unit: str) -> None:
-    """Say that a backward computed with parameters of `unit` that were not there."""
-    raise OutputError(
-        f"fully_shard(unit '{unit}'): backward came to its parameters by a tensor that its forward left elsewhere, past all "
-        "that it returned, and they were not gathered: its gradients would be wrong. Return that tensor, too, and use what is "
-        "returned; or keep the unit unsharded after forward, reshard_after_forward=False"
-    )
-
-
 def _announce(tensors: Iterable[Tensor], entry: Entry, made_here: Callable[[Any], bool]) -> bool:
     found = False
     for tensor in tensors:

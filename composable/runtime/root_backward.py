@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
@@ -15,7 +15,6 @@ from composable.runtime.backward_end import end_of_backward
 from composable.runtime.divergence import say_farewell
 from composable.runtime.gradients import decide, refuse_graph
 from composable.runtime.handle import Handle
-from composable.runtime.outputs import refuse_hidden_way
 from composable.runtime.prefetch import gather_with_next
 from composable.runtime.readers import Readers
 from composable.runtime.step import Iteration, refuse_lost_backward
@@ -49,7 +48,7 @@ class RootBackward:
         self.iteration: Iteration | None = None
         for index, handle in enumerate(handles):
             handle.outputs.on_backward = partial(self.enter, index)
-            handle.gradients.on_unexpected = partial(_come_by_another_way, self._open, handle, index)
+            handle.gradients.on_unexpected = self._open
 
     def expect(self) -> None:
         """A forward begins, or goes on, to which a backward may come."""
@@ -214,10 +213,3 @@ def _free(handle: Handle) -> None:
     handle.calls.hide()
     if not handle.kept_by:
         handle.reshard()
-
-
-def _come_by_another_way(opened: Callable[[], Iteration], handle: Handle, index: int) -> None:
-    """A gradient has come to unit `index`, which backward has not reached through its outputs, or has left."""
-    iteration = opened()
-    if handle.phase is not Phase.UNSHARDED and index not in iteration.entered:
-        refuse_hidden_way(handle.name)
