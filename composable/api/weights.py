@@ -84,7 +84,11 @@ def weighted_gradients(
             units.give_up(f"{type(error).__name__} left weighted_gradients")
         raise
     finally:
-        units.leave(window, goes_on=goes_on)
+        try:
+            units.leave(window, goes_on=goes_on)
+        except BaseException:
+            units.leave(window, goes_on=goes_on)  # whole, if an interrupt has ended it
+            raise
 
 
 def _checked(weight: object, *, reads: bool) -> tuple[Number, str]:

@@ -7,8 +7,8 @@ device too. What has left it is known by a tensor without memory that shares the
 
 Note [What stays]
 Parameters and their views, since they stay on the device anyway, or are gathered anew before backward; so do casts of them by
-autocast, which would travel with every step. Buffers of modules. Whatever is no plain, strided tensor. And what is small: to go
-and come back costs the host more than 0.1 ms and the link some 20 us, whatever the size.
+autocast, which would travel with every step. Buffers of modules. Whatever is no plain, strided tensor. And what is small:
+to go and come back costs the host some time, whatever the size (`MIN_BYTES` in docs/settings.md).
 """
 
 from __future__ import annotations

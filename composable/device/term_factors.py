@@ -65,10 +65,10 @@ class Factor:
         return torch.sparse_coo_tensor(rows.indices(), values, rows.shape, is_coalesced=True, check_invariants=False)
 
     def _in_place_of(self, gradient: Tensor, product: Tensor) -> Tensor:
-        """In its dtype: two tensors without dimensions have the wider one's; and zeros for a factor of zero."""
+        """In its dtype: two tensors without dimensions have the wider one's; and zeros for a factor of zero, not for NaN."""
         assert isinstance(self.value, Tensor)
         product = product.to(gradient.dtype)
         if not self._may_be_zero:
             return product
-        counts = self.value.to(product.device) > 0
-        return torch.where(counts, product, torch.zeros((), dtype=product.dtype, device=product.device))
+        nothing = self.value.to(product.device) <= 0
+        return torch.where(nothing, torch.zeros((), dtype=product.dtype, device=product.device), product)

@@ -66,7 +66,8 @@ class UnitParameters:
         self._buffer_dtype = policy.buffer_dtype
         self._divisor = divisor
         # Without a mesh autograd adds up what is not cast.
-        self.term_hooks = TermHooks(Factor(1.0 / divisor) if self._in_place and divisor not in (None, 1.0) else None)
+        own = Factor(1.0 / divisor) if self._in_place and divisor not in (None, 1.0) else None
+        self.term_hooks = TermHooks(self._added_by_autograd, own)
         self._holders = holders  # modules whose buffers follow the policy
         self._builder = GroupBuilder(self.params, mesh_info, policy, pool, on_gradient)
         self.unit = ""
@@ -122,7 +123,11 @@ class UnitParameters:
                 self.trainable = any(other.trains for other in self.gradient_groups)
         if self._in_place:
             self.trainable = any(param.sharded.requires_grad for param in self.params)
-            self.term_hooks.follow(param.sharded for param in self.params if param.unsharded is param.sharded)
+            self.term_hooks.follow()
+
+    def _added_by_autograd(self) -> list[nn.Parameter]:
+        """The parameters whose gradients no group takes."""
+        return [param.sharded for param in self.params if self._in_place and param.unsharded is param.sharded]
 
     def versions(self) -> Versions:
         """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""

@@ -103,8 +103,8 @@ class Reducer:
         self._rows = SparseGradients([parameters[i] for i in slots], [names[i] for i in slots], communicator, unit)
         self.hooks = BucketHooks(self.parameters, frozen, together, unit)
         share = 1.0 if divisor is None else communicator.size / divisor
-        self.term_hooks = TermHooks(None if share == 1.0 else Factor(share))
-        self.term_hooks.follow([parameters[i] for i in (*self.parameters.dense, *slots) if i not in frozen])
+        trainable = [parameters[i] for i in (*self.parameters.dense, *slots) if i not in frozen]
+        self.term_hooks = TermHooks(lambda: trainable, None if share == 1.0 else Factor(share))
         self.term_hooks.weigh(self.local.accumulation.weight)
         self.buckets: Buckets = self._make_buckets() if communicator.size > 1 else Buckets(self.local, self._round)
         if communicator.size > 1:

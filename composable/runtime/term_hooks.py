@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import is_
 
 from torch import Tensor, nn
@@ -30,45 +30,41 @@ class TermHooks:
     """Hooks on some parameters, which are there only while there is a factor; see Note [Terms].
 
     Args:
+        parameters: gives those that are meant now; asked only while there is a factor.
         own: the factor, where nobody gives another one.
     """
 
-    __slots__ = ("_cell", "_handles", "_hooked", "_own")
+    __slots__ = ("_cell", "_handles", "_hooked", "_own", "_parameters")
 
-    def __init__(self, own: Factor | None = None) -> None:
+    def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], own: Factor | None = None) -> None:
+        self._parameters = parameters
         self._own = own
         self._cell = _Cell()
         self._cell.factor = own
         self._hooked: tuple[nn.Parameter, ...] = ()
         self._handles: list[RemovableHandle] = []
 
-    def follow(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These are the parameters now."""
-        trainable = tuple([parameter for parameter in parameters if parameter.requires_grad])
+    def follow(self) -> None:
+        """Other parameters may be meant, or trainable, now."""
+        if self._cell.factor is None:
+            return
+        trainable = tuple([parameter for parameter in self._parameters() if parameter.requires_grad])
         if len(trainable) != len(self._hooked) or not all(map(is_, trainable, self._hooked)):
             self.remove()
             self._hooked = trainable
-            self._attach()
+            self._handles = [parameter.register_hook(self._cell.multiply) for parameter in trainable]
 
     def weigh(self, factor: Factor | None) -> None:
         """From here on gradients are multiplied by `factor`; None: by what they were multiplied by before."""
         self._cell.factor = self._own if factor is None else factor
         if self._cell.factor is None:
-            self._detach()
-        elif not self._handles:
-            self._attach()
-
-    def _attach(self) -> None:
-        if self._cell.factor is not None:
-            multiply = self._cell.multiply
-            self._handles = [parameter.register_hook(multiply) for parameter in self._hooked]
-
-    def _detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+            self.remove()
+        else:
+            self.follow()
 
     def remove(self) -> None:
         """Leave the parameters alone from here on."""
-        self._detach()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         self._hooked = ()

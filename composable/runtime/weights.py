@@ -10,6 +10,7 @@ docs/decisions/0024-weights.md tells why it is not done otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Final
 
@@ -29,6 +30,7 @@ from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.sharded_unit import ShardedUnit
 from composable.runtime.weighted_window import Number, Window
 
+_PLACES: Final = 16  # micro-batches that are told apart where nobody reads: sums of their squares are exact in float32
 _LABEL: Final = "sum of the weights for weighted_gradients, a scope that all ranks enter together,"
 
 
@@ -89,7 +91,7 @@ class WeighedUnits:
         reads = mesh_info.all.capabilities.reads_freely
         dtype = torch.float64 if reads else torch.float32  # which not every accelerator has
         present = any(parameter.grad is not None for parameter in self.parameters)
-        place = float(window.scopes)
+        place = float(window.scopes if reads else window.scopes % _PLACES)
         said = [float(bool(refused)), float(present), place, place * place]
         if isinstance(weight, Tensor):
             weight = weight.detach().reshape(1).to(mesh_info.device, dtype)
@@ -108,7 +110,7 @@ class WeighedUnits:
             _refuse_others(others)
             _refuse_other_places(*places, ranks=mesh_info.all.size, here=window.scopes)
             return self._add(window, weights, found, last=last)
-        return self._add_unread(window, sums[0], sums[2])
+        return self._add_unread(window, *sums.unbind())
 
     def _add(self, window: Window, weights: float, present: float, *, last: bool) -> float:
         before = float(window.total) if present else 0.0  # who has cleared gradients has begun again
@@ -122,8 +124,12 @@ class WeighedUnits:
             self._multiply(before / total)
         return total
 
-    def _add_unread(self, window: Window, weights: Tensor, present: Tensor) -> Tensor:
-        """The same, of numbers on an accelerator."""
+    def _add_unread(
+        self, window: Window, weights: Tensor, refused: Tensor, present: Tensor, places: Tensor, squares: Tensor
+    ) -> Tensor:
+        """The same, of numbers on an accelerator. Where ranks do not agree, all gradients become NaN: nobody can be told."""
+        agreed = (refused == 0) & (places * places == self.mesh_info.all.size * squares)
+        weights = torch.where(agreed, weights, torch.full_like(weights, math.nan))
         going_on, before = isinstance(window.total, Tensor), torch.where(present > 0, window.total, torch.zeros_like(weights))
         window.total = total = before + weights
         if going_on:
@@ -202,7 +208,7 @@ def factor_of(weight: Number, total: Number, ranks: int) -> Factor:
         weight = weight.detach().reshape(())
         if isinstance(total, Tensor):
             weight = weight.to(total.device, total.dtype)
-        return Factor(torch.where(torch.as_tensor(total > 0), weight * ranks / total, torch.zeros_like(weight)))
+        return Factor(torch.where(torch.as_tensor(total <= 0), torch.zeros_like(weight), weight * ranks / total))
     if weight == 0.0:
         return Factor(0.0)
     return Factor(weight * ranks / total, may_be_zero=False)

@@ -11,6 +11,7 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import fully_shard, no_sync, reduce_gradients, replicate, weighted_gradients
+from composable.device.collectives import communicators_wrapped_by
 from composable.errors import (
     AnnotationError,
     CommunicationError,
@@ -20,6 +21,7 @@ from composable.errors import (
     PhaseError,
     RanksDisagreeError,
 )
+from tests.helpers.communicators import all_accelerators
 from tests.helpers.compare import full_gradients
 from tests.helpers.world import Pool
 
@@ -254,3 +256,20 @@ def test_ranks_that_count_other_micro_batches_are_told(pool: Pool) -> None:
     first, second = pool.run(2, _in_different_micro_batches)
     assert "the ranks are in different micro-batches of a step, this one in number 2" in first
     assert "the ranks are in different micro-batches of a step, this one in number 1" in second
+
+
+def _in_different_micro_batches_unread(verb: Any) -> tuple[bool, bool]:
+    with communicators_wrapped_by(all_accelerators):
+        model = verb(nn.Linear(1, 1))
+    found = []
+    for more in (dist.get_rank() == 0, False):
+        with weighted_gradients(model, weight=1, more=more):
+            model(torch.ones(1, 1)).sum().backward()
+        found.append(all(bool(gradient.isnan().all()) for gradient in full_gradients(model).values() if gradient is not None))
+    return found[0], found[1]
+
+
+@pytest.mark.beyond_sim("these tensors are of the host")
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_gradients_of_ranks_in_other_micro_batches_are_nan_where_nobody_can_be_told(pool: Pool, verb: Any) -> None:
+    assert pool.run(2, _in_different_micro_batches_unread, verb) == [(False, True)] * 2
