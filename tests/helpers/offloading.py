@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from composable import offload_activations
 from composable.device import saved_tensors
 from composable.device.host_copies import HostCopy, copies_of
 from composable.runtime import offload
@@ -60,3 +62,27 @@ def offloading() -> Iterator[Seen]:
         patches.enter_context(mock.patch.object(HostCopy, "__init__", noted))
         patches.enter_context(mock.patch.object(HostCopy, "bring_back", noted_return))
         yield seen
+
+
+class Line(nn.Module):
+    """Saves its input, and what its ReLU returns."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def line(**options: Any) -> Line:
+    """Offloaded; with the same parameters each time."""
+    torch.manual_seed(0)
+    return offload_activations(Line().to(current_device()), **options)
+
+
+def inputs_of(*shape: int) -> Tensor:
+    """The same each time; by default for a `Line`."""
+    shape = shape or (4, 8)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(current_device())

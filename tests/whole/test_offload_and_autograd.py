@@ -1,0 +1,255 @@
+"""Offloaded modules raise where autograd does, leave nothing after errors, and go every way through autograd."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from composable import checkpoint, fully_shard, offload_activations, remove
+from composable.device.host_copies import AHEAD
+from composable.errors import SavedTensorError
+from tests.helpers.compare import full_gradients
+from tests.helpers.offloading import Line, inputs_of, line, offloading
+from tests.helpers.world import current_device, spmd
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=1)
+@pytest.mark.parametrize("annotated", [False, True])
+@pytest.mark.parametrize("what", ["the input", "a view of the input", "the result", "a parameter"])
+def test_what_was_written_to_since_raises_in_backward(what: str, annotated: bool) -> None:
+    with offloading() as seen:
+        model = nn.Sequential(nn.Linear(8, 8), nn.Sigmoid()).to(current_device())
+        if annotated:
+            offload_activations(model, **seen.options)
+        x = inputs_of(4, 8).requires_grad_()
+        entered = x * 1
+        y = model(entered)
+        if current_device().type != "cpu":
+            torch.accelerator.synchronize()  # else the device would find a write to what is being copied
+        with torch.no_grad():
+            if what == "the input":
+                entered.add_(1)
+            elif what == "a view of the input":
+                entered[0].mul_(2)
+            elif what == "the result":
+                y.add_(1)
+            else:
+                model[0].weight.mul_(2)
+        words = r"has been modified by an inplace operation: \[\S*Float\S* \[\d, 8\]\]"
+        with pytest.raises(RuntimeError, match=words) as caught:
+            y.sum().backward()
+        assert isinstance(caught.value, SavedTensorError) == annotated
+        if annotated:
+            assert re.search(r", which Sequential saved for backward, is at version \d; expected version \d", str(caught.value))
+        del y, caught
+        entered.sum().backward()  # an accelerator's thread has dropped the pass before that comes to its end
+        assert not seen.alive
+
+
+@spmd(ranks=2)
+def test_a_step_between_a_forward_and_its_backward_raises_with_shards_too() -> None:
+    with offloading() as seen:
+        model = nn.Sequential(Line(), Line()).to(current_device())
+        fully_shard(model, policy={Line})
+        offload_activations(model, policy={Line}, **seen.options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        first, second = model(inputs_of()), model(inputs_of())
+        first.sum().backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            second.sum().backward()
+
+
+# --- goes wrong -------------------------------------------------------------------------------------------------------
+
+
+class Fails(nn.Module):
+    error: BaseException | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.error is not None:
+            raise self.error
+        return x * x
+
+
+def _fail_in_backward(gradient: Tensor) -> None:
+    raise ValueError("as planned")
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("spread", ["nothing else", "fully_shard", "checkpoint"])
+@pytest.mark.parametrize("error", [ValueError("as planned"), KeyboardInterrupt("as planned")])
+def test_a_forward_that_raises_leaves_nothing(spread: str, error: BaseException) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Line(), nn.Sequential(Line(), Fails()), Line()).to(current_device())
+    with offloading() as seen:
+        offload_activations(model, **seen.options)
+        offload_activations(model[1], **seen.options)
+        if spread == "fully_shard":
+            fully_shard(model, policy={Line})
+        if spread == "checkpoint":
+            checkpoint(model, policy={nn.Sequential})
+        expected = None
+        for failure in (None, error, None):
+            model[1][1].error = failure
+            if failure is None:
+                model(inputs_of()).sum().backward()
+                gradients = full_gradients(model)
+                model.zero_grad()
+                assert expected is None or all(torch.equal(expected[name], each) for name, each in gradients.items())
+                expected = gradients
+                continue
+            with pytest.raises(type(failure)):
+                model(inputs_of())
+            del failure
+            error.__traceback__ = None
+            x = inputs_of().requires_grad_()
+            y = x * x
+            assert not seen.alive, "autograd saves for nobody but itself"
+            del y
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("spread", ["nothing else", "fully_shard"])
+def test_a_backward_that_raises_leaves_nothing(spread: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Line(), Line(), Line()).to(current_device())
+    with offloading() as seen:
+        offload_activations(model, policy={Line}, **seen.options)
+        if spread == "fully_shard":
+            fully_shard(model, policy={Line})
+        model(inputs_of()).sum().backward()
+        expected = full_gradients(model)
+        model.zero_grad()
+        handle = model[1].register_forward_hook(lambda module, args, y: y.register_hook(_fail_in_backward) and None)
+        with pytest.raises(ValueError, match="as planned"):
+            model(inputs_of()).sum().backward()
+        handle.remove()
+        model.zero_grad()
+        model(inputs_of()).sum().backward()
+        assert not seen.alive
+        assert all(torch.equal(expected[name], each) for name, each in full_gradients(model).items())
+
+
+# --- other ways through autograd --------------------------------------------------------------------------------------
+
+
+@spmd(ranks=1)
+def test_gradients_of_gradients_are_the_same() -> None:
+    def penalty(model: nn.Module) -> list[Tensor]:
+        x = inputs_of().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        slope.square().sum().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    with offloading() as seen:
+        model = line(**seen.options)
+        found = penalty(model)
+        assert seen.left
+        remove(model, offload_activations).zero_grad()
+        assert all(torch.equal(*pair) for pair in zip(found, penalty(model), strict=True))
+        assert not seen.alive
+
+
+@spmd(ranks=1)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_torchs_own_checkpointing_goes_around_and_inside(reentrant: bool) -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = Line()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch_checkpoint(self.line, x * x, use_reentrant=reentrant)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        x = inputs_of().requires_grad_()
+        if reentrant:
+            model(x).sum().backward()  # what is inside would see no inputs that need gradients
+        else:
+            torch_checkpoint(model, x, use_reentrant=False).sum().backward()
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    with offloading() as seen:
+        results = []
+        for annotated in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(Line(), Inside(), Line()).to(current_device())
+            if annotated:
+                offload_activations(model, **seen.options)
+            results.append(run(model))
+        assert seen.left
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        assert not seen.alive
+
+
+class _Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return x.mul_(0).add_(y).mul_(gradient), y.mul_(0) + gradient  # in their own memory, as some kernels do
+
+
+class Greedy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Scaled.apply(x.cos(), x.sin()) * x.sin()
+        for _ in range(AHEAD):  # what is near is what forward made, as without offload
+            y = y.sin()
+        return y
+
+
+@spmd(ranks=1)
+def test_functions_that_write_to_what_they_saved_get_memory_that_is_theirs_in_a_second_backward() -> None:
+    with offloading() as seen:
+        x = inputs_of().requires_grad_()
+        y = offload_activations(Greedy(), **seen.options)(x).sum()
+        y.backward(retain_graph=True)
+        first, x.grad = x.grad, None
+        y.backward()
+        assert torch.equal(first, x.grad)
+
+
+@spmd(ranks=1)
+def test_forwards_without_gradients_copy_nothing() -> None:
+    with offloading() as seen:
+        model = line(**seen.options)
+        for context in (torch.no_grad(), torch.inference_mode()):
+            with context:
+                model(inputs_of())
+        model.requires_grad_(False)(inputs_of())
+        assert not seen.left
+
+
+@spmd(ranks=1)
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_modules_keep_what_they_save_on_the_host(backend: str) -> None:
+    torch._dynamo.reset()
+    with offloading() as seen:
+        results = []
+        for annotated in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential(Line(), Line()).to(current_device())
+            if annotated:
+                offload_activations(model, policy={Line}, **seen.options)
+            for line in model:
+                line.compile(backend=backend)
+            for _ in range(2):
+                model.zero_grad()
+                model(inputs_of()).sum().backward()
+            results.append([p.grad for p in model.parameters()])
+        assert seen.left
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+        assert not seen.alive
+    torch._dynamo.reset()
