@@ -34,10 +34,10 @@ class TermHooks:
         own: the factor, where nobody gives another one.
     """
 
-    __slots__ = ("_cell", "_handles", "_hooked", "_own", "_parameters")
+    __slots__ = ("_cell", "_handles", "_hooked", "_meant", "_own")
 
     def __init__(self, parameters: Callable[[], Iterable[nn.Parameter]], own: Factor | None = None) -> None:
-        self._parameters = parameters
+        self._meant = parameters
         self._own = own
         self._cell = _Cell()
         self._cell.factor = own
@@ -48,7 +48,7 @@ class TermHooks:
         """Other parameters may be meant, or trainable, now."""
         if self._cell.factor is None:
             return
-        trainable = tuple([parameter for parameter in self._parameters() if parameter.requires_grad])
+        trainable = tuple([parameter for parameter in self._meant() if parameter.requires_grad])
         if len(trainable) != len(self._hooked) or not all(map(is_, trainable, self._hooked)):
             self.remove()
             self._hooked = trainable
