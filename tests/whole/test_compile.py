@@ -21,6 +21,8 @@ from composable import (
     clip_grad_norm_,
     compilation,
     fully_shard,
+    reshard,
+    unshard,
 )
 from composable.errors import DifferentiationError
 from tests.helpers.compare import full_gradients
@@ -123,7 +125,9 @@ def test_compiled_graphs_keep_no_copies_of_parameters_for_backward() -> None:
         each_block(model, backend="aot_eager")
         (batch,) = CASE.inputs(0, 0, dist.get_rank(), current_device())
         loss = model(batch).square().mean()
+        unshard(model)  # of what is not there autograd shows nothing
         saved = _saved_by_compiled_nodes(loss)
+        reshard(model)
         assert any(tensor.numel() in sizes for tensor in saved), "parameters are among what is saved, or nothing is shown here"
         left = [tensor.shape for tensor in saved if tensor.numel() in sizes and tensor.untyped_storage().nbytes()]
         # The root keeps its parameters until the outermost forward is done; blocks have given theirs back.
@@ -174,7 +178,7 @@ def test_a_compiled_function_may_run_forward_and_backward(pool: Pool, scheme: st
     pool.run(2, _step_in_one_function, scheme, device=pool.device)
 
 
-def _refused_in_compiled_autograd(scheme: str) -> None:
+def _refused_in_compiled_autograd(scheme: str, kind: type[Exception], said: str) -> None:
     with fresh_compiler():
         model = CASE.model(0, 0, current_device())
         plain = copy.deepcopy(model)
@@ -182,7 +186,7 @@ def _refused_in_compiled_autograd(scheme: str) -> None:
         (batch,) = CASE.inputs(0, 0, 0, current_device())
         with (
             torch._dynamo.compiled_autograd._enable(lambda graph: graph),
-            pytest.raises(DifferentiationError, match="compiled"),
+            pytest.raises(kind, match=said),
         ):
             model(batch).square().mean().backward()
         for each in (model, plain):
@@ -191,10 +195,15 @@ def _refused_in_compiled_autograd(scheme: str) -> None:
         torch.testing.assert_close(full_gradients(model), full_gradients(plain), rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("scheme", ["fully_shard", "replicate and checkpoint"])
+@pytest.mark.parametrize("scheme", ["fully_shard without resharding", "replicate and checkpoint"])
 def test_a_backward_that_compiled_autograd_runs_is_refused(pool: Pool, scheme: str) -> None:
     """It does not call what is to be called at its end: no gradient would be averaged, and nobody would know."""
-    pool.run(2, _refused_in_compiled_autograd, scheme)
+    pool.run(2, _refused_in_compiled_autograd, scheme, DifferentiationError, "compiled")
+
+
+def test_a_backward_that_compiled_autograd_runs_finds_parameters_absent_before_anybody_is_called(pool: Pool) -> None:
+    """It takes what all nodes have saved before it runs the first one."""
+    pool.run(2, _refused_in_compiled_autograd, "fully_shard", RuntimeError, "is at version 2147483647")
 
 
 def test_importing_the_library_does_not_import_dynamo() -> None:
