@@ -58,6 +58,7 @@ _EQUIVALENTS: Final = {
     "sharding_strategy": "write reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or call replicate()",
     "use_orig_params": "parameters always keep their identity and names; leave it out",
     "device_mesh": "mesh=",
+    "dp_mesh_dims": "pass the slice of its data-parallel dimensions, mesh=mesh[...]",
     "process_group": "mesh=",
     "ignored_modules": "ignored_params=",
     "ignored_states": "ignored_params=",
