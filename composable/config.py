@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from composable.dtypes import REAL, SHORT
 from composable.errors import AnnotationError, closest
@@ -106,10 +108,14 @@ class MixedPrecisionPolicy:
         reduce_dtype: gradients are sent and summed in it. None: in `param_dtype`. What users see as `.grad` has the parameter's
             dtype again.
         buffer_dtype: buffers are computed with in it; between calls they have their own. What forward writes to them is kept.
+            A dict gives dtypes to FQNs and globs, the last that matches counts, and leaves the others as they are.
         output_dtype: floating-point tensors that the annotated module's forward returns are cast to it. Units inside that a
             policy picks return what they compute, unless the policy gives them an `mp_policy` of their own.
         cast_forward_inputs: floating-point tensors that forward is given are cast to `param_dtype`.
         keep_grads_in_reduce_dtype: `.grad` has the `reduce_dtype`; the optimizer must be one that takes such gradients.
+        full_precision_classes: classes of modules that keep their dtype where the modules around them compute in another one,
+            with all that is below them: what they get is cast to it, and what they return is cast back.
+        full_precision_in_eval: while the outermost annotated module of a call is in evaluation mode, only outputs are cast.
 
     Example:
         >>> fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32"))
@@ -121,11 +127,18 @@ class MixedPrecisionPolicy:
     output_dtype: Any = None
     cast_forward_inputs: bool = True
     keep_grads_in_reduce_dtype: bool = False
+    full_precision_classes: Any = ()
+    full_precision_in_eval: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value, what = getattr(self, field.name), f"MixedPrecisionPolicy: {field.name}"
-            if field.name.endswith("_dtype") and field.default is None:
+            if field.name == "full_precision_classes":
+                object.__setattr__(self, field.name, _classes(value, what))
+            elif field.name == "buffer_dtype" and isinstance(value, Mapping):
+                named = {name: real_dtype(dtype, f"{what}['{name}']") for name, dtype in value.items()}
+                object.__setattr__(self, field.name, named)
+            elif field.name.endswith("_dtype") and field.default is None:
                 if value is not None:
                     object.__setattr__(self, field.name, real_dtype(value, what))
             elif type(value) is not bool:
@@ -134,4 +147,19 @@ class MixedPrecisionPolicy:
     def __str__(self) -> str:
         """What differs from the defaults."""
         said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
+        if self.full_precision_classes:
+            said["full_precision_classes"] = [each.__name__ for each in self.full_precision_classes]
         return ", ".join(f"{name}={value}".replace("torch.", "") for name, value in said.items())
+
+    def in_full_precision(self) -> MixedPrecisionPolicy:
+        """The same for a module that computes, and sums gradients, in the dtype that it has."""
+        return replace(self, param_dtype=None, reduce_dtype=None, buffer_dtype=None)
+
+
+def _classes(value: object, what: str) -> tuple[type[nn.Module], ...]:
+    classes = (value,) if isinstance(value, type) else value
+    if isinstance(classes, list | tuple | set | frozenset):
+        ordered = classes if isinstance(classes, list | tuple) else sorted(classes, key=str)
+        if all(isinstance(each, type) and issubclass(each, nn.Module) for each in ordered):
+            return tuple(ordered)
+    raise AnnotationError(f"{what} must be a class of modules, or several, got {value!r}")

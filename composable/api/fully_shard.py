@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -14,7 +14,16 @@ from torch.distributed.tensor import Shard
 from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import move_buffers
 from composable.api.meshes import Mesh, Spread, device_of, meeting_place, mesh_info_of, refuse_unordered, spread_over
-from composable.api.mp_policy import MixedPrecision, precision_policy
+from composable.api.mp_policy import (
+    MixedPrecision,
+    buffer_holders,
+    exact_modules,
+    ids_of_exact,
+    inherited_inside,
+    is_exact,
+    precision_policy,
+    refuse_unknown_buffers,
+)
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_taken
@@ -34,7 +43,6 @@ from composable.model.contract import contract, on_undo, require_callable
 from composable.model.hooks import attach, detach
 from composable.model.transaction import Transaction, running
 from composable.model.traversal import (
-    REPLICATE,
     SHARD,
     ManagedParameter,
     get_replicated_states,
@@ -150,7 +158,7 @@ def fully_shard(
         spread, precision = _spread_over(modules[0], mesh), precision_policy("fully_shard", mp_policy)
         mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
         divisor = divisor_of("fully_shard", grad_reduce)
-        _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after, precision, divisor)
+        _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after, precision, divisor, assigned.top)
         return module
     spread = _spread_over(modules[0], mesh)
     communicator = meeting_place(spread, device_of(modules[0]))
@@ -168,25 +176,27 @@ def fully_shard(
         refuse_wrapped(modules, "fully_shard", [managed for share in shares for managed in share])
         for parameters in shares:
             refuse_taken("fully_shard", modules, parameters)
-        # What the caller gets is cast where it leaves the module that he annotates; units inside pass on what they compute.
-        inherited = {**common, "mp_policy": replace(precision, output_dtype=None)}
-        options = [common, *({**inherited, **overrides} for overrides in picked.values())]
+        inherited = inherited_inside(modules, list(picked), precision)
+        options = [common, *({**common, "mp_policy": inherited[unit], **overrides} for unit, overrides in picked.items())]
+        for unit, share, own in zip([modules, *([child] for child in picked)], shares, options, strict=True):
+            _refuse_unfit_precision(modules, unit, share, precision_policy("fully_shard", own["mp_policy"]))
         # Asked from the innermost unit outwards, as units are made, and once: the function is the user's.
         placements = [_placements(share, o["shard_placement_fn"]) for share, o in zip(shares[::-1], options[::-1], strict=True)]
         placements.reverse()
-        units = zip([modules[0], *picked], options, placements, strict=True)
-        treatment = [text for unit, o, placed in units for text in _treatment(modules[0], unit, o, placed)]
+        each_unit = zip([modules[0], *picked], options, placements, strict=True)
+        treatment = [text for unit, o, placed in each_unit for text in _treatment(modules[0], unit, o, placed)]
     synchronise("fully_shard", [p for share in shares for p in share], communicator, sync_module_states, treatment)
     mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
     with all_or_none("fully_shard", communicator, *mesh_info.communicators[1:]):
-        for child, share, placed in zip(reversed(picked), reversed(shares[1:]), reversed(placements[1:]), strict=True):
-            overrides = {**inherited, **picked[child]}
-            token = _assigned.set(_Assignment(child, share, placed, running()[-1]))
+        innermost_first = list(zip(picked, shares[1:], placements[1:], options[1:], strict=True))[::-1]
+        for child, share, placed, own in innermost_first:
+            token = _assigned.set(_Assignment(child, share, placed, running()[-1], modules))
             try:
-                fully_shard(child, **overrides)
+                fully_shard(child, **own)
             finally:
                 _assigned.reset(token)
-        _attach_unit(modules, shares[0], placements[0], mesh_info, after, precision, divisor_of("fully_shard", grad_reduce))
+        divisor = divisor_of("fully_shard", grad_reduce)
+        _attach_unit(modules, shares[0], placements[0], mesh_info, after, precision, divisor, modules)
         for each in (modules, *([child] for child in picked)):
             _leave_alone(each, left_out)
         _name_units(modules)
@@ -208,6 +218,7 @@ class _Assignment:
     parameters: Sequence[ManagedParameter]
     placements: Placements
     within: Transaction  # an interrupt may leave this behind
+    top: Sequence[nn.Module]  # that the call annotates
 
 
 # A context variable, so that verbs running in other threads do not see each other.
@@ -239,6 +250,15 @@ def _spread_over(module: nn.Module, mesh: Mesh) -> Spread | None:
     if spread is not None:
         refuse_unordered("fully_shard", spread)
     return spread
+
+
+def _refuse_unfit_precision(
+    top: Sequence[nn.Module], modules: Sequence[nn.Module], share: Sequence[ManagedParameter], precision: MixedPrecisionPolicy
+) -> None:
+    refuse_unknown_buffers("fully_shard", top, precision)
+    below = ids_of_exact(modules, precision)
+    for managed in share:
+        is_exact(managed, below, "fully_shard")
 
 
 def _in_words(spread: Spread | None) -> str:
@@ -313,16 +333,22 @@ def _attach_unit(
     after: AfterForward,
     precision: MixedPrecisionPolicy,
     divisor: float | None,
+    top: Sequence[nn.Module],
 ) -> None:
     """Shard `parameters` and hook `modules` as one unit. Everything that the user got wrong has been refused before."""
     unit = fully_shard.state(modules[0])
     assert unit is not None
+    below = ids_of_exact(modules, precision)
     recipe = Recipe(
-        params=tuple(map(_info, parameters, placements)),
+        params=tuple(
+            _info(each, dim, exact=is_exact(each, below, "fully_shard"))
+            for each, dim in zip(parameters, placements, strict=True)
+        ),
         mesh_info=mesh_info,
         after_forward=after,
         mp_policy=precision,
-        holders=_holders_of_buffers(modules) if precision.buffer_dtype is not None else (),
+        holders=buffer_holders(modules, precision, top),
+        exact=tuple(exact_modules(modules, precision)),
         divisor=divisor,
     )
     on_undo(unit.restore)
@@ -336,14 +362,9 @@ def _attach_unit(
         on_undo(undo)
 
 
-def _info(managed: ManagedParameter, cut_dim: int | None) -> ParamInfo:
+def _info(managed: ManagedParameter, cut_dim: int | None, *, exact: bool) -> ParamInfo:
     places = tuple(Place(place.module, place.name) for place in managed.places)
-    return ParamInfo(managed.fqn, places, cut_dim, managed.parameter.stride())
-
-
-def _holders_of_buffers(modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """The modules of a unit: any of them may have buffers, or get some."""
-    return tuple(below for module in modules for _, below in walk(module, stop=(SHARD, REPLICATE)))
+    return ParamInfo(managed.fqn, places, cut_dim, managed.parameter.stride(), exact)
 
 
 def _leave_alone(modules: Sequence[nn.Module], left_out: Collection[int]) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from composable.device.parameter_swap import ParameterSwap, ShardedParam
+
+
+class BufferHolder(NamedTuple):
+    """A module, and what its floating-point buffers are cast to: all of them, or those that are named."""
+
+    module: nn.Module
+    dtypes: torch.dtype | Mapping[str, torch.dtype]
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """None: the buffer is left as it is."""
+        return self.dtypes.get(name) if isinstance(self.dtypes, Mapping) else self.dtypes
 
 
 class SwapWithBuffers(ParameterSwap):
@@ -16,25 +28,26 @@ class SwapWithBuffers(ParameterSwap):
     At rest modules hold the buffers themselves, in their own dtype: whoever saves, moves or replaces them need not know.
     """
 
-    __slots__ = ("_dtype", "_holders", "_shown")
+    __slots__ = ("_holders", "_shown")
 
-    def __init__(self, params: Sequence[ShardedParam], modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
+    def __init__(self, params: Sequence[ShardedParam], holders: Sequence[BufferHolder]) -> None:
         super().__init__(params)
-        self._holders = modules
-        self._dtype = dtype
+        self._holders = holders
         self._shown: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # place, the buffer itself, its cast
 
     def show(self) -> None:
         super().show()
-        casts: dict[int, Tensor] = {}  # a buffer that modules share stays one
+        casts: dict[tuple[int, torch.dtype], Tensor] = {}  # a buffer that modules share stays one
         with torch.no_grad(), torch.inference_mode(False):
-            for module in self._holders:
+            for holder in self._holders:
+                module = holder.module
                 for name, buffer in module._buffers.items():
-                    if buffer is None or buffer.dtype == self._dtype or not buffer.is_floating_point():
+                    dtype = holder.dtype_of(name)
+                    if dtype is None or buffer is None or buffer.dtype == dtype or not buffer.is_floating_point():
                         continue
-                    cast = casts.get(id(buffer))
+                    cast = casts.get((id(buffer), dtype))
                     if cast is None:
-                        cast = casts[id(buffer)] = buffer.to(self._dtype)
+                        cast = casts[id(buffer), dtype] = buffer.to(dtype)
                     self._shown.append((module, name, buffer, cast))
                     module._buffers[name] = cast
 
@@ -47,12 +60,12 @@ class SwapWithBuffers(ParameterSwap):
                     # What forward did not change keeps all its bits. No version counter tells: batch norm's do not count.
                     buffer.data.copy_(torch.where(buffer.to(cast.dtype) == cast, buffer, cast.to(buffer.dtype)))
                     module._buffers[name] = buffer
-                elif held is not None and held.dtype == self._dtype:  # forward put another tensor there
+                elif held is not None and held.dtype == cast.dtype:  # forward put another tensor there
                     module._buffers[name] = held.to(buffer.dtype)
                 self._shown.pop()
         super().hide()
 
 
-def swap_of(params: Sequence[ShardedParam], modules: Sequence[nn.Module], buffer_dtype: torch.dtype | None) -> ParameterSwap:
+def swap_of(params: Sequence[ShardedParam], holders: Sequence[BufferHolder]) -> ParameterSwap:
     """Which form of a unit's parameters, and of the buffers of its modules, they see."""
-    return ParameterSwap(params) if buffer_dtype is None else SwapWithBuffers(params, modules, buffer_dtype)
+    return SwapWithBuffers(params, holders) if holders else ParameterSwap(params)

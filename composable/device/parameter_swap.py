@@ -30,12 +30,14 @@ class ParamInfo:
         places: every place where it is registered (tied weights: several).
         cut_dim: the dimension that is cut; None for what has no dimensions, or is not cut.
         stride: of the parameter before it was sharded.
+        exact: whether it is computed with in the dtype that it has, whatever the policy says.
     """
 
     fqn: str
     places: tuple[Place, ...]
     cut_dim: int | None = None
     stride: tuple[int, ...] = ()
+    exact: bool = False
 
 
 class ShardedParam:

@@ -231,6 +231,25 @@ class Guard:
         self._handle.remove()
 
 
+class EdgeHooks:
+    """Changes what goes into the forward of a module that is not annotated, and what comes out of it."""
+
+    __slots__ = ("_handles",)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Callable[[nn.Module, Any, Any], tuple[Any, Any]],
+        output: Callable[[nn.Module, Any, Any], Any],
+    ) -> None:
+        before = module.register_forward_pre_hook(inputs, with_kwargs=True)
+        self._handles = [before, module.register_forward_hook(output)]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
 class GuardRow:
     """The guards of one unit, which come and go together.
 

@@ -39,8 +39,9 @@ _REGATHERS: Final = 16  # more than a step gathers a unit anew: tags count both 
 
 
 def digest_of_dtypes(groups: Sequence[DtypeGroup]) -> int:
-    """A number for the dtypes of a unit: who has cast a model alone must not take another rank's bytes for values of his."""
-    dtypes = ", ".join(str(group.flat.dtype) for group in groups)
+    """A number for the dtypes of a unit: who has cast a model alone, or evaluates alone, must not take another rank's bytes for
+    values of his."""
+    dtypes = ", ".join(f"{group.flat.dtype}, {group.flat.compute_dtype}" for group in groups)
     return zlib.crc32(dtypes.encode()) % _DIGESTS * _REGATHERS
 
 

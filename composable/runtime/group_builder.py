@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.config import MixedPrecisionPolicy
-from composable.device.flat_parameters import FlatParameters, dtype_named, memory_order, name_of
+from composable.device.flat_parameters import FlatParameters, dtype_named, memory_order
 from composable.device.memory import MemoryPool
 from composable.device.parameter_forms import adopt_local, cut, keep_gradients_in, make_sharded, make_unsharded
 from composable.device.parameter_labels import copy_attributes
 from composable.device.parameter_swap import ShardedParam
 from composable.device.private import local_of
 from composable.plan.layout import Layout, ParamSpec, plan_layout
-from composable.plan.precision import Precision, resolve
+from composable.plan.precision import Precision
 from composable.runtime.dtype_group import DtypeGroup
 from composable.runtime.gradient_hooks import call_when_accumulated
 from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.unit_precision import UnitPrecision
 
 _CACHE_LINE: Final = 64  # bytes
 
@@ -32,20 +32,20 @@ class GroupBuilder:
         on_gradient: called when autograd has accumulated a gradient of an unsharded parameter.
     """
 
-    __slots__ = ("_in_place", "_mesh_info", "_on_gradient", "_params", "_policy", "_pool")
+    __slots__ = ("_in_place", "_mesh_info", "_on_gradient", "_params", "_pool", "_precision")
 
     def __init__(
         self,
         params: Sequence[ShardedParam],
         mesh_info: MeshInfo,
-        policy: MixedPrecisionPolicy,
+        precision: UnitPrecision,
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
     ) -> None:
         self._params = params
         self._mesh_info = mesh_info
         self._in_place = mesh_info.mesh is None
-        self._policy = policy
+        self._precision = precision
         self._pool = pool
         self._on_gradient = on_gradient
 
@@ -57,7 +57,7 @@ class GroupBuilder:
             assert tensor is not None
             local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
             stays = self._in_place or local.device.type in ("meta", self._mesh_info.device.type)
-            precision = self.precision_of(tensor.dtype)
+            precision = self.precision_of(param, tensor.dtype)
             if precision.changes or not self._in_place:
                 alike.setdefault((precision, local.device if stays else self._mesh_info.device), []).append(param)
         # Everything that can fail happens before the first parameter of the module changes.
@@ -69,11 +69,9 @@ class GroupBuilder:
             groups.append(DtypeGroup(flat, members, self._mesh_info))
         return tuple(groups)
 
-    def precision_of(self, dtype: torch.dtype) -> Precision:
+    def precision_of(self, param: ShardedParam, dtype: torch.dtype) -> Precision:
         """What the policy means for a parameter of `dtype`."""
-        policy = self._policy
-        param, reduce = ((None if asked is None else name_of(asked)) for asked in (policy.param_dtype, policy.reduce_dtype))
-        return resolve(name_of(dtype), param, reduce, keep_reduced=policy.keep_grads_in_reduce_dtype)
+        return self._precision.of(dtype, exact=param.info.exact)
 
     def _flat(self, precision: Precision, device: torch.device, members: Sequence[ShardedParam]) -> FlatParameters:
         communicator = self._mesh_info.shard

@@ -9,6 +9,7 @@ from typing import NoReturn
 from torch import nn
 
 from composable.config import AfterForward, Free, FreeUnlessLast, MixedPrecisionPolicy, ReshardTo
+from composable.device.buffer_swap import BufferHolder
 from composable.device.collectives import TagSequence, Work
 from composable.device.labels import labelled, profiled
 from composable.device.memory import HOST_MEMORY, NO_POOL, MemoryPool
@@ -22,6 +23,7 @@ from composable.runtime.outputs import UnitOutputs
 from composable.runtime.parameters import UnitParameters
 from composable.runtime.shard_versions import ShardVersions
 from composable.runtime.unit_calls import UnitCalls
+from composable.runtime.unit_precision import UnitPrecision
 from composable.runtime.unit_tags import UnitTags
 
 
@@ -33,7 +35,8 @@ class Recipe:
     mesh_info: MeshInfo
     after_forward: AfterForward
     mp_policy: MixedPrecisionPolicy
-    holders: tuple[nn.Module, ...]  # modules whose buffers are cast
+    holders: tuple[BufferHolder, ...]  # modules whose buffers are cast
+    exact: tuple[nn.Module, ...] = ()  # modules that keep their dtype where the unit computes in another one
     divisor: float | None = None  # what sums of gradients are divided by, if not by the number of ranks
 
     def build(self) -> Handle:
@@ -74,8 +77,7 @@ class Handle:
         self.parameters = UnitParameters(
             params,
             mesh_info,
-            recipe.mp_policy,
-            recipe.holders,
+            UnitPrecision(recipe.mp_policy, recipe.holders),
             pool,
             on_gradient=self.gradients.watch.arrived,
             divisor=recipe.divisor,

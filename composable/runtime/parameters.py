@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from composable.config import MixedPrecisionPolicy
 from composable.device.buffer_swap import swap_of
 from composable.device.collectives import TagSequence
 from composable.device.memory import MemoryPool
@@ -23,6 +22,7 @@ from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.optimizer_hooks import Form, note
 from composable.runtime.registered import Registered, RegisteredOwn, RegisteredShards
 from composable.runtime.term_hooks import TermHooks
+from composable.runtime.unit_precision import UnitPrecision
 from composable.runtime.whole_parameters import restore
 
 Versions = list[list[int]]  # of each group's shards
@@ -35,6 +35,7 @@ class UnitParameters:
     cast have a group.
 
     Attributes:
+        precision: in which dtypes they are computed with.
         registered: the parameters as they were left with the modules, to be compared with what these hold later.
         trainable: whether any of them is.
         takes_all_ranks: whether to unshard them takes all ranks that have parts of them.
@@ -44,8 +45,8 @@ class UnitParameters:
     """
 
     __slots__ = (
-        "_buffer_dtype", "_builder", "_divisor", "_holders", "_in_place", "_mesh_info", "gradient_groups", "groups", "on_meta",
-        "params", "registered", "swap", "takes_all_ranks", "term_hooks", "trainable", "unit"
+        "_builder", "_divisor", "_in_place", "_mesh_info", "gradient_groups", "groups", "on_meta", "params", "precision",
+        "registered", "swap", "takes_all_ranks", "term_hooks", "trainable", "unit"
     )  # fmt: skip
 
     registered: Registered
@@ -54,8 +55,7 @@ class UnitParameters:
         self,
         params: Sequence[ShardedParam],
         mesh_info: MeshInfo,
-        policy: MixedPrecisionPolicy,
-        holders: Sequence[nn.Module],
+        precision: UnitPrecision,
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
         divisor: float | None = None,
@@ -63,18 +63,18 @@ class UnitParameters:
         self.params = tuple(params)
         self._mesh_info = mesh_info
         self._in_place = mesh_info.mesh is None
-        self._buffer_dtype = policy.buffer_dtype
         self._divisor = divisor
         # Without a mesh autograd adds up what is not cast.
         own = Factor(1.0 / divisor) if self._in_place and divisor not in (None, 1.0) else None
         self.term_hooks = TermHooks(self._added_by_autograd, own)
-        self._holders = holders  # modules whose buffers follow the policy
-        self._builder = GroupBuilder(self.params, mesh_info, policy, pool, on_gradient)
+        self.precision = precision
+        self._builder = GroupBuilder(self.params, mesh_info, precision, pool, on_gradient)
         self.unit = ""
         self.rebuild()
 
     def rebuild(self) -> None:
         """(Re)build the groups around the parameters as they are now: plain tensors, or DTensors of our placement."""
+        self.precision.follow_mode()
         groups = self.groups = self._builder.build()
         alone = self._mesh_info.all.size == 1
         self.takes_all_ranks = any(alone or group.flat.layout.gathered for group in groups)
@@ -85,7 +85,7 @@ class UnitParameters:
         self.rename(self.unit)
         self.trainable = False
         two_forms = [param for param in self.params if param.unsharded is not param.sharded]
-        self.swap = swap_of(two_forms, self._holders, self._buffer_dtype)
+        self.swap = swap_of(two_forms, self.precision.holders)
         self._note_registered()
         self.follow()
 
@@ -103,7 +103,7 @@ class UnitParameters:
     @property
     def precisions(self) -> list[Precision]:
         """Of each parameter."""
-        return [self._builder.precision_of(param.sharded.dtype) for param in self.params]
+        return [self._builder.precision_of(param, param.sharded.dtype) for param in self.params]
 
     def rename(self, unit: str) -> None:
         """Take the unit's name for messages."""

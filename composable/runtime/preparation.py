@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import is_
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable.device.parameter_forms import trainability
 from composable.device.parameter_swap import ParameterSwap
@@ -47,16 +47,19 @@ class _ParameterWatch:
 class Preparation:
     """Lets the units of one root notice what happened to their parameters and gradients since its last forward."""
 
-    def __init__(self, handles: Sequence[Handle], membership: Membership) -> None:
+    def __init__(self, module: nn.Module, handles: Sequence[Handle], membership: Membership) -> None:
+        self._module = module
         self._handles = tuple(handles)
         self._membership = membership
         # Without a mesh, parameters are the user's own: what they are is looked up each time.
         self._can_watch = all(handle.mesh_info.mesh is not None for handle in handles)
         self._watch: _ParameterWatch | None = None
+        precisions = [handle.parameters.precision for handle in handles]
+        self._with_modes = tuple(precision for precision in precisions if precision.has_modes)
 
     def prepare(self) -> None:
         """May raise: what nobody can compute with is refused."""
-        if self._watch is None or not self._watch.unchanged():
+        if (self._with_modes and self._changed_mode()) or self._watch is None or not self._watch.unchanged():
             self._watch = None
             for handle in self._handles:
                 self._look_into(handle)
@@ -66,10 +69,17 @@ class Preparation:
         for handle in self._handles:
             handle.refresh()
 
+    def _changed_mode(self) -> bool:
+        """Whether dtypes have changed with the mode of the root's module."""
+        trains = self._module.training
+        for precision in self._with_modes:
+            precision.trains = trains
+        return any(precision.outdated for precision in self._with_modes)
+
     @outside_transforms
     def _look_into(self, handle: Handle) -> None:
         parameters = handle.parameters
-        if not parameters.registered.intact():
+        if parameters.precision.outdated or not parameters.registered.intact():
             self._membership.check_ties()
             handle.adopt_replaced()
         if parameters.on_meta:

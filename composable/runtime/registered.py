@@ -121,7 +121,10 @@ class RegisteredOwn:
     def adopt_replaced(self, unit: str) -> bool:
         held = [param.registered for param in self._params]
         precision_of = self._builder.precision_of
-        casts = self._cast or any(tensor is not None and precision_of(tensor.dtype).changes for tensor in held)
+        casts = self._cast or any(
+            tensor is not None and precision_of(param, tensor.dtype).changes
+            for param, tensor in zip(self._params, held, strict=True)
+        )
         if casts and not all(isinstance(tensor, nn.Parameter) for tensor in held):
             return False  # functional_call, which brings its own tensors for one call
         for param, tensor in zip(self._params, held, strict=True):

@@ -65,7 +65,7 @@ class Root:
             handles,
             nesting,
             steps,
-            Preparation(handles, membership),
+            Preparation(module, handles, membership),
             readers,
             SumsInStep(replicated, steps),
             known,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from composable.compilation import untraced
 from composable.device.private import in_backward, next_node
 from composable.runtime.divergence import say_farewell
-from composable.runtime.inputs import EdgeCasts, on_device
+from composable.runtime.inputs import on_device
 from composable.runtime.misuse import outside_of_a_call
 from composable.runtime.planning import Planned, root_for_call
 from composable.runtime.recast import refuse_recast
@@ -38,18 +38,12 @@ class _Call:
         self.since = next_node()
 
 
-class Bracketed(Planned, Protocol):
-    """What a bracket asks of its unit."""
-
-    edges: EdgeCasts | None
-
-
 class ShardedBracket:
     """The calls of one unit's modules. It is copied with its unit, without the calls."""
 
     __slots__ = ("_calls", "_left_to_run", "_unit")
 
-    def __init__(self, unit: Bracketed) -> None:
+    def __init__(self, unit: Planned) -> None:
         self._unit = unit
         self._calls: list[_Call] = []  # that are running
         self._left_to_run: list[nn.Module] = []  # of the unit's modules, until all have computed
@@ -65,7 +59,7 @@ class ShardedBracket:
         call = _Call()
         self._calls.append(call)
         unit = self._unit
-        handle, edges = unit.handle, unit.edges
+        handle = unit.handle
         if in_backward():
             # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
             call.stage = Stage.ENTERING_AGAIN
@@ -73,6 +67,7 @@ class ShardedBracket:
             handle.wait_for_unshard()
             handle.calls.begin()
             call.stage = Stage.RECOMPUTATION
+            edges = handle.parameters.precision.edges
             return (args, kwargs) if edges is None else edges.inputs(args, kwargs)
         root = root_for_call(unit, module)
         call.stage = Stage.OPENING
@@ -84,14 +79,16 @@ class ShardedBracket:
         handle.calls.begin()
         if len(root.running) == 1 and handle.mesh_info.shard.capabilities.moves_inputs:
             args, kwargs = on_device(args, kwargs, handle.parameters.device)
+        edges = handle.parameters.precision.edges
         return (args, kwargs) if edges is None else edges.inputs(args, kwargs)
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         call = self._calls.pop()
         unit = self._unit
-        handle, edges, root = unit.handle, unit.edges, unit.root
+        handle, root = unit.handle, unit.root
         handle.calls.end()
         assert root is not None
+        edges = handle.parameters.precision.edges
         if edges is not None:
             output = edges.output(output)
         if call.stage is Stage.RECOMPUTATION:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -16,9 +16,9 @@ from composable.model.hooks import Guard
 from composable.model.removed_hooks import refuse_removed_hooks
 from composable.model.transaction import is_rolling_back
 from composable.runtime.accumulation import refuse_removal
+from composable.runtime.exact_modules import ExactModule
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.inner_units import InnerUnit, sharded_units_changed
-from composable.runtime.inputs import EdgeCasts, edge_casts
 from composable.runtime.joint_removal import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
 from composable.runtime.optimizer_hooks import Form, forget, note
@@ -26,6 +26,13 @@ from composable.runtime.originals import Originals
 from composable.runtime.recurrent import WeightsInPlace
 from composable.runtime.root import Root
 from composable.runtime.sharded_bracket import ShardedBracket
+
+
+class Removable(Protocol):
+    """Something of a unit's on modules."""
+
+    def remove(self) -> None:
+        """May be called twice."""
 
 
 def _holding(units: Sequence[ShardedUnit]) -> list[ShardedUnit]:
@@ -36,7 +43,7 @@ class ShardedUnit:
     """One fully sharded module, or several that were annotated as one."""
 
     __slots__ = (
-        "__weakref__", "_handle", "_loading", "bracket", "edges", "enclosing", "former", "guards", "in_place", "inner",
+        "__weakref__", "_handle", "_loading", "bracket", "enclosing", "exact", "former", "guards", "in_place", "inner",
         "inside", "modules", "originals", "recipe", "replicated_inside", "root", "spare_name"
     )  # fmt: skip
 
@@ -47,13 +54,13 @@ class ShardedUnit:
         self.enclosing: weakref.ref[ShardedUnit] | None = None
         self.guards: list[Guard] = []
         self.in_place: list[WeightsInPlace] = []
+        self.exact: list[ExactModule] = []
         self.recipe: Recipe | None = None
         self.spare_name = ""
         self.inner = InnerUnit()  # what annotations around it know
         self.inside: list[InnerUnit] = []  # that it is around, or was when they were removed
         self.replicated_inside: list[Place] = []  # places in its tree that replicated units had when it was annotated
         self._handle: Handle | None = None
-        self.edges: EdgeCasts | None = None
         self.originals = Originals()
         self._loading: list[RemovableHandle] = []
         self.bracket = ShardedBracket(self)
@@ -82,17 +89,17 @@ class ShardedUnit:
             self._loading = [each.register_load_state_dict_pre_hook(hook) for each in holders.values()]
         if handle.parameters.groups:
             self.in_place = [WeightsInPlace(module) for module in holders.values() if isinstance(module, nn.RNNBase)]
-        swapped = [*(holders.values() if handle.parameters.groups else ()), *recipe.holders]
+        swapped = [*(holders.values() if handle.parameters.groups else ()), *(holder.module for holder in recipe.holders)]
         for each in dict.fromkeys(swapped):
             self._loading.append(each.register_state_dict_pre_hook(self.settle))
         handle.calls.guarded_by(self.guards)
+        self.exact = [ExactModule(module, self) for module in recipe.exact]
 
     @property
     def handle(self) -> Handle:
         if self._handle is None:
             assert self.recipe is not None, "the unit is used before fully_shard has finished"
             self._handle = self.recipe.build()
-            self.edges = edge_casts(self.recipe.mp_policy)
             self._handle.rename(self.spare_name)
             self._handle.calls.guarded_by(self.guards)
         return self._handle
@@ -143,10 +150,10 @@ class ShardedUnit:
 
     def restore(self) -> None:
         """Undo: whole plain parameters are registered again, the very ones from before where somebody kept them."""
-        undone: tuple[Guard | WeightsInPlace | RemovableHandle, ...] = (*self.guards, *self.in_place, *self._loading)
+        undone: tuple[Removable, ...] = (*self.guards, *self.in_place, *self.exact, *self._loading)
         for each in undone:
             each.remove()
-        self.guards, self.in_place, self._loading = [], [], []
+        self.guards, self.in_place, self.exact, self._loading = [], [], [], []
         sharded_units_changed()
         if self.root is not None and not self.root.running:
             self.root.invalidate()

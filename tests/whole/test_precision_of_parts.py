@@ -1,0 +1,342 @@
+"""Mixed precision, and what keeps its own: modules of some classes, buffers that nobody named, and all of it in evaluation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from composable import (
+    MixedPrecisionPolicy,
+    checkpoint,
+    describe,
+    fully_shard,
+    no_sync,
+    remove,
+    step_on_shards,
+)
+from tests.helpers import compiled
+from tests.helpers.compare import full, full_gradients, full_parameters
+from tests.helpers.refusals import refusal, refused
+from tests.helpers.world import Pool
+
+BF16: Final = torch.bfloat16
+F32: Final = torch.float32
+KEPT: Final = MixedPrecisionPolicy("bf16", "fp32", full_precision_classes=(nn.LayerNorm, nn.modules.batchnorm._BatchNorm))
+
+
+class Part(nn.Module):
+    """Notes what it computes in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 8)
+        self.batch = nn.BatchNorm1d(8)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = x.dtype, self.norm.weight.dtype, self.up.weight.dtype, self.batch.running_mean.dtype
+        return x + self.down(self.batch(self.up(self.norm(x))))
+
+
+def parts(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(Part(), Part(), nn.Linear(8, 3))
+
+
+def numbers(step: int, rank: int = 0) -> Tensor:
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+class _Exactly(nn.Module):
+    """What keeping a module's dtype means, written out."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def weight(self) -> Tensor:
+        return self.inner.weight
+
+    @property
+    def running_mean(self) -> Tensor:
+        return self.inner.running_mean
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.float()).to(x.dtype)
+
+
+def _lowered(model: nn.Sequential) -> nn.Sequential:
+    """A copy that computes in bfloat16, but for its norms."""
+    low = copy.deepcopy(model).to(BF16)
+    for part, own in zip(low[:2], model[:2], strict=True):
+        for name in ("norm", "batch"):
+            setattr(part, name, _Exactly(copy.deepcopy(getattr(own, name))))
+    return low
+
+
+def _seat() -> tuple[int, int]:
+    return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+
+
+# --- classes that keep their dtype ------------------------------------------------------------------------------------
+
+
+def _train_as_written(annotate: Callable[[nn.Module], object]) -> None:
+    ranks, rank = _seat()
+    expected, model = parts(), parts()
+    annotate(model)
+    for step in range(2):
+        lows = [_lowered(expected) for _ in range(ranks)]
+        for low, other in zip(lows, range(ranks), strict=True):
+            outputs = low(numbers(step, other).to(BF16))
+            outputs.float().square().mean().backward()
+            if other == rank:
+                mine = outputs
+        output = model(numbers(step, rank))
+        assert torch.equal(output, mine)
+        output.float().square().mean().backward()
+        gradients = [[p.grad.float() for p in low.parameters()] for low in lows]  # type: ignore[union-attr]
+        for parameter, *terms in zip(expected.parameters(), *gradients, strict=True):
+            parameter.grad = sum(terms[1:], terms[0]) / ranks
+        for (name, found), parameter in zip(full_gradients(model).items(), expected.parameters(), strict=True):
+            assert torch.equal(found, parameter.grad), name  # type: ignore[arg-type]
+        for each in (expected, model):
+            torch.optim.SGD(each.parameters(), lr=0.5).step()
+            each.zero_grad()
+        for own, low in zip(expected.buffers(), lows[rank].buffers(), strict=True):
+            own.copy_(low)
+        for one, other in zip(model.buffers(), expected.buffers(), strict=True):
+            assert torch.equal(one, other)
+    assert model[0].seen == (BF16, F32, BF16, F32)
+
+
+def _recomputed(model: nn.Module) -> None:
+    checkpoint(model, policy={nn.Linear})  # batch norms would count twice
+    fully_shard(model, policy={Part}, mp_policy=KEPT)
+
+
+_SCHEMES: Final[dict[str, Callable[[nn.Module], object]]] = {
+    "units": lambda model: fully_shard(model, policy={Part}, mp_policy=KEPT),
+    "one unit": lambda model: fully_shard(model, mp_policy=KEPT),
+    "norms are units": lambda model: fully_shard(model, policy={Part, nn.LayerNorm, nn.BatchNorm1d}, mp_policy=KEPT),
+    "recomputed": _recomputed,
+}
+
+
+def _classes_keep_their_dtype() -> None:
+    for annotate in _SCHEMES.values():
+        _train_as_written(annotate)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_classes_keep_their_dtype_inside_of_modules_that_do_not(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, _classes_keep_their_dtype)
+
+
+def test_classes_keep_their_dtype_where_there_is_no_group() -> None:
+    _classes_keep_their_dtype()
+
+
+def test_modules_inside_of_such_a_class_keep_theirs_also_as_units() -> None:
+    model = fully_shard(
+        parts(), policy={nn.Linear}, mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype="bf16", full_precision_classes=Part)
+    )
+    assert model(numbers(0)).dtype is BF16
+    assert model[0].seen == (F32, F32, F32, F32)
+    assert [row.computes_in for row in describe(model).rows] == [("float32",)] * 5 + [("bfloat16",)]
+
+
+def test_removal_takes_the_casts_away_and_copies_have_casts_of_their_own() -> None:
+    model = fully_shard(parts(), policy={Part}, mp_policy=KEPT)
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(numbers(0)), model(numbers(0)))
+    remove(model, fully_shard)
+    assert model(numbers(1)).dtype is F32
+    assert not model[0].norm._forward_hooks
+    assert twin(numbers(1)).dtype is BF16
+    assert twin[0].seen == (BF16, F32, BF16, F32)
+
+
+def _compiled_parts_keep_it_too() -> None:
+    with compiled.fresh_compiler():
+        eager, other = (fully_shard(parts(), policy={Part}, mp_policy=KEPT) for _ in range(2))
+        for part in other[:2]:
+            part.compile(backend="aot_eager")
+        for step in range(2):
+            outputs = [model(numbers(step, dist.get_rank())) for model in (eager, other)]
+            torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+            for output in outputs:
+                output.float().square().mean().backward()
+        assert other[0].seen == (BF16, F32, BF16, F32)
+
+
+def test_a_parameter_that_would_have_to_keep_its_dtype_and_be_cast_is_refused() -> None:
+    model = parts()
+    model[0].up.bias = model[0].norm.bias
+    assert refused(model, lambda: fully_shard(model, policy={Part}, mp_policy=KEPT)) == (
+        "AnnotationError: fully_shard: parameter 'norm.bias' is tied: 'norm.bias' keeps its dtype, since "
+        "full_precision_classes has the class of its module or of one around it, and 'up.bias' is cast. Untie them, or name "
+        "the other class, Linear, too"
+    )
+
+
+def test_what_is_no_class_of_modules_is_refused() -> None:
+    for wrong in ("LayerNorm", int, [nn.LayerNorm, 3]):
+        text = refusal(lambda wrong=wrong: MixedPrecisionPolicy("bf16", full_precision_classes=wrong))
+        assert text == (
+            "AnnotationError: MixedPrecisionPolicy: full_precision_classes must be a class of modules, or several, "
+            f"got {wrong!r}"
+        )
+
+
+# --- buffers by name --------------------------------------------------------------------------------------------------
+
+
+class Table(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", torch.full((4,), 1 / 3))
+        self.register_buffer("other", torch.full((4,), 1 / 7))
+        self.register_buffer("steps", torch.tensor(0))
+        self.inner = Table(depth - 1) if depth else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.table.dtype, self.other.dtype, self.steps.dtype
+        self.other += 1
+        x = self.linear(x) * self.table
+        return x if self.inner is None else self.inner(x.to(self.linear.weight.dtype))
+
+
+def test_buffers_are_cast_by_name_at_any_depth_and_come_back_as_they_were() -> None:
+    dtypes = {"table": "bf16", "inner.*table": "fp16", "inner.inner.other": "bf16"}
+    for policy in (None, {Table}):
+        model = Table(2)
+        before = {name: (buffer, buffer.clone()) for name, buffer in model.named_buffers()}
+        fully_shard(model, policy=policy, mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype=dtypes))
+        for step in (1, 2):
+            model(torch.ones(2, 4)).float().sum().backward()
+            assert model.seen == (BF16, F32, torch.int64)
+            assert model.inner.seen == (torch.float16, F32, torch.int64)
+            assert model.inner.inner.seen == (torch.float16, BF16, torch.int64)
+            for name, buffer in model.named_buffers():
+                was, value = before[name]
+                assert buffer is was, name
+                assert name.endswith("other") or torch.equal(buffer, value), name
+            assert torch.equal(model.inner.other, before["inner.other"][1] + step)
+        model.to(torch.float64)
+        model(torch.ones(2, 4)).float().sum().backward()
+        assert model.inner.seen == (torch.float16, torch.float64, torch.int64)
+        assert model.inner.table.dtype is torch.float64
+
+
+def test_names_that_one_buffer_has_twice_each_count() -> None:
+    model = Table(1)
+    model.inner.table = model.table
+    fully_shard(model, mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype={"*": "bf16", "inner.table": "fp16"}))
+    model(torch.ones(2, 4))
+    assert (model.seen[0], model.inner.seen[0]) == (BF16, torch.float16)
+    assert model.inner.table is model.table
+
+
+def test_a_name_that_no_buffer_has_is_refused() -> None:
+    model = Table(1)
+    policy = MixedPrecisionPolicy("bf16", buffer_dtype={"inner.tabel": "bf16"})
+    assert refused(model, lambda: fully_shard(model, mp_policy=policy)) == (
+        "AnnotationError: fully_shard: buffer_dtype names 'inner.tabel', which matches no floating-point buffer; close to it: "
+        "inner.table, inner.other"
+    )
+    assert refusal(lambda: MixedPrecisionPolicy(buffer_dtype={"steps": "int8"})) == (
+        "AnnotationError: MixedPrecisionPolicy: buffer_dtype['steps'] must be one of torch.float64, float32, bfloat16 and "
+        "float16, or its name, e.g. 'bf16'; got 'int8'"
+    )
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+EVAL: Final = MixedPrecisionPolicy("bf16", "fp32", buffer_dtype="bf16", full_precision_in_eval=True)
+
+
+def _evaluation_is_exact_and_training_goes_on(annotate: Callable[..., Any]) -> None:
+    _, rank = _seat()
+    reference, never, model = parts(1), parts(1), parts(1)
+    annotate(model, EVAL)
+    annotate(never, EVAL)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (never, model)]
+    if dist.is_initialized():
+        for optimizer in optimizers:
+            step_on_shards(optimizer)
+    parameters = list(model.parameters())
+    for step in range(2):
+        for each in (never, model):
+            with no_sync(each):
+                each(numbers(step, rank)).float().square().mean().backward()
+            if each is model:  # what is held stays held
+                _compare_evaluation(model, reference, rank)
+            each(numbers(step + 5, rank)).float().square().mean().backward()
+            assert each[0].seen == (BF16, BF16, BF16, BF16)
+        _compare_evaluation(model, reference, rank)  # with gradients there
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        _compare_evaluation(model, reference, rank)
+    assert all(one is other for one, other in zip(parameters, model.parameters(), strict=True))
+    for one, other in zip(full_parameters(model).values(), full_parameters(never).values(), strict=True):
+        assert torch.equal(one, other)
+
+
+def _compare_evaluation(model: nn.Module, reference: nn.Module, rank: int) -> None:
+    reference.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
+    model.eval()
+    reference.eval()
+    x = numbers(9, rank).requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(model(x), reference(x))
+    assert model[0].seen == (F32, F32, F32, F32)
+    model.train()
+    model[0].train(mode=False)  # a part of it
+    assert model(numbers(3, rank)).dtype is BF16
+    assert (model[0].seen[1], model[1].seen[1]) == (BF16, BF16)
+    model[0].train()
+    reference.train()
+
+
+def _evaluates() -> None:
+    for annotate in (
+        lambda model, policy: fully_shard(model, policy={Part}, mp_policy=policy),
+        lambda model, policy: fully_shard(model, mp_policy=policy, reshard_after_forward=False),
+    ):
+        _evaluation_is_exact_and_training_goes_on(annotate)
+
+
+def _gradients_of_evaluation_are_those_of_full_precision() -> None:
+    ranks, rank = _seat()
+    model, reference = parts(2).eval(), parts(2).eval()
+    fully_shard(model, policy={Part}, mp_policy=EVAL)
+    model(numbers(0, rank)).square().mean().backward()
+    for other in range(ranks):
+        (reference(numbers(0, other)).square().mean() / ranks).backward()
+    for one, other in zip(full_gradients(model).values(), reference.parameters(), strict=True):
+        torch.testing.assert_close(one, other.grad)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_evaluation_in_full_precision_is_exact_and_training_goes_on_as_if_it_had_not_been(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, _evaluates)
+
+
+def test_evaluation_is_exact_where_there_is_no_group() -> None:
+    _evaluates()
+
+
+@pytest.mark.parametrize("body", [_compiled_parts_keep_it_too, _gradients_of_evaluation_are_those_of_full_precision])
+def test_two_ranks(pool: Pool, body: Callable[[], None]) -> None:
+    pool.run(2, body)
