@@ -87,7 +87,7 @@ def _ddp(views: bool) -> Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.M
 
 
 LOCAL: Final = "un-annotated"
-ON_SHARDS: Final = "composable-on-shards"  # for those who time clipping or optimizers and can opt in to what works on shards
+ON_SHARDS: Final = "composable-on-shards"  # for those who time clipping, where the library has a function of its own
 
 CONTENDERS: Final[dict[str, Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]]] = {
     LOCAL: _local,
@@ -107,7 +107,7 @@ MEANING: Final = {
     LOCAL: "the model as it is: each rank computes alone, nothing is communicated",
     "composable": "composable `fully_shard(model, policy={Block})`, as it comes: root and last block stay until backward",
     "composable-keep": "the same with `reshard_after_forward=False`",
-    ON_SHARDS: "the same with `step_on_shards(optimizer)` and `composable.clip_grad_norm_`, which work on local shards",
+    ON_SHARDS: "composable that clips with `composable.clip_grad_norm_`, which works on local shards as its optimizers do",
     "composable-replicate": "composable `replicate(model)`",
     "fsdp2": "`torch.distributed.fsdp.fully_shard` on each block and the root, as it comes: the root stays until backward",
     "fsdp2-keep": "the same with `reshard_after_forward=False`",

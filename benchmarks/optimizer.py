@@ -2,7 +2,8 @@
 
 The models' gradients come from a real backward pass, so every contender's optimizer sees what it would see in training.
 `plain shards` are ordinary tensors of the shards' sizes: what a step on the local storage costs without any DTensor.
-`composable-on-shards` is composable after `step_on_shards(optimizer)`, whose results are the same bit for bit.
+`composable` steps local shards of its own accord; `composable-on-dtensors` refuses that, and its results are the same bit for
+bit.
 
     python benchmarks/optimizer.py                 # 389 parameters over 8 ranks
 """
@@ -13,7 +14,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from contenders import LOCAL, ON_SHARDS, add_choice, chosen, scale
+from contenders import LOCAL, add_choice, chosen, scale
 from harness import Measure, Sample, Stopwatch, compete, device_of, series, spread, world_of
 from models import ADAMW_FLAGS, adamw, gpt_task
 from options import parse, parser
@@ -22,12 +23,13 @@ from torch import nn
 
 PLAIN = "plain shards"
 DEFAULT = [LOCAL, "composable", "fsdp2", "fsdp1", "fsdp1-flat"]
+ON_DTENSORS = "composable-on-dtensors"
 CLAIMS: list[Claim] = [
-    (ON_SHARDS, "fsdp2", 0.50),
-    (ON_SHARDS, "composable", None),
-    (ON_SHARDS, PLAIN, None),
-    (ON_SHARDS, "fsdp1-flat", None),
-    ("composable", "fsdp2", None),
+    ("composable", "fsdp2", 0.50),
+    ("composable", ON_DTENSORS, None),
+    ("composable", PLAIN, None),
+    ("composable", "fsdp1-flat", None),
+    (ON_DTENSORS, "fsdp2", None),
 ]
 WIDTH = 32
 
@@ -49,15 +51,17 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     if contender == PLAIN:
         parameters = _plain_shards(task.model, world)
     else:
-        model = scale("composable" if contender == ON_SHARDS else contender, task.model, task.units, device=device, world=world)
+        model = scale(
+            "composable" if contender == ON_DTENSORS else contender, task.model, task.units, device=device, world=world
+        )
         task.loss(model, 0).backward()
         parameters = list(model.parameters())
     optimizers = {flag: adamw(parameters, flag, rate=1e-6) for flag in options.flags}
-    if contender == ON_SHARDS:
+    if contender == ON_DTENSORS:
         from composable import step_on_shards
 
         for optimizer in optimizers.values():
-            step_on_shards(optimizer)
+            step_on_shards(optimizer).remove()
     watch = Stopwatch(device, host=True)
 
     def measure() -> Sample:
@@ -81,7 +85,7 @@ def main() -> None:
     add_choice(options, DEFAULT)
     found = parse(options, units=2)
     found.flags = usable_flags(found)
-    names = [*chosen(options, found.contenders), ON_SHARDS, PLAIN]
+    names = [*chosen(options, found.contenders), ON_DTENSORS, PLAIN]
     rounds = compete(build, names, found)
     medians = {name: [spread(series(rounds, name, flag))["median"] * 1e3 for flag in found.flags] for name in names}
     rows = [[name, *[f"{value:.2f}" for value in values]] for name, values in medians.items()]

@@ -2,10 +2,10 @@
 
 A fake process group answers every collective at once, and the units are so small that what remains is the host's work.
 `added` is a contender's time above the un-annotated model's in the same round, divided by the number of units.
-All clip and step with torch's own functions on what their parameters are; FSDP1 has a clip function of its own, and
-`composable-on-shards` is composable with `clip_grad_norm_` and `step_on_shards` of the library, which do the same to the local
-shards, where FSDP2 clips and steps DTensors. `un-annotated` clips and steps whole parameters with torch's, so what is added
-by work on shards may be less than nothing in these two phases.
+All clip with torch's own function on what their parameters are; FSDP1 has one of its own, and `composable-on-shards` is
+composable with its `clip_grad_norm_`, which does the same to the local shards. All step with torch's AdamW: FSDP2 DTensors,
+composable the local shards of its own accord. `un-annotated` clips and steps whole parameters, so what is added by work on
+shards may be less than nothing in these two phases.
 
     python benchmarks/overhead.py                          # 32 transformer blocks of 12 parameters
     python benchmarks/overhead.py --units 1..128           # how it grows with the units
@@ -39,7 +39,7 @@ RATIOS = [
 WORDS = {
     "step": "whole step",
     "engine": "forward and backward",
-    ON_SHARDS: "composable, clipping and stepping on shards (opt-in)",
+    ON_SHARDS: "composable with its own clipping",
 }
 WIDTH = 32  # wider ones would measure arithmetic and memory, not the host's work
 
@@ -65,9 +65,8 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     watch = Stopwatch(device, host=True)
     clip = getattr(model, "clip_grad_norm_", None)  # FSDP1 has its own; torch's would see one shard
     if contender.endswith(ON_SHARDS):
-        from composable import clip_grad_norm_, step_on_shards
+        from composable import clip_grad_norm_
 
-        step_on_shards(optimizer)
         clip = partial(clip_grad_norm_, parameters)
 
     def measure() -> Sample:

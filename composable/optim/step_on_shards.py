@@ -1,10 +1,15 @@
-"""The verb `step_on_shards`: what it accepts, and how an optimizer's code comes to see local tensors; knows no arithmetic.
+"""Which optimizers step on shards, asked or not, and how their code comes to see local tensors; knows no arithmetic.
 
 Note [The stand-in]
 A hook before `step` may change the arguments of the call, the first of which is the optimizer itself. Ours puts a stand-in in
 its place: an object that shares the optimizer's attributes and code, but shows groups and state of its own. So torch's code
 steps local tensors, while the optimizer that hooks, closures and schedulers know is never touched, whatever happens in between.
 The stand-in's groups are made when the code asks for them: after all hooks, and after the closure.
+
+Note [Not asked]
+An optimizer of the list below does so from its first step of sharded parameters, since every bit of the result is the same.
+It keeps the implementation, too, that torch would have chosen: over DTensors that is the loop, unless `foreach` or `fused` was
+said. One that was asked chooses anew, over what it is handed.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import weakref
 from functools import cache
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from torch import optim
@@ -21,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from composable.device.private import step_code, step_hooks
 from composable.errors import OptimizerError
 from composable.optim.stepping import Plan
+from composable.runtime.optimizer_hooks import at_first_step
 
 ELEMENTWISE: Final = (
     optim.SGD,
@@ -43,10 +50,19 @@ _WHOLE: Final = {
 }
 
 
-class ShardStepping:
-    """An optimizer steps on its local shards until `remove()` is called."""
+_left_alone: Final[WeakSet[Optimizer]] = WeakSet()
 
-    def __init__(self, optimizer: Optimizer) -> None:
+
+class ShardStepping:
+    """An optimizer steps on its local shards until `remove()` is called. Made by `step_on_shards`, or by a first step.
+
+    Args:
+        optimizer: the one that does.
+        asked: whether somebody asked for it.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, asked: bool = True) -> None:
+        self._asked = asked
         # Not a reference: state would live until the garbage collector found the cycle.
         self._optimizer = weakref.ref(optimizer)
         self._plan: Plan | None = None
@@ -60,13 +76,20 @@ class ShardStepping:
         self._keep_next_to_step(optimizer)
 
     def remove(self) -> None:
-        """The optimizer steps as before `step_on_shards`; its state stays where it is. May be called again."""
+        """The optimizer steps its parameters as they are from now on; its state stays where it is. May be called again."""
         optimizer = self._optimizer()
         if optimizer is not None:
             self._close(optimizer)
+            _left_alone.add(optimizer)
         for hook in (self._before, self._after, *self._others):
             hook.remove()
         self._plan = None
+
+    def ask(self) -> None:
+        """It was asked for, if it was not before; see Note [Not asked]."""
+        if not self._asked:
+            self._asked = True
+            self._plan = None
 
     # --- around a step ----------------------------------------------------------------------------------------------
 
@@ -115,7 +138,7 @@ class ShardStepping:
         with torch.no_grad():
             if self._plan is None or not self._plan.holds(optimizer):
                 self._plan = None
-                self._plan = Plan(optimizer)
+                self._plan = Plan(optimizer, chooses=self._asked)
             self._is_open = True
             return self._plan.open(optimizer)
 
@@ -147,7 +170,7 @@ def _differentiable(optimizer: Optimizer) -> bool:
 
 
 def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardStepping:
-    """Let an optimizer step the local shards of its parameters, many at once, with the very same results.
+    """Let an optimizer step the local shards of its parameters, many at once, with the very same results; or refuse it.
 
     A step on DTensors pays the host for every operation on every parameter. An element-wise optimizer does not need to
     know that its tensors are shards: from here on its own code, unchanged, is handed plain local tensors, and where
@@ -155,7 +178,10 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
     have been. `param_groups`, `state`, state dicts, schedulers, hooks, closures and gradient scalers see what they saw before:
     the parameters and their state, as DTensors, under their own keys. Parameters that are not sharded are stepped as they are.
 
-    Call it at any time after the optimizer was made. Copies and unpickled optimizers step as usual until it is called on them.
+    The optimizers listed below need not be asked: they do so from their first step of sharded parameters.
+    `step_on_shards(optimizer).remove()`, at any time, makes one step DTensors as torch does, for good. Call it
+    for an optimizer that is not listed, after that, or on an accelerator for torch's default of `foreach`, which it
+    does not choose over DTensors and unasked does not take here either.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop or Rprop of `torch.optim`, in any
@@ -187,11 +213,31 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
             f"step_on_shards: this {type(optimizer).__name__} is differentiable: its steps become part of a graph that local "
             "tensors would be missing from; leave step_on_shards out, or differentiable=True"
         )
-    for hook in step_hooks(optimizer)[0].values():
-        there = getattr(hook, "__self__", None)
-        if isinstance(there, ShardStepping):
-            return there
-    return ShardStepping(optimizer)
+    there = _stepping_of(optimizer)
+    if there is None:
+        _left_alone.discard(optimizer)
+        return ShardStepping(optimizer)
+    there.ask()
+    return there
+
+
+def _stepping_of(optimizer: Optimizer) -> ShardStepping | None:
+    owners = (getattr(hook, "__self__", None) for hook in step_hooks(optimizer)[0].values())
+    return next((owner for owner in owners if isinstance(owner, ShardStepping)), None)
+
+
+@at_first_step
+def _without_being_asked(optimizer: Optimizer) -> None:
+    if optimizer not in _left_alone and _stepping_of(optimizer) is None:
+        known = _known_base(type(optimizer)) is not None
+        if known and not _differentiable(optimizer):
+            ShardStepping(optimizer, asked=False)
+
+
+def _known_base(kind: type[Optimizer]) -> type[Optimizer] | None:
+    """The optimizer on the list whose code `kind` steps with."""
+    base = next((each for each in reversed(ELEMENTWISE) if issubclass(kind, each)), None)
+    return base if base is not None and step_code(kind) == step_code(base) else None
 
 
 def _check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
@@ -204,9 +250,9 @@ def _check_elementwise(optimizer: Optimizer, vouched: bool) -> None:
             )
     if vouched:
         return
-    base = next((kind for kind in reversed(ELEMENTWISE) if isinstance(optimizer, kind)), None)
-    if base is not None and step_code(type(optimizer)) == step_code(base):
+    if _known_base(type(optimizer)) is not None:
         return
+    base = next((kind for kind in reversed(ELEMENTWISE) if isinstance(optimizer, kind)), None)
     what = f"{name} is not known here" if base is None else f"{name} changes how {base.__name__} steps"
     raise OptimizerError(
         f"step_on_shards: {what}. If it updates each element from that element of the parameter, its gradient and its state "

@@ -32,6 +32,11 @@ def _same(some: Iterable[object], others: Iterable[object]) -> bool:
     return all(map(is_, some, others))
 
 
+def _says(group: dict[str, Any]) -> bool:
+    """Whether a group says how it is to be stepped, or cannot."""
+    return "foreach" not in group or group["foreach"] is not None or bool(group.get("fused"))
+
+
 def _anchor(gradient: Tensor) -> Tensor:
     """The tensor by which a gradient is recognised: a `DTensor` may be another one, the memory is what counts."""
     return local_of(gradient) if isinstance(gradient, DTensor) else gradient
@@ -101,9 +106,15 @@ class _Group:
 
 
 class Plan:
-    """How one optimizer steps: `open` before its code runs, `close` after it."""
+    """How one optimizer steps: `open` before its code runs, `close` after it.
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    Args:
+        chooses: whether torch's code chooses its implementation anew, by the tensors that it is shown. Otherwise it is the one
+            that it would have chosen by the user's parameters.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, chooses: bool = True) -> None:
+        self._chooses = chooses
         self.state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._groups = [_Group(group, optimizer.state) for group in optimizer.param_groups]
         self._spans = [span for group in self._groups for span in group.spans]
@@ -143,13 +154,15 @@ class Plan:
                 self.state.pop(parameter, None)
         self._shown = []
         for ours, group in zip(self._groups, optimizer.param_groups, strict=True):
-            self._show(group, [*[span.tensor for span in ours.spans], *ours.plain])
+            # The loop is what it takes where DTensors are in the group, unless somebody said otherwise.
+            kept = {} if self._chooses or not ours.seen or _says(group) else {"foreach": False}
+            self._show(group, [*[span.tensor for span in ours.spans], *ours.plain], kept)
             if ours.odd:
-                self._show(group, ours.odd)
+                self._show(group, ours.odd, {})
         return [shown for _, shown, _ in self._shown]
 
-    def _show(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        shown = {**group, "params": parameters}
+    def _show(self, group: dict[str, Any], parameters: list[Tensor], kept: dict[str, bool]) -> None:
+        shown = {**group, **kept, "params": parameters}
         self._shown.append((group, shown, dict(shown)))
 
     def close(self, optimizer: Optimizer) -> None:

@@ -19,6 +19,7 @@ which decide differently wait for each other, and time out by name, and do not c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from operator import attrgetter
 from typing import Any, Final
@@ -96,6 +97,7 @@ class _Holding:
         self._points: list[int] = []  # sharded, without dimensions
         self._spread: dict[int, list[Any]] = {}  # of these, the state that is spread as they are; as of the last step
         self.loaded = True  # state may have come from elsewhere since the last step
+        self._stepped = False
         if former is not None and former._ids == self._ids:
             self._spread = former._spread
         for index, parameter in enumerate(parameters):
@@ -113,6 +115,11 @@ class _Holding:
 
     def before_step(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         """Some optimizers drop gradients as they go."""
+        if not self._stepped:
+            self._stepped = True
+            if self._sharded:
+                for call in _at_first_step:
+                    call(optimizer)
         if self.loaded:
             if type(optimizer).__module__.startswith("torch.optim"):
                 self._refuse_whole_state(optimizer, parameters)
@@ -148,6 +155,13 @@ class _Holding:
 
 
 _holdings: WeakKeyDictionary[Optimizer, _Holding] = WeakKeyDictionary()
+_at_first_step: Final[list[Callable[[Optimizer], None]]] = []
+
+
+def at_first_step(call: Callable[[Optimizer], None]) -> Callable[[Optimizer], None]:
+    """Call this before an optimizer's first step of sharded parameters, and again when others have come since."""
+    _at_first_step.append(call)
+    return call
 
 
 def _look_up(optimizer: Optimizer) -> tuple[_Holding, list[nn.Parameter]]:

@@ -52,7 +52,7 @@ AXES: Final[dict[str, tuple[str, ...]]] = {
     "offloaded": ("nothing", "activations"),
     "hooks": ("none", "on tensors"),
     "frozen": ("nothing", "a block", "biases"),
-    "step": ("plain", "on shards"),
+    "step": ("on shards", "on DTensors"),
 }  # fmt: skip
 
 FOUR_RANKS: Final = {"neighbours", "experts"}  # on two they are nothing of their own
@@ -240,8 +240,8 @@ def train(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
     model = made(combination)
     annotate(model, combination)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    if combination.step == "on shards":
-        step_on_shards(optimizer)
+    if combination.step == "on DTensors":
+        step_on_shards(optimizer).remove()
     for step in range(STEPS):
         for micro_batch in range(MICRO_BATCHES):
             batch, tokens = batch_of(step, micro_batch)

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from composable import step_on_shards
 from tests.helpers.world import Pool, current_device, need_devices
-from tests.optim.twins import Twins, assert_same, local, make_twins, run_lengths, train
+from tests.optim.twins import Twins, assert_same, local, make_twins, run_lengths, stepped_by_torch, train
 
 ADAMW: Final = ("AdamW", {"foreach": True})
 LOOP: Final = ("AdamW", {"foreach": False})
@@ -99,7 +99,7 @@ def _copies() -> None:
     twins = make_twins(*ADAMW)
     _after_steps(twins, 0, 1)
     expected, actual = (copy.deepcopy((m, o)) for m, o in zip(twins.models, twins.optimizers, strict=True))
-    copied = Twins((expected[0], actual[0]), (expected[1], actual[1]), twins.handle)
+    copied = Twins((expected[0], actual[0]), (stepped_by_torch(expected[1]), actual[1]), twins.handle)
     copied.check("right after the copy")
     _after_steps(copied, 2)
     _after_steps(twins, 2, 3)

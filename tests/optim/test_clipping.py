@@ -18,7 +18,7 @@ from composable import clip_grad_norm_, fully_shard, replicate, step_on_shards
 from composable.device.collectives import reduce_numbers
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, need_devices
-from tests.optim.twins import run_lengths
+from tests.optim.twins import run_lengths, stepped_by_torch
 
 ORDERS: Final = (1, 2.0, 3, math.inf)
 Annotate = Callable[["Net"], object]
@@ -329,6 +329,7 @@ def _with_steps_on_shards() -> list[int]:
     for model in models:
         _replicate_in_shards(model)
     optimizers = [optim.AdamW(model.parameters(), lr=0.01, foreach=False) for model in models]
+    stepped_by_torch(optimizers[0])
     handle = step_on_shards(optimizers[1])
     plans = []
     for step in range(4):

@@ -183,10 +183,16 @@ def make_twins(name: str, flag: dict[str, bool], *, dtype: torch.dtype = torch.f
     kind, options = OPTIMIZERS[name]
     models = sharded_model(dtype), sharded_model(dtype)
     one, other = (kind(groups_of(model, options["lr"], apart=any(flag.values())), **options, **flag) for model in models)  # type: ignore[call-arg]
-    twins = Twins(models, (one, other), step_on_shards(other))
+    twins = Twins(models, (stepped_by_torch(one), other), step_on_shards(other))
     if not opt_in:
         twins.handle.remove()
     return twins
+
+
+def stepped_by_torch(optimizer: Optimizer) -> Optimizer:
+    """It steps its parameters as they are."""
+    step_on_shards(optimizer).remove()
+    return optimizer
 
 
 def plain_copies(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -116,6 +116,7 @@ def _clipping_and_steps_on_shards_see_the_parameters_at_rest() -> None:
     models = [fully_shard(model_of(7), policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32")) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     step_on_shards(optimizers[0])
+    step_on_shards(optimizers[1]).remove()
     for _ in range(2):
         norms = []
         for model, optimizer in zip(models, optimizers, strict=True):

@@ -161,8 +161,8 @@ def test_what_is_written_into_a_state_dict_is_computed_with(pool: Pool, device: 
 def _checkpoint(folder: str, runs: bool) -> None:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    if runs:
-        step_on_shards(optimizer)
+    if not runs:
+        step_on_shards(optimizer).remove()
     _train(model, optimizer)
     before = copy.deepcopy(model.state_dict())
     pending = dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder)

@@ -50,8 +50,8 @@ def _train(width: int, options: dict[str, Any], runs: bool) -> None:
     before = {name: p.stride() for name, p in model.named_parameters()}
     fully_shard(model, policy={nn.Linear}, **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1) for m in (plain, model)]
-    if runs:
-        step_on_shards(optimizers[1])
+    if not runs:
+        step_on_shards(optimizers[1]).remove()
     for step in range(3):
         x = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(step)).to(current_device())
         for each, optimizer in zip((plain, model), optimizers, strict=True):

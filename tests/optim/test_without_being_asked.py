@@ -1,0 +1,172 @@
+"""Optimizers whose results are the same step on shards without being asked, and can be told not to."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from composable import ShardStepping, fully_shard, replicate, step_on_shards
+from composable.device.private import step_hooks
+from tests.helpers.compiled import fresh_compiler
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.optim.twins import OPTIMIZERS, Twins, groups_of, run_lengths, sharded_model, stepped_by_torch
+
+
+def _stepping_of(optimizer: Optimizer) -> ShardStepping | None:
+    owners = [getattr(hook, "__self__", None) for hook in step_hooks(optimizer)[0].values()]
+    found = [owner for owner in owners if isinstance(owner, ShardStepping)]
+    assert len(found) < 2
+    return found[0] if found else None
+
+
+def _as_torch_chooses(name: str) -> None:
+    """No implementation is said: both take the one that torch takes for DTensors."""
+    kind, options = OPTIMIZERS[name]
+    models = sharded_model(), sharded_model()
+    one, other = (kind(groups_of(model, options["lr"], apart=True), **options) for model in models)  # type: ignore[call-arg]
+    assert _stepping_of(other) is None
+    twins = Twins(models, (stepped_by_torch(one), other), step_on_shards(kind(groups_of(models[1], 0.1, apart=True))))  # type: ignore[call-arg]
+    for number in range(4):
+        twins.step(number)
+        twins.check(f"step {number}")
+    stepping = _stepping_of(other)
+    assert stepping is not None
+    assert max(run_lengths(stepping)) > 1
+    assert _stepping_of(one) is None
+
+
+def test_every_bit_is_what_torch_would_have_made_of_it(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    for name in ("AdamW", "SGD with momentum", "Adagrad"):
+        pool.run(2, _as_torch_chooses, name, device=device)
+
+
+class _Halving(optim.AdamW):
+    """Steps in a way of its own."""
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.5)
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 4, bias=False)).to(current_device())
+    fully_shard(model, policy={nn.Linear})
+    return model
+
+
+def _step(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 4, device=current_device())).square().mean().backward()
+    optimizer.step()
+
+
+@spmd(ranks=2)
+def test_those_that_nobody_vouches_for_are_left_alone() -> None:
+    for make in (
+        lambda parameters: _Halving(parameters),
+        lambda parameters: optim.Muon(parameters, lr=0.1),
+        lambda parameters: optim.Adam(parameters, lr=0.1, differentiable=True),
+    ):
+        model = _model()
+        optimizer = make(model.parameters())
+        try:
+            _step(model, optimizer)
+        except RuntimeError:
+            assert optimizer.defaults.get("differentiable")  # torch refuses to write to leaves
+        assert _stepping_of(optimizer) is None
+
+
+@spmd(ranks=2)
+def test_models_without_shards_are_none_of_its_business() -> None:
+    for model in (nn.Linear(4, 4), replicate(nn.Linear(4, 4))):
+        optimizer = optim.AdamW(model.parameters())
+        _step(model, optimizer)
+        assert _stepping_of(optimizer) is None
+
+
+@spmd(ranks=2)
+def test_a_refusal_holds_until_it_is_asked_for() -> None:
+    for steps_before in (0, 2):
+        model = _model()
+        optimizer = optim.AdamW(model.parameters())
+        for _ in range(steps_before):
+            _step(model, optimizer)
+        assert (_stepping_of(optimizer) is not None) is (steps_before > 0)
+        step_on_shards(optimizer).remove()
+        for _ in range(2):
+            _step(model, optimizer)
+            assert _stepping_of(optimizer) is None
+        handle = step_on_shards(optimizer)
+        _step(model, optimizer)
+        assert _stepping_of(optimizer) is handle
+
+
+@spmd(ranks=2)
+def test_copies_and_loaded_states_go_on() -> None:
+    model = _model()
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        _step(model, optimizer)
+    other = copy.deepcopy((model, optimizer))
+    third = _model()
+    third.load_state_dict(model.state_dict())
+    loaded = optim.AdamW(third.parameters(), lr=0.1)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for each in ((model, optimizer), other, (third, loaded)):
+        _step(*each)
+        assert _stepping_of(each[1]) is not None
+    for mine, copied, read in zip(model.parameters(), other[0].parameters(), third.parameters(), strict=True):
+        assert torch.equal(_local(mine), _local(copied))
+        assert torch.equal(_local(mine), _local(read))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local()  # type: ignore[no-any-return, attr-defined]
+
+
+@spmd(ranks=2)
+def test_a_closure_is_called_once_and_its_gradients_are_stepped() -> None:
+    models = _model(), _model()
+    optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in models]
+    stepped_by_torch(optimizers[0])
+    calls = []
+
+    def closure(model: nn.Module, optimizer: Optimizer) -> Tensor:
+        calls.append(model)
+        optimizer.zero_grad()
+        loss: Tensor = model(torch.ones(2, 4, device=current_device())).square().mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.step(lambda model=model, optimizer=optimizer: closure(model, optimizer))  # type: ignore[misc]
+    assert len(calls) == 4
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(_local(one), _local(other))
+
+
+def _compiled() -> None:
+    with fresh_compiler():
+        models = _model(), _model()
+        optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in models]
+        compiled = torch.compile(optimizers[1].step, backend="eager")
+        for _ in range(3):
+            for model, optimizer, step in zip(models, optimizers, (optimizers[0].step, compiled), strict=True):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4, device=current_device())).square().mean().backward()
+                step()
+        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            torch.testing.assert_close(_local(one), _local(other))
+
+
+def test_a_compiled_step_trains_as_an_eager_one(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _compiled, device=device)
