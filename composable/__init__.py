@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from composable import errors, traversal
 from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint
+from composable.api.comm_hooks import register_comm_hook
 from composable.api.fully_shard import fully_shard
 from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
@@ -42,6 +43,7 @@ __all__ = [
     "offload_activations",
     "on_undo",
     "reduce_gradients",
+    "register_comm_hook",
     "register_forward_method",
     "registry",
     "remove",

@@ -102,6 +102,10 @@ class HooksRemovedError(ComposableError, RuntimeError):
     """The caller's: the hooks that an annotation lives by were removed from its module."""
 
 
+class CommHookError(ComposableError, RuntimeError):
+    """The hook's author's: a communication hook returned something else than reduced gradients."""
+
+
 class NonFiniteError(ComposableError, RuntimeError):
     """The program's: gradients are infinite or NaN where they must not be; they are as they were before."""
 

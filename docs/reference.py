@@ -14,6 +14,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Verbs": ("fully_shard", "replicate", "checkpoint", "offload_activations", "remove"),
     "Around annotated modules": ("unshard", "reshard", "keep_unsharded", "register_forward_method"),
     "Accumulation of gradients": ("no_sync", "reduce_gradients", "weighted_gradients"),
+    "Reductions of your own": ("register_comm_hook",),
     "Looking": ("describe", "registry"),
     "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
     "Precision": ("MixedPrecisionPolicy",),

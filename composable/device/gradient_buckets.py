@@ -53,6 +53,7 @@ class GradientBucket:
             gradient cannot be a view of the bucket, and is a guest in every backward.
         scaling: how gradients are divided; whether a sum may be made of one where it lies.
         flags: numbers at the end of the message that are none of the gradients'.
+        apart: they are in memory of their own instead.
     """
 
     def __init__(
@@ -62,12 +63,14 @@ class GradientBucket:
         *,
         scaling: Scaling = Scaling(),  # noqa: B008 - frozen
         flags: int = 0,
+        apart: bool = False,
     ) -> None:
         self.parameters = tuple(parameters)
         self._strides = tuple(strides)
         self._before, self._after = scaling.before, scaling.after
         self._sizes = [parameter.numel() for parameter in parameters]
         self._flag_count = flags
+        self._apart = apart
         self._misfits = [k for k, p in enumerate(parameters) if gradient_strides(p) != strides[k]]
         self._input_factor = scaling.input_factor if len(self._sizes) == 1 and not flags else None
         self._message = self._body = self.flags = _NOWHERE
@@ -85,8 +88,10 @@ class GradientBucket:
         self._message = _NOWHERE  # until everything is made: an interrupt may come in between
         first, numel = self.parameters[0], sum(self._sizes)
         with torch.inference_mode(False), torch.no_grad():
-            message = torch.empty(numel + self._flag_count, dtype=first.dtype, device=first.device)
+            message = torch.empty(numel + self._flag_count * (not self._apart), dtype=first.dtype, device=first.device)
             self._body, self.flags = message[:numel], message[numel:]
+            if self._apart:
+                self.flags = message.new_empty(self._flag_count)
             pieces = self._body.split(self._sizes)
             shaped = [
                 piece.view(parameter.shape) if strides is None else piece.as_strided(parameter.shape, strides)

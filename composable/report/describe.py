@@ -43,6 +43,7 @@ class UnitRow:
     state: str
     checkpointed: bool
     grad_reduce: str = "mean"  # "sum", or "sum / n"
+    comm_hook: str = ""  # its name
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +227,8 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
 def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, verbs: list[str]) -> UnitRow:
     averaging = unit.averaging
     row = _plain_row(name, type(module).__name__, verbs, averaging.owned_at_rest, averaging.communicator.size)
-    return replace(row, grad_reduce=grad_reduce_in_words(averaging.divisor))
+    hook = "" if averaging.hook is None else averaging.hook.name
+    return replace(row, grad_reduce=grad_reduce_in_words(averaging.divisor), comm_hook=hook)
 
 
 def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: list[nn.Parameter], ranks: int) -> UnitRow:
@@ -267,7 +269,8 @@ def _dtypes(row: UnitRow) -> str:
         text += f" as {', '.join(row.computes_in)}"
     if row.reduces_in != row.computes_in:
         text += f", summed in {', '.join(row.reduces_in)}"
-    return text if row.grad_reduce == "mean" else f"{text}, grad_reduce: {row.grad_reduce}"
+    text += "" if row.grad_reduce == "mean" else f", grad_reduce: {row.grad_reduce}"
+    return f"{text}, comm_hook: {row.comm_hook}" if row.comm_hook else text
 
 
 def _unique(values: Any) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from composable.device.collectives import Communicator, LocalCommunicator
 from composable.errors import unit_name
 from composable.model.naming import known_fqn
+from composable.runtime.hooked_units import UnitHook, refuse_sparse
 from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.membership import Newcomers
 from composable.runtime.mesh_info import MeshInfo
@@ -41,6 +42,7 @@ class Averaging:
         forwards: the unit's own, and those of the replicated unit around it.
         divisor: what sums of gradients are divided by; None for the number of ranks.
         current: the reducer that was made last; None before the first, and after the unit was removed.
+        hook: of a user's, which makes the means; whoever puts it there renews the reducer.
     """
 
     def __init__(self, parameters: ReplicatedParameters) -> None:
@@ -53,6 +55,7 @@ class Averaging:
         self.forwards = [Forwards()]
         self.current: Reducer | None = None
         self.divisor: float | None = None
+        self.hook: UnitHook | None = None
         self._cap_bytes = 0
         self._on_meta = False  # whether parameters had no values when the reducer was made
         self._newcomers = Newcomers(())
@@ -94,6 +97,9 @@ class Averaging:
 
     def renew(self, registered: Sequence[nn.Parameter]) -> Reducer:
         """Make the reducer for the parameters that are there now."""
+        sparse = only_looked_up(registered, self.parameters.lookups)
+        if self.hook is not None:
+            refuse_sparse(self.name, [self.parameters.names[i] for i in sorted(sparse)])
         last = self.current
         if last is not None:
             self.order.abort()
@@ -111,10 +117,11 @@ class Averaging:
             unit=self.name,
             turn=self.number,
             elsewhere=owned_elsewhere(self, registered),
-            sparse=only_looked_up(registered, self.parameters.lookups),
+            sparse=sparse,
             forms=None if self.parameters.pairs is None else RestingGradients(),
             forwards=self.forwards,
             divisor=self.divisor,
+            hook=self.hook,
             last=last,
         )
         self.order.put(self.place, reducer)
@@ -128,6 +135,13 @@ class Averaging:
         if self._on_meta:
             self.parameters.refuse_meta(self.name)
             self._on_meta = False
+
+    @property
+    def place_in_backward(self) -> tuple[int, int] | None:
+        """Who has a higher one launches later; None where there is nothing to launch."""
+        if self.current is None or not self.current.buckets.each:
+            return None
+        return min(member.turn for member in self.order.members), self.place
 
     def follow(self) -> None:
         """Another unit has come to hold, or holds no longer, parameters that this one holds, too."""
@@ -166,12 +180,14 @@ class Averaging:
             self.current = None
         self.order.take_out(self.place)
         strike_off(self)
-        self.held = frozenset()
+        self.held, self.hook = frozenset(), None
         self.mesh_info = MeshInfo.over_one_dimension(None, LocalCommunicator())
         self.order, self.place = LaunchOrder(self.mesh_info.all), 0
         self.parameters.clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Averaging:
+        if self.hook is not None:
+            self.hook.refuse_copy(self.name)
         twin = memo[id(self)] = Averaging(ReplicatedParameters())
         for name in _COPIED:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))

@@ -12,6 +12,7 @@ from composable.device.gradient_buckets import GradientBucket
 from composable.device.labels import labelled, profiled
 from composable.plan.bucketing import buckets_in_order
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
+from composable.runtime.hooked_hop import HookedHop
 from composable.runtime.hop import Hop
 
 IDLE, AWAITED, ARRIVED, SENT = range(4)  # what a gradient may be; idle: no backward is under way
@@ -78,6 +79,9 @@ class Bucket:
     Attributes:
         members: the parameters, by number.
         label: of its messages.
+
+    Args:
+        hop: in place of the communicator's sum.
     """
 
     __slots__ = ("_hop", "gradients", "label", "members", "phase", "tally")
@@ -89,13 +93,14 @@ class Bucket:
         communicator: Communicator,
         label: str,
         phase: GradPhase = GradPhase.EMPTY,
+        hop: HookedHop | None = None,
     ) -> None:
         self.members = tuple(members)
         self.gradients = gradients
         self.label = label
         self.phase = phase
         self.tally = Tally(len(members))
-        self._hop = Hop(communicator)
+        self._hop = hop or Hop(communicator)
 
     def _advance(self, event: GradEvent) -> None:
         self.phase = advance_gradients(self.phase, event, unit=self.label)

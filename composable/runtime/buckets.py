@@ -32,6 +32,7 @@ class Buckets:
         round_: says whether backward has more to go through.
         trailer: of the last one; None where there are none.
         capabilities: of the communicator.
+        hooked: hooks of users sum them.
     """
 
     __slots__ = ("_few_in_flight", "_in_flight", "_launched", "_local", "_looked_after", "_pass", "_round", "each", "trailer")
@@ -43,6 +44,8 @@ class Buckets:
         each: Sequence[Bucket] = (),
         trailer: Trailer | None = None,
         capabilities: Capabilities = Capabilities(),  # noqa: B008 - frozen
+        *,
+        hooked: bool = False,
     ) -> None:
         self.each = tuple(each)
         self.trailer = trailer
@@ -50,7 +53,7 @@ class Buckets:
         self._round = round_
         self._looked_after = capabilities.looked_after
         # Where order alone tells collectives apart, what is launched must not depend on what has arrived.
-        self._few_in_flight = self._looked_after and not capabilities.ordered
+        self._few_in_flight = self._looked_after and not capabilities.ordered and not hooked
         self._pass = Pass.SPARES
         self._launched = 0
         self._in_flight: list[Bucket] = []

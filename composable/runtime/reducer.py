@@ -15,13 +15,14 @@ from composable.device.collectives import Communicator, TagSequence
 from composable.device.gradient_buckets import GradientBucket, gradient_strides
 from composable.device.term_factors import Factor
 from composable.plan.phases import GradPhase
-from composable.plan.scaling import scaling_of
+from composable.plan.scaling import Scaling, scaling_of
 from composable.runtime.accumulation import Accumulation, Pass
 from composable.runtime.averaged_parameters import AveragedParameters
 from composable.runtime.bucket import IDLE, Bucket, grouped_in_order
 from composable.runtime.bucket_hooks import BucketHooks
 from composable.runtime.bucket_order import BucketOrder, OrderAgreement
 from composable.runtime.buckets import Buckets
+from composable.runtime.hooked_units import UnitHook
 from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.local_gradients import Forms, LocalGradients
 from composable.runtime.rounds import Forwards, Round
@@ -44,6 +45,7 @@ class Reducer:
         forms: of the parameters, where users see others than autograd.
         forwards: of the unit and of those around it, that a backward should go through.
         divisor: what sums of gradients are divided by; None for the number of ranks, which makes them means.
+        hook: of a user's, which makes means of gradients in place of the communicator.
         last: the reducer before this one.
 
     Attributes:
@@ -71,6 +73,7 @@ class Reducer:
         forms: Forms | None = None,
         forwards: Sequence[Forwards] = (),
         divisor: float | None = None,
+        hook: UnitHook | None = None,
         last: Reducer | None = None,
     ) -> None:
         self.unit = unit
@@ -79,6 +82,7 @@ class Reducer:
         self._place = place
         self._cap_bytes = cap_bytes
         self._forms = forms
+        self._hook = hook
         self._pass = Pass.SPARES
         self.local: LocalGradients = LocalGradients(
             tuple(parameters), names, unit, communicator, forms, last.local if last is not None else None
@@ -120,7 +124,8 @@ class Reducer:
         grouped = grouped_in_order(order.of_parameters(), parameters, self._cap_bytes, capabilities.alone_bytes)
         holds = self.local.accumulation.passes and self._pass is not Pass.REDUCES
         held = GradPhase.HELD if holds else GradPhase.EMPTY
-        buckets, trailer = [], None
+        buckets, trailer, hook = [], None, self._hook
+        summed = None if hook is None else hook.summed_by(self._communicator)
         for number, members in enumerate(grouped, start=1):
             first = parameters[members[0]]
             if number == len(grouped):
@@ -133,12 +138,16 @@ class Reducer:
                     self._communicator.size,
                     on_the_way_in=True,
                     reads_inputs=capabilities.reads_scaled_inputs,
-                ),
+                )
+                if summed is None
+                else Scaling(),
                 flags=trailer.numel if trailer is not None else 0,
+                apart=summed is not None,
             )
             label = f"gradient all-reduce of unit '{self.unit}' ('{names[members[0]]}' to '{names[members[-1]]}')"
-            buckets.append(Bucket(members, gradients, self._communicator, label, held))
-        return Buckets(self.local, self._round, buckets, trailer, capabilities)
+            hop = None if summed is None else summed.hop(gradients, [names[i] for i in members], trailer, self.refuse_others)
+            buckets.append(Bucket(members, gradients, self._communicator, label, held, hop))
+        return Buckets(self.local, self._round, buckets, trailer, capabilities, hooked=hook is not None)
 
     def fits(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether these are still the parameters, of the same kinds, and as trainable as they were."""
@@ -154,7 +163,8 @@ class Reducer:
         accumulation.holds = self._pass is Pass.HOLDS
         self.local.take_up()
         kinds = self.parameters.kinds
-        self._communicator.sums.agreed = self._round.agreed = (self.agreement.order.digest + kinds.digest) % TagSequence.DIGESTS
+        digest = self.agreement.order.digest + kinds.digest + (0 if self._hook is None else self._hook.units.digest)
+        self._communicator.sums.agreed = self._round.agreed = digest % TagSequence.DIGESTS
         kinds.tell(self._communicator, self._place)
         self.buckets.open(self._pass)
 

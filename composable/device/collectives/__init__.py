@@ -22,6 +22,7 @@ from composable.device.collectives.communicator import (
     Work,
 )
 from composable.device.collectives.generic import GenericCommunicator
+from composable.device.collectives.hook_groups import HookGroup, hook_group_of
 from composable.device.collectives.local import LocalCommunicator
 from composable.device.collectives.point_to_point import PointToPointCommunicator
 from composable.device.collectives.process_groups import (
@@ -45,6 +46,7 @@ __all__ = [
     "Communicator",
     "GatherPart",
     "GenericCommunicator",
+    "HookGroup",
     "LocalCommunicator",
     "PointToPointCommunicator",
     "PollableWork",
@@ -60,6 +62,7 @@ __all__ = [
     "communicator_of",
     "communicators_wrapped_by",
     "group_of_both",
+    "hook_group_of",
     "is_distributed",
     "let_go_when_destroyed",
     "reduce_numbers",

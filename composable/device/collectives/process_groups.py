@@ -91,6 +91,11 @@ def group_like(group: dist.ProcessGroup, device: torch.device, purpose: str) -> 
     return _new_group(dist.get_process_group_ranks(group), group, device, purpose)
 
 
+def end_group(group: dist.ProcessGroup) -> None:
+    """Destroy a group on this rank alone: those who wait for it there find that their connections are closed."""
+    dist.destroy_process_group(group)
+
+
 # How many groups were made here, by their ranks. Each was made by all of its ranks, so they agree on a name for the next one.
 _MADE: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], int]] = WeakKeyDictionary()
 

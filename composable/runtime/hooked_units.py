@@ -1,0 +1,145 @@
+"""Which units a communication hook was registered for, and what its buckets are called; knows no gradient and no backward."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+from weakref import ref
+
+from torch import Tensor
+
+from composable.device.collectives import Communicator, TagSequence
+from composable.device.comm_hooks import CommHook, GradientBucketForHooks
+from composable.device.gradient_buckets import GradientBucket
+from composable.errors import AnnotationError
+from composable.runtime.gradient_hooks import weakly
+from composable.runtime.hooked_hop import HookedHop, Start
+from composable.runtime.trailer import Trailer
+
+
+class Hooked(Protocol):
+    """A unit."""
+
+    @property
+    def place_in_backward(self) -> tuple[int, int] | None:
+        """Who has a higher one launches later; None for one that launches nothing."""
+
+
+class HookedUnits:
+    """The units of one registration.
+
+    Attributes:
+        hook: of all of them.
+        digest: a number for it that is not zero: ranks with different hooks exchange different messages.
+    """
+
+    def __init__(self, hook: CommHook) -> None:
+        self.hook = hook
+        self.digest: int = 1 + zlib.crc32(hook.name.encode()) % (TagSequence.DIGESTS - 1)
+        self._units: list[ref[Hooked]] = []
+        self._indices: dict[tuple[str, ...], int] = {}
+
+    def add(self, unit: Hooked, prefix: str) -> UnitHook:
+        """One more.
+
+        Args:
+            prefix: of the names of its parameters.
+        """
+        self._units.append(ref(unit))
+        return UnitHook(self, unit, prefix)
+
+    def index_of(self, fqns: Sequence[str]) -> int:
+        """A number for a set of parameters, which stays theirs: hooks keep memory by it, and buckets are filled anew. On all
+        ranks buckets hold the same, and are asked for in the same order."""
+        return self._indices.setdefault(tuple(sorted(fqns)), len(self._indices))
+
+    def is_last(self, unit: Hooked) -> bool:
+        """Whether no other one launches after it."""
+        places = [found.place_in_backward for each in self._units if (found := each()) is not None]
+        return unit.place_in_backward == max((place for place in places if place is not None), default=None)
+
+
+class UnitHook:
+    """A hook as one unit has it."""
+
+    def __init__(self, units: HookedUnits, unit: Hooked, prefix: str) -> None:
+        self.units = units
+        self.prefix = prefix
+        self._unit = ref(unit)
+
+    @property
+    def name(self) -> str:
+        return self.units.hook.name
+
+    def summed_by(self, communicator: Communicator) -> HookedSums:
+        """For the buckets of one reducer."""
+        return HookedSums(self, communicator)
+
+    def is_last(self) -> bool:
+        """Whether no other unit launches after this one."""
+        unit = self._unit()
+        return unit is not None and self.units.is_last(unit)
+
+    def refuse_copy(self, unit: str) -> None:
+        """Raise: what a hook remembers is of one model."""
+        raise AnnotationError(
+            f"replicate(unit '{unit}'): its communication hook '{self.name}' cannot be copied with it, since what a hook "
+            "remembers is of one model. Remove the hook by the handle that register_comm_hook returned, copy, and register "
+            "hooks for both"
+        )
+
+
+class HookedSums:
+    """The hops of one reducer's buckets."""
+
+    def __init__(self, hook: UnitHook, communicator: Communicator) -> None:
+        self._hook = hook
+        self._scale = 1.0 / communicator.size
+        self._early = not communicator.capabilities.looked_after
+        self._start = Start(communicator, hook.units.hook.group)
+
+    def hop(
+        self, gradients: GradientBucket, names: Sequence[str], trailer: Trailer | None, refuse_others: Callable[[], None]
+    ) -> HookedHop:
+        """Of one bucket; those of the unit are asked for in the order in which they are launched.
+
+        Args:
+            trailer: of the last one.
+            refuse_others: called when ranks turn out to differ.
+        """
+        says = None
+        if trailer is not None:
+            says = partial(_flags_of, gradients)
+            self._start.check = partial(trailer.check, refuse_others=weakly(refuse_others))
+        bucket_of = partial(self._bucket_of, gradients, [self._hook.prefix + name for name in names], trailer is not None)
+        return HookedHop(self._hook.units.hook, self._start, says, bucket_of, early=self._early)
+
+    def _bucket_of(
+        self, gradients: GradientBucket, fqns: Sequence[str], last_of_unit: bool, flat: Tensor
+    ) -> GradientBucketForHooks:
+        units = self._hook.units
+        return GradientBucketForHooks(
+            flat,
+            gradients.parameters,
+            [parameter.shape for parameter in gradients.parameters],
+            fqns,
+            units.index_of(fqns),
+            last=last_of_unit and self._hook.is_last(),
+            scale=self._scale,
+            group=units.hook.group,
+        )
+
+
+def _flags_of(gradients: GradientBucket) -> Tensor:
+    return gradients.flags
+
+
+def refuse_sparse(unit: str, names: Sequence[str]) -> None:
+    """Raise if a unit has sparse gradients, of the parameters with these names."""
+    if names:
+        raise AnnotationError(
+            f"register_comm_hook: the gradient of parameter '{names[0]}' of unit '{unit}' is sparse, and hooks take dense "
+            "ones. Make its embedding with sparse=False, or leave it to a unit without a hook"
+        )
