@@ -85,7 +85,7 @@ def test_those_that_nobody_vouches_for_are_left_alone() -> None:
 
 @spmd(ranks=2)
 def test_models_without_shards_are_none_of_its_business() -> None:
-    for model in (nn.Linear(4, 4), replicate(nn.Linear(4, 4))):
+    for model in (nn.Linear(4, 4).to(current_device()), replicate(nn.Linear(4, 4).to(current_device()))):
         optimizer = optim.AdamW(model.parameters())
         _step(model, optimizer)
         assert _stepping_of(optimizer) is None
