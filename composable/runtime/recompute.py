@@ -13,6 +13,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from composable.compilation import call_compiled, running_compiler, untraced, untraced_alone
 from composable.device.private import checkpoint_generator
+from composable.device.running_statistics import RunningStatistics
 from composable.runtime.open_forwards import OpenForwards
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -49,9 +50,10 @@ class RecomputeBracket:
         self.options = options
         self._forwards = OpenForwards()
         self._recomputing = 0
+        self._statistics = RunningStatistics()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"options": self.options, "_forwards": OpenForwards(), "_recomputing": 0}
+        return {"options": self.options, "_forwards": OpenForwards(), "_recomputing": 0, "_statistics": RunningStatistics()}
 
     @untraced_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -79,11 +81,13 @@ class RecomputeBracket:
     @untraced
     def _again(self, module: nn.Module, compiler: Any, *args: Any, **kwargs: Any) -> None:
         self._recomputing += 1
-        before = len(_recomputed)
+        before, counted = len(_recomputed), self._statistics.cloned
         _recomputed.append(module)
         try:
+            self._statistics.show_clones(module)
             call_compiled(compiler, module, args, kwargs)
         finally:
+            self._statistics.restore(counted)
             del _recomputed[before:]
             self._recomputing -= 1
 
@@ -99,4 +103,5 @@ class RecomputeBracket:
     @untraced
     def on_interrupt(self) -> None:
         self._recomputing = 0
+        self._statistics.restore(0)
         self._forwards.close_all()

@@ -205,7 +205,7 @@ def _train_the_battery(names: Sequence[str], scheme: str) -> None:
     how = BATTERY_SCHEMES[scheme]
     for name in names:
         with communicators_wrapped_by(_accelerated(ClockedStreams(), AcceleratorCommunicator)):
-            assert_same_training(BATTERY[name], how.annotate, replicated=how.replicated, statistics=not how.recomputes)
+            assert_same_training(BATTERY[name], how.annotate, replicated=how.replicated)
 
 
 @pytest.mark.parametrize(("ranks", "scheme"), [(2, "fully_shard by policy"), (4, "fully_shard over two neighbours")])

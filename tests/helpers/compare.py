@@ -200,11 +200,6 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
 
 
-def _without_statistics(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    names = ("running_mean", "running_var", "num_batches_tracked")
-    return {name: buffer for name, buffer in buffers.items() if name.rpartition(".")[2] not in names}
-
-
 # --- the annotated model ----------------------------------------------------------------------------------------------
 
 
@@ -276,7 +271,6 @@ def differences(
     steps: int = 3,
     seed: int = 0,
     replicated: Replicated = nothing_replicated,
-    statistics: bool = True,
 ) -> list[str]:
     """What tells the annotated model's training on all ranks from the reference's; collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -294,8 +288,6 @@ def differences(
             loss /= ranks
     else:
         expected = replica_trainings(case, ranks, steps, seed, replicated)[rank]
-    if not statistics:
-        expected.buffers, actual.buffers = _without_statistics(expected.buffers), _without_statistics(actual.buffers)
     return found + differences_in_training(expected, actual)
 
 
@@ -306,16 +298,14 @@ def assert_same_training(
     steps: int = 3,
     seed: int = 0,
     replicated: Replicated = nothing_replicated,
-    statistics: bool = True,
 ) -> None:
     """Train `case` annotated on all ranks and un-annotated in this process: nothing that can be seen may differ.
 
     Args:
         annotate: gets the model and its case; every rank calls it.
         replicated: the modules whose buffers are rank 0's at the start of each forward, as `replicate` promises.
-        statistics: whether running statistics must agree; recomputation updates them a second time.
     """
-    found = differences(case, annotate, steps=steps, seed=seed, replicated=replicated, statistics=statistics)
+    found = differences(case, annotate, steps=steps, seed=seed, replicated=replicated)
     shown = "\n  ".join(found[:12])
     assert not found, f"'{case.name}', {len(found)} differences:\n  {shown}"
 

@@ -21,7 +21,7 @@ class Scheme:
         annotate: does it.
         ranks: world sizes that it is tested on.
         replicated: the modules whose buffers become rank 0's at every forward.
-        recomputes: whether forward runs twice, and with it the bookkeeping of running statistics.
+        recomputes: whether forward runs twice.
     """
 
     annotate: Callable[[nn.Module, Case], None]

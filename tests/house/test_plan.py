@@ -78,6 +78,7 @@ USED_IN: Final = {
     "device/parameter_swap.py": "_parameters",
     "device/private.py": "queue_callback at_end_of_backward untyped_storage UntypedStorage swap_memory view_without_memory "
     "_local_tensor set_local",
+    "device/running_statistics.py": "_buffers",
     "device/saved_tensors.py": "untyped_storage UntypedStorage _version",
     "device/sharded_gradients.py": "untyped_storage",
     "device/streams.py": "Stream Event current_stream wait_event wait_stream",

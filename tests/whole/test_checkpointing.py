@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from composable import checkpoint, fully_shard, registry
+from composable import checkpoint, fully_shard, registry, replicate
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.transformers import Block, Transformer, next_token_loss
 from tests.helpers.compare import assert_same_training, averaged_gradients, full_gradients
@@ -155,3 +155,56 @@ def test_a_policy_annotates_the_picked_modules_only_and_in_place() -> None:
     model = _transformer()
     assert checkpoint(model, policy={Block}) is model
     assert [name for name, module in model.named_modules() if registry(module)] == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+class Normed(nn.Module):
+    """Norms with running statistics, in a module of its own and one that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=0.3)
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None), nn.Tanh())
+
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(self.norm(self.first(x)))
+        if self.fails and torch._C._current_graph_task_id() != -1:
+            raise KeyError("when it runs again")
+        return self.inner(x)  # type: ignore[no-any-return]
+
+
+def _norms(how: str) -> None:
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(Normed(), nn.Linear(6, 2)).to(current_device()) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    if "inner" in how:
+        checkpoint(model[0].inner)
+    checkpoint(model[0])
+    if "shard" in how:
+        fully_shard(model, policy={Normed})
+    if "replicate" in how:
+        replicate(model, broadcast_buffers=False)
+    buffers = dict(model.named_buffers())
+    for step in range(4):
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * step + dist.get_rank())).to(current_device())
+        if step == 2:
+            model[0].fails = True
+            with pytest.raises(KeyError):
+                model(x).sum().backward()
+            model[0].fails = False
+            plain(x)  # the first run counts
+            model.zero_grad()
+        for each in (plain, model):
+            each.train(step != 1)
+            each(x).square().mean().backward()
+            each.zero_grad()
+    for name, buffer in plain.named_buffers():
+        assert buffers[name] is model.get_buffer(name)
+        torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
+
+
+@pytest.mark.parametrize("how", ["alone", "inner", "shard", "inner and shard", "inner and replicate"])
+def test_norms_count_each_batch_once(pool: Pool, how: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _norms, how, device=device)
