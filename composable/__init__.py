@@ -14,6 +14,7 @@ from composable.api.weights import weighted_gradients
 from composable.config import MixedPrecisionPolicy
 from composable.model.contract import contract, on_undo, registry, remove
 from composable.optim.clipping import clip_grad_norm_
+from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
 from composable.optim.step_on_shards import ShardStepping, step_on_shards
 from composable.policies import CustomPolicy, ModuleWrapPolicy, NamePolicy, Policy, SizePolicy
 from composable.report.describe import describe
@@ -28,10 +29,12 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "NamePolicy",
+    "OptimizerInBackward",
     "Policy",
     "ShardStepping",
     "SizePolicy",
     "__version__",
+    "apply_optimizer_in_backward",
     "checkpoint",
     "clip_grad_norm_",
     "contract",

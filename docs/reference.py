@@ -18,7 +18,13 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Looking": ("describe", "registry"),
     "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
     "Precision": ("MixedPrecisionPolicy",),
-    "Optimizers": ("step_on_shards", "ShardStepping", "clip_grad_norm_"),
+    "Optimizers": (
+        "step_on_shards",
+        "ShardStepping",
+        "apply_optimizer_in_backward",
+        "OptimizerInBackward",
+        "clip_grad_norm_",
+    ),
     "Verbs of your own": ("contract", "on_undo"),
 }
 MODULES: Final = ("errors", "traversal")  # the rest of the public names, with chapters of their own

@@ -14,6 +14,7 @@ from composable.errors import AnnotationError, TiedParametersError
 from composable.model.contract import find_fqn, module_name
 from composable.model.traversal import REPLICATE, ManagedParameter
 from composable.runtime.averaging import Averaging
+from composable.runtime.early_steps import stepped_in_backward
 from composable.runtime.optimizer_hooks import Form
 from composable.runtime.ownership import holder_of
 from composable.runtime.sparse import is_sparse_lookup
@@ -30,6 +31,11 @@ def refuse_taken(verb: str, modules: Sequence[nn.Module], parameters: Sequence[M
         TiedParametersError: a parameter is tied to one that the other verb has in another unit.
     """
     for managed in parameters:
+        if stepped_in_backward((managed.parameter,)) is not None:
+            raise AnnotationError(
+                f"parameter '{_fqn(managed)}' is stepped in backward since apply_optimizer_in_backward, which would go on with "
+                "what is replaced, or was not averaged. Annotate first"
+            )
         home = label_of(managed.parameter)
         if home is not None and home[2] != Form.COMPUTING.name:
             _refuse_sharded(verb, managed, *home[:2])

@@ -70,6 +70,7 @@ def weighted_gradients(
         )
     units = WeighedUnits(*units_in("weighted_gradients", model))
     window = units.window()
+    window.more = more
     value, refused = _checked(weight, reads=units.mesh_info.all.capabilities.reads_freely)
     goes_on = False
     try:

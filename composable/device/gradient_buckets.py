@@ -54,6 +54,9 @@ class GradientBucket:
         scaling: how gradients are divided; whether a sum may be made of one where it lies.
         flags: numbers at the end of the message that are none of the gradients'.
         apart: they are in memory of their own instead.
+
+    Attributes:
+        undecided: what slots held before that are missing on this rank, until `settle`.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class GradientBucket:
         self._guests: dict[int, None] = {}
         self._keeps_graph = False
         self._returns: list[tuple[Tensor, Tensor]] = []  # where results are copied to, and from
-        self._undecided: dict[int, Tensor | None] = {}  # what missing slots held before
+        self.undecided: dict[int, Tensor | None] = {}
 
     def _make(self) -> None:
         """New memory. The old one belongs to those who hold gradients in it."""
@@ -168,10 +171,10 @@ class GradientBucket:
                     self._guests[k] = None  # it stays in the old memory
             self._make()
             outside = range(len(gradients))
-        self._undecided = {k: gradients[k] for k in missing}
+        self.undecided = {k: gradients[k] for k in missing}
         for k in missing:
             if gradients[k] is self.views[k]:
-                self._undecided[k] = gradients[k].clone()
+                self.undecided[k] = gradients[k].clone()
         if len(outside) < len(gradients) or any(map(is_, gradients, repeat(None))):
             for k in outside:
                 if gradients[k] is None:
@@ -188,7 +191,7 @@ class GradientBucket:
         """Whether the sum can be made of the gradient as it is."""
         return (
             not self._guests
-            and not self._undecided
+            and not self.undecided
             and gradient.layout is torch.strided
             and gradient.stride() == self.views[0].stride()
             and gradient.is_contiguous()
@@ -208,7 +211,7 @@ class GradientBucket:
 
     def _place(self, gradients: Sequence[Tensor], outside: Sequence[int]) -> None:
         """Make views of the bucket the gradients that arrived, or note where their results have to be copied to."""
-        external, unresolved, parameters, views = self._guests, self._undecided, self.parameters, self.views
+        external, unresolved, parameters, views = self._guests, self.undecided, self.parameters, self.views
         if self._keeps_graph:  # under `create_graph` a gradient keeps its graph, and gets the mean as its value
             external = {**external, **{k: None for k in outside if gradients[k].requires_grad}}
         self._returns = []
@@ -241,7 +244,7 @@ class GradientBucket:
         Args:
             used: for each slot, whether any rank had a gradient.
         """
-        for k, before in self._undecided.items():
+        for k, before in self.undecided.items():
             parameter, view = self.parameters[k], self.views[k]
             if before is not None and parameter.grad is view:
                 if not used[k]:
@@ -254,13 +257,21 @@ class GradientBucket:
                 parameter.grad = torch.empty_like(parameter).copy_(view)
             else:
                 parameter.grad = view
-        self._undecided = {}
+        self.undecided = {}
 
     def drop(self) -> None:
         """Forget a backward that did not end."""
         self.scaled_input = None
         self._returns = []
-        self._undecided = {}
+        self.undecided = {}
+
+    def release(self) -> None:
+        """Give the memory back, if no gradient is in it."""
+        if self._message is _NOWHERE or self.undecided or not all(map(is_, map(_gradient_of, self.parameters), repeat(None))):
+            return
+        self._message = self._body = self.flags = _NOWHERE
+        self.views = [_NOWHERE] * len(self.parameters)
+        del self._users  # which holds the views
 
     def adopt_from(self, others: dict[nn.Parameter, Tensor]) -> None:
         """Move gradients here that are views of other buckets, by parameter. What users hold stays the tensor that it is."""

@@ -41,6 +41,10 @@ def backward_id() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+# The node of a backward that this thread runs, None outside of them: a backward that ends there is inside of another one.
+node_that_runs: Callable[[], object] = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
 class _Ending:
     """What the engine calls when a backward pass ends, and drops without a call when it raises."""
 

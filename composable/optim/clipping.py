@@ -34,6 +34,7 @@ from composable.device.parameter_labels import label_of
 from composable.device.private import local_of
 from composable.errors import ClippingError, NonFiniteError
 from composable.runtime.accumulation import any_window_open
+from composable.runtime.early_steps import stepped_in_backward
 from composable.runtime.ownership import local_gradients
 
 _EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
@@ -299,6 +300,11 @@ def clip_grad_norm_(
     parameters = _parameters_of(model_or_parameters)
     if not parameters:
         return torch.zeros(())
+    if (name := stepped_in_backward(parameters)) is not None:
+        raise ClippingError(
+            f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), as soon as its gradient is there "
+            "and before the others are. Clip, or step in backward"
+        )
     if any_window_open():
         _refuse_local(parameters)
     gradients = _Gradients(parameters)

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 from composable.device.collectives import Steps
 from composable.device.term_factors import Factor
 from composable.errors import PhaseError
+from composable.runtime.early_steps import EarlySteps
 from composable.runtime.weighted_window import Window
 
 logger = logging.getLogger("composable")
@@ -41,9 +42,10 @@ class Accumulation:
         holds: whether this pass is one of these so far. It counts when it ends.
         weight: what gradients are multiplied by as they come, while a scope says so.
         weights: the micro-batches that they are averaged with then.
+        early: what steps parameters of the unit while backward runs.
     """
 
-    __slots__ = ("__weakref__", "_accumulates", "_lost", "_scopes", "holds", "now", "passes", "weight", "weights")
+    __slots__ = ("__weakref__", "_accumulates", "_lost", "_scopes", "early", "holds", "now", "passes", "weight", "weights")
 
     def __init__(self) -> None:
         self.now = Pass.REDUCES
@@ -51,6 +53,7 @@ class Accumulation:
         self.holds = False
         self.weight: Factor | None = None
         self.weights: Window | None = None
+        self.early: tuple[EarlySteps, ...] = ()
         self._accumulates = False  # a scope was opened at any time
         self._lost = False  # and not dropped yet
         self._scopes: dict[object, Pass] = {}
@@ -77,6 +80,11 @@ class Accumulation:
     def in_window(self) -> bool:
         """Whether gradients are held, or would be if this pass ended."""
         return self.holds or self.passes > 0
+
+    @property
+    def complete(self) -> bool:
+        """Whether what a backward brings now, and has reduced, is all of it."""
+        return self.now is Pass.REDUCES and (self.weights is None or not self.weights.more)
 
     def end_window(self, steps: Steps) -> None:
         """What was held is being reduced.
@@ -137,6 +145,11 @@ def log_dropped(passes: int, *, unit: str = "", when: str = "") -> None:
 def refuse_removal(verb: str, held: Iterable[tuple[str, Accumulation]]) -> None:
     """Raise if a unit, by name, holds gradients: nobody would average them any more. All ranks do, or none."""
     for name, accumulation in held:
+        if accumulation.early:
+            raise PhaseError(
+                f"remove: {verb} on unit '{name}' cannot be removed while apply_optimizer_in_backward steps its "
+                "parameters. Call remove() on what that returned first"
+            )
         if accumulation.passes:
             raise PhaseError(
                 f"remove: {verb} on unit '{name}' cannot be removed while it holds gradients that "

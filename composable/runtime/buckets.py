@@ -84,7 +84,11 @@ class Buckets:
         if self._looked_after:
             # Part of the work is done when asked for, better while backward runs than after it. Nobody is waited for: another
             # rank may launch its bucket at the end of its backward only, see Note [Launch points].
-            self._in_flight = [bucket for bucket in self._in_flight if not bucket.progress()]
+            before, self._in_flight = self._in_flight, [bucket for bucket in self._in_flight if not bucket.progress()]
+            if self._local.accumulation.early:
+                for each in before:
+                    if each not in self._in_flight:
+                        _step(self, each)
         while (bucket := self._next) is not None and not bucket.tally.awaited:
             if bucket is self.each[-1] and self._round.incomplete:
                 return  # backward may come to those forwards yet, or end without
@@ -133,6 +137,8 @@ class Buckets:
         """Wait for one of them."""
         bucket.finish()
         self._in_flight = [other for other in self._in_flight if other is not bucket]
+        if self._local.accumulation.early:
+            _step(self, bucket)
 
     def settle(self) -> bool:
         """All sums are there: decide about gradients that were missing on this rank. Reads memory.
@@ -159,3 +165,15 @@ class Buckets:
         for bucket in self.each:
             with suppress(CommunicationError):  # the error that ended the backward has been reported already
                 bucket.drop()
+
+
+def _step(buckets: Buckets, bucket: Bucket) -> None:
+    """Step what is stepped in backward, and give the bucket's memory back. See Note [Steps in backward]."""
+    accumulation, gradients = buckets._local.accumulation, bucket.gradients
+    if buckets._pass is not Pass.REDUCES or not accumulation.complete:
+        return
+    decided = [parameter for slot, parameter in enumerate(gradients.parameters) if slot not in gradients.undecided]
+    for steps in accumulation.early:
+        steps.step(accumulation, decided)
+    if bucket is not buckets.each[-1]:  # the numbers behind its gradients are read when all sums are there
+        gradients.release()

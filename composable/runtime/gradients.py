@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from composable.device.collectives import TagSequence
 from composable.device.labels import labelled, profiled
 from composable.device.user_hooks import WaitingHooks
-from composable.errors import DifferentiationError
+from composable.errors import DifferentiationError, PhaseError
 from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.accumulation import Accumulation, Pass
+from composable.runtime.early_steps import refuse_again
 from composable.runtime.gradient_group import GradientGroup
 from composable.runtime.gradient_hooks import Watch
 
@@ -63,11 +64,15 @@ class UnitGradients:
 
     def expect(self) -> None:
         """Backward has reached the unit, which is going to be reduced whatever arrives until then."""
+        if self._reduced and self.accumulation.early:
+            refuse_again(self.accumulation.early, self.unit)
         self.watch.expecting = True
         self.watch.count(0, _ignore)
 
     def _take_note(self) -> None:
         """The first gradient that nobody expected. Others may follow; they are reduced with it."""
+        if self._reduced and self.accumulation.early:
+            refuse_again(self.accumulation.early, self.unit)
         self.finish()
         self.on_unexpected()
         self.phase = advance_gradients(self.phase, GradEvent.ARRIVE, unit=self.unit)
@@ -78,6 +83,8 @@ class UnitGradients:
         if self.phase is not GradPhase.EMPTY:
             self.finish()
         decide(self)
+        if self.accumulation.early:
+            _end_steps(self)
         self._end_round()
 
     def _end_round(self) -> None:
@@ -172,9 +179,13 @@ class UnitGradients:
         else:
             _land(self.groups, self.hooks)
         self.phase = advance_gradients(self.phase, GradEvent.FINISH, unit=self.unit)
+        if self._reduced and self.accumulation.early:
+            _step(self)
 
     def lose(self) -> None:
         """A backward raised; the next forward drops what is here."""
+        for steps in self.accumulation.early:
+            steps.lose()
         if self.tags is not None:
             self.accumulation.lose(self.tags.steps)
 
@@ -205,6 +216,39 @@ def _land(groups: Sequence[GradientGroup], hooks: WaitingHooks) -> None:
     for each in groups:
         if found := each.finish():
             hooks.add(found)
+
+
+def _step(gradients: UnitGradients) -> None:
+    """Step what is stepped in backward, and give the memory of its gradients back. See Note [Steps in backward]."""
+    accumulation = gradients.accumulation
+    if not accumulation.complete:
+        return
+    decide(gradients)
+    parameters = [parameter for each in gradients.groups for parameter in each.sharded]
+    for steps in accumulation.early:
+        steps.step(accumulation, parameters, gradients.hooks)
+    for each in gradients.groups:
+        for reduction in each.large_reductions:
+            reduction.release()
+
+
+def _end_steps(gradients: UnitGradients) -> None:
+    """The same at the end of a backward, for what waited: gradients of a window that this one brought nothing to."""
+    if gradients.accumulation.holds:
+        return
+    _step(gradients)
+    parameters = [parameter for each in gradients.groups for parameter in each.sharded]
+    for steps in gradients.accumulation.early:
+        steps.end(gradients.accumulation, parameters)
+
+
+def refuse_inside_forward(gradients: UnitGradients) -> None:
+    """Raise if its parameters are stepped in backward, and one has ended inside a forward, which goes on with former values."""
+    if gradients.accumulation.early:
+        raise PhaseError(
+            f"unit '{gradients.unit}': a backward ended inside a forward, which would go on with parameters of before, and "
+            "apply_optimizer_in_backward has stepped them. Run the backward outside of the forward, or step after it"
+        )
 
 
 def give_back(gradients: UnitGradients) -> None:

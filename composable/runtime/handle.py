@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Final, NoReturn
+from weakref import WeakSet
 
 from torch import nn
 
@@ -91,6 +92,7 @@ class Handle:
         self._gathered_anew = 0  # how often, because they had changed
         self._dtypes = digest_of_dtypes(self.parameters.groups)
         self.rename("")
+        HANDLES.add(self)
 
     def rename(self, fqn: str) -> None:
         """Take the FQN under the root, if there is one, for messages."""
@@ -224,6 +226,9 @@ class Handle:
             self.phase = Phase.SHARDED
             for each in self.parameters.groups:
                 each.free()  # whatever was written: the step is lost anyway
+
+
+HANDLES: Final[WeakSet[Handle]] = WeakSet()  # all that live
 
 
 def refuse_write(parameter: str, unit: str) -> NoReturn:

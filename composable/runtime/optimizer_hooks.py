@@ -38,6 +38,7 @@ from composable.device.parameter_labels import label, label_of, unlabel
 from composable.device.private import as_tensors, local_of
 from composable.errors import OptimizerError
 from composable.runtime.accumulation import any_window_open
+from composable.runtime.early_steps import is_asked_to_step, may_step, stepped_in_backward
 from composable.runtime.weighted_window import unfinished
 
 _gradient: Final = attrgetter("grad")
@@ -168,13 +169,14 @@ def _look_up(optimizer: Optimizer) -> tuple[_Holding, list[nn.Parameter]]:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     holding = _holdings.get(optimizer)
     if holding is None:
-        optimizer.register_load_state_dict_post_hook(_after_loading)
+        optimizer.register_load_state_dict_post_hook(after_loading)
     if holding is None or not holding.is_of(parameters):
         holding = _holdings[optimizer] = _Holding(parameters, holding)
     return holding, parameters
 
 
-def _after_loading(optimizer: Optimizer) -> None:
+def after_loading(optimizer: Optimizer) -> None:
+    """Its state has come from elsewhere."""
     holding = _holdings.get(optimizer)
     if holding is not None:
         holding.loaded = True
@@ -185,9 +187,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     holding, parameters = _look_up(optimizer)
     for index in holding.foreign:
         _refuse_foreign(optimizer, parameters[index])
+    if (name := stepped_in_backward(parameters)) is not None and not may_step(optimizer):
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.step: {name} is stepped in backward already, since apply_optimizer_in_backward. Give "
+            "this optimizer other parameters, or call remove() on what that returned. No parameter was changed."
+        )
     if any_window_open():
         _refuse_held(optimizer, parameters)
-    if (parameter := unfinished(parameters)) is not None:
+    if (parameter := unfinished(parameters)) is not None and not is_asked_to_step(optimizer):
         _refuse_unfinished(optimizer, parameter)
     holding.before_step(optimizer, parameters)
 

@@ -23,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from composable.runtime.early_steps import is_asked_to_step
 from composable.runtime.reducer import Reducer
 
 _numbers: Final = count()
@@ -109,6 +110,8 @@ def tell_the_next(unit: Holder, changed: frozenset[int]) -> None:
 
 
 def _check_step(optimizer: Optimizer, *_: Any) -> None:
+    if is_asked_to_step(optimizer):
+        return
     for unit in units():
         unit.check_step(optimizer)
 

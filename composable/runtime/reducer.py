@@ -25,6 +25,7 @@ from composable.runtime.buckets import Buckets
 from composable.runtime.hooked_units import UnitHook
 from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.local_gradients import Forms, LocalGradients
+from composable.runtime.resting_form import at_rest
 from composable.runtime.rounds import Forwards, Round
 from composable.runtime.sparse import SparseGradients
 from composable.runtime.term_hooks import TermHooks
@@ -202,6 +203,8 @@ class Reducer:
         if self._forms is not None:
             held = self._pass is not Pass.REDUCES
             self._forms.deliver([self.parameters.everyone[i] for i in self.parameters.dense], held=held)
+        if self.local.accumulation.early and self._pass is Pass.REDUCES:
+            _end_steps(self)
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
@@ -214,6 +217,8 @@ class Reducer:
     def lose(self) -> None:
         """The backward raised; the next one, or the next forward, drops what it left."""
         self.agreement.lose_backward()
+        for steps in self.local.accumulation.early:
+            steps.lose()
         for bucket in self.buckets.each:
             bucket.tally.enter(IDLE)
 
@@ -245,3 +250,15 @@ class Reducer:
         self.buckets = self._make_buckets()  # memory of the old ones goes as the last view of each moves
         for bucket in self.buckets.each:
             bucket.gradients.adopt_from(views)
+
+
+def _end_steps(reducer: Reducer) -> None:
+    """A backward is over: step what is stepped in it and was not yet. See Note [Steps in backward]."""
+    accumulation, parameters = reducer.local.accumulation, [at_rest(parameter) for parameter in reducer.parameters.everyone]
+    if not accumulation.complete:
+        return
+    for steps in accumulation.early:
+        steps.step(accumulation, parameters)
+        steps.end(accumulation, parameters)
+    for bucket in reducer.buckets.each:
+        bucket.gradients.release()

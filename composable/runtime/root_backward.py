@@ -13,7 +13,7 @@ from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import CallNesting
 from composable.runtime.backward_end import end_of_backward
 from composable.runtime.divergence import say_farewell
-from composable.runtime.gradients import decide, refuse_graph
+from composable.runtime.gradients import decide, refuse_graph, refuse_inside_forward
 from composable.runtime.handle import Handle
 from composable.runtime.prefetch import gather_with_next
 from composable.runtime.readers import Readers
@@ -185,6 +185,9 @@ class RootBackward:
 
     def _go_on(self, iteration: Iteration) -> None:
         """A backward has ended in the middle of a forward, or is one that another goes through."""
+        if self._nesting.running:
+            for handle in self._handles:
+                refuse_inside_forward(handle.gradients)
         for index in iteration.entered:
             handle = self._handles[index]
             handle.gradients.end()

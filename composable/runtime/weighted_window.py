@@ -19,6 +19,7 @@ class Window:
         scopes: how many these were.
         members: ids of the parameters, as users see them between steps.
         active: whether a scope is open.
+        more: whether that one is not the last.
         goes_on: whether more micro-batches follow.
         lost: whether an error took away what was there.
         refused: whether all ranks were told that a weight was none, before anything changed.
@@ -29,6 +30,7 @@ class Window:
         self.scopes = 0
         self.members: frozenset[int] = frozenset()
         self.active = False
+        self.more = False
         self.goes_on = False
         self.lost = False
         self.refused = False
