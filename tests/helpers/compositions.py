@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable import (
     MixedPrecisionPolicy,
+    apply_optimizer_in_backward,
     checkpoint,
     fully_shard,
     no_sync,
@@ -52,8 +53,11 @@ AXES: Final[dict[str, tuple[str, ...]]] = {
     "offloaded": ("nothing", "activations"),
     "hooks": ("none", "on tensors"),
     "frozen": ("nothing", "a block", "biases"),
-    "step": ("on shards", "on DTensors"),
+    "step": ("on shards", "on DTensors", "in backward"),
 }  # fmt: skip
+
+# Each backward would be a step of its own.
+OTHERWISE: Final = {("reduced=each time", "step=in backward")}
 
 FOUR_RANKS: Final = {"neighbours", "experts"}  # on two they are nothing of their own
 
@@ -95,7 +99,7 @@ class Combination:
 
 
 def possible(combination: Combination, ranks: int) -> bool:
-    return not combination.pairs & REFUSED.keys() and (ranks == 4 or combination.verbs not in FOUR_RANKS)
+    return not combination.pairs & (REFUSED.keys() | OTHERWISE) and (ranks == 4 or combination.verbs not in FOUR_RANKS)
 
 
 def pairs_of(ranks: int) -> list[tuple[str, str]]:
@@ -104,7 +108,7 @@ def pairs_of(ranks: int) -> list[tuple[str, str]]:
         (f"{a}={x}", f"{b}={y}")
         for a, b in itertools.combinations(AXES, 2)
         for x, y in itertools.product(AXES[a], AXES[b])
-        if (f"{a}={x}", f"{b}={y}") not in REFUSED and (ranks == 4 or x not in FOUR_RANKS)
+        if (f"{a}={x}", f"{b}={y}") not in REFUSED.keys() | OTHERWISE and (ranks == 4 or x not in FOUR_RANKS)
     ]
 
 
@@ -239,7 +243,11 @@ def train(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
     """All gradients after each step's last backward, and all parameters after its step."""
     model = made(combination)
     annotate(model, combination)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer: torch.optim.Optimizer
+    if combination.step == "in backward":
+        optimizer = apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if combination.step == "on DTensors":
         step_on_shards(optimizer).remove()
     for step in range(STEPS):
@@ -249,7 +257,7 @@ def train(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
                 model(batch.to(model.first.weight.dtype)).square().mean().float().backward()
         if combination.reduced == "explicitly":
             reduce_gradients(model)
-        yield full_gradients(model)
+        yield {} if combination.step == "in backward" else full_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
         yield {name: full(parameter.detach()) for name, parameter in model.named_parameters()}
@@ -299,7 +307,8 @@ def by_hand(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
             parameter.grad = sum(each.to(parameter.dtype) for each in sums) / total  # type: ignore[assignment]
             if combination.hooks != "none":
                 parameter.grad.mul_(0.5)
-        yield {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+        seen = [] if combination.step == "in backward" else list(model.named_parameters())
+        yield {name: None if p.grad is None else p.grad.clone() for name, p in seen}
         optimizer.step()
         optimizer.zero_grad()
         yield {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
