@@ -51,6 +51,21 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
     return value
 
 
+def precision_of_replicas(value: Any) -> MixedPrecisionPolicy:
+    """The policy of a replicated unit.
+
+    Raises:
+        AnnotationError: it is none, or asks for what only sharded units have.
+    """
+    policy = precision_policy("replicate", value)
+    if policy.keep_grads_in_reduce_dtype:
+        raise AnnotationError(
+            "replicate: keep_grads_in_reduce_dtype is for fully_shard: gradients of replicated ones have the parameter's "
+            "dtype, and are cast to reduce_dtype for the sum alone. Leave it out"
+        )
+    return policy
+
+
 def exact_modules(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> list[nn.Module]:
     """The modules of a unit that keep their dtype, but for those inside of others."""
     found: dict[int, nn.Module] = {}

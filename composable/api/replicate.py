@@ -11,10 +11,21 @@ from torch import nn
 from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import buffers_of, refuse_elsewhere
 from composable.api.meshes import Mesh, communication_device, device_of, meeting_place, spread_over
+from composable.api.mp_policy import (
+    MixedPrecision,
+    buffer_holders,
+    exact_modules,
+    ids_of_exact,
+    inherited_inside,
+    is_exact,
+    precision_of_replicas,
+    refuse_unknown_buffers,
+)
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_other_mesh, refuse_taken
-from composable.config import SYNC_MODES, GradReduce, divisor_of, grad_reduce_in_words
+from composable.config import SYNC_MODES, GradReduce, MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
+from composable.device.cast_parameters import CastHolder, can_be_cast
 from composable.device.collectives import LocalCommunicator, backwards_of, communicator_of
 from composable.device.parameter_swap import Place
 from composable.errors import AnnotationError
@@ -30,6 +41,7 @@ from composable.model.traversal import (
     walk,
 )
 from composable.policies import PolicyLike, select_modules
+from composable.runtime.cast_unit import CastUnit
 from composable.runtime.launch_order import launch_together
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.replicated_unit import ReplicatedUnit
@@ -37,10 +49,6 @@ from composable.runtime.shards_inside import ShardsInside
 from composable.runtime.shown_parameters import rest_as_dtensors
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
-_NO_PRECISION: Final = (
-    "only fully_shard has mixed precision so far; leave it out, and the parameters keep the dtype that they have, or compute "
-    "under torch.autocast"
-)
 _EQUIVALENTS: Final = {
     "device_ids": "the module's own device is used; leave it out",
     "output_device": "the module's own device is used; leave it out",
@@ -59,8 +67,7 @@ _EQUIVALENTS: Final = {
     "forward_sync_buffers": "broadcast_buffers=",
     "ignored_modules": "ignored_params=",
     "init_sync": "sync_module_states=",
-    "mp_policy": _NO_PRECISION,
-    "mixed_precision": _NO_PRECISION,
+    "mixed_precision": "mp_policy=",
     "offload_policy": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
 }
 
@@ -76,6 +83,7 @@ def replicate(
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
     bucket_cap_mb: float = 25.0,
+    mp_policy: MixedPrecision = None,
     grad_reduce: GradReduce = "mean",
     ignored_params: Iterable[Any] = (),
     sync_module_states: str = "broadcast",
@@ -92,6 +100,8 @@ def replicate(
         mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine.
         policy: which submodules get buckets of their own; what is left over belongs to `module`.
         bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB (accelerators: 25 MiB) and more travel alone.
+        mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
+            gradients, optimizer state and what is saved keep the dtype that the parameters have.
         grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides it by their number, "sum"
             leaves it, a positive number divides it by that number.
         ignored_params: parameters, or modules, FQNs and globs that stand for theirs, to leave alone.
@@ -125,12 +135,14 @@ def replicate(
             raise AnnotationError(f"broadcast_buffers must be True or False, got {broadcast_buffers!r}")
         if type(bucket_cap_mb) not in (int, float) or bucket_cap_mb <= 0:
             raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {bucket_cap_mb!r}")
-        divisor = divisor_of("replicate", grad_reduce)
+        divisor, precision = divisor_of("replicate", grad_reduce), precision_of_replicas(mp_policy)
         for each in modules:
             require_callable(each)
+        overridden = _picked(modules, policy)
+        inherited = inherited_inside(modules, list(overridden), precision)
         picked = {
-            child: ({"ignored_params": _ignored_inside(child, ignored_params)}, own)
-            for child, own in _picked(modules, policy).items()
+            child: ({"ignored_params": _ignored_inside(child, ignored_params), "mp_policy": inherited[child]}, own)
+            for child, own in overridden.items()
         }
     common: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "grad_reduce": grad_reduce}
     common |= {"sync_module_states": sync_module_states, "broadcast_buffers": broadcast_buffers}
@@ -144,9 +156,13 @@ def replicate(
         refuse_taken("replicate", modules, parameters)
         refuse_other_mesh(parameters, resolved)
         buffers = buffers_of(modules) if broadcast_buffers else []
+        kept = ids_of_exact(modules, precision)
+        keeps = [keep for managed in parameters for keep in [is_exact(managed, kept, "replicate")] * len(managed.places)]
+        casts = _casts(modules, parameters, keeps, precision)
         if resolved is not None:
             refuse_elsewhere("replicate", parameters, buffers_of(modules), communication_device(resolved, device))
     treatment = f"bucket_cap_mb={bucket_cap_mb}, {len(buffers)} buffers that follow rank 0"
+    treatment += f", {precision}" if str(precision) else ""
     treatment += "" if divisor is None else f", grad_reduce {grad_reduce_in_words(divisor)}"
     synchronise("replicate", parameters, communicator, sync_module_states, [treatment] * len(parameters))
     mesh_info = MeshInfo.over_one_dimension(None, LocalCommunicator())
@@ -161,7 +177,9 @@ def replicate(
         mesh_info.all.tags.count_by(backwards)
     places = [place for _, place, _ in buffers]
     with all_or_none("replicate", communicator):
-        _attach(modules, parameters, places, mesh_info, max(1, int(bucket_cap_mb * (1 << 20))), divisor)
+        exact = exact_modules(modules, precision)
+        cap_bytes = max(1, int(bucket_cap_mb * (1 << 20)))
+        _attach(modules, parameters, places, mesh_info, cap_bytes, divisor, casts, exact, keeps)
         launch_together([unit.averaging for unit in (_unit_of(modules), *_inside(modules))])
     return module
 
@@ -195,7 +213,7 @@ def _picked(modules: Sequence[nn.Module], policy: PolicyLike | None) -> dict[nn.
     if len(modules) > 1:
         raise AnnotationError("replicate: a policy picks units below one module; it cannot be given with a list")
     picked = select_modules(policy, modules[0])
-    check_keywords("replicate", picked, ("mesh", "bucket_cap_mb", "broadcast_buffers", "grad_reduce"))
+    check_keywords("replicate", picked, ("mesh", "bucket_cap_mb", "mp_policy", "broadcast_buffers", "grad_reduce"))
     reachable = [m for _, m in walk(modules[0], stop=(SHARD, REPLICATE))]
     chosen = [(m, o) for m, o in picked.items() if m is not modules[0] and any(m is other for other in reachable)]
     return dict(reversed(chosen))
@@ -213,6 +231,31 @@ def _ignored_inside(module: nn.Module, ignored: Iterable[Any]) -> list[Any]:
     return [p for p in module.parameters() if id(p) in ids]
 
 
+def _casts(
+    modules: Sequence[nn.Module],
+    parameters: Sequence[ManagedParameter],
+    keeps: Sequence[bool],
+    precision: MixedPrecisionPolicy,
+) -> CastUnit | None:
+    """What a unit's modules see in place of its parameters and buffers; None where they see these."""
+    if precision == MixedPrecisionPolicy():
+        return None
+    refuse_unknown_buffers("replicate", modules, precision)
+    cast: dict[int, tuple[nn.Module, list[str]]] = {}
+    places = [place for managed in parameters for place in managed.places]
+    for place, keep in zip(places, keeps, strict=True):
+        if not keep:
+            cast.setdefault(id(place.module), (place.module, []))[1].append(place.name)
+    for module, names in cast.values():
+        if not can_be_cast(module):
+            raise AnnotationError(
+                f"replicate: parameter '{names[0]}' of a {type(module).__name__} cannot be cast: it is not registered as "
+                "torch.nn.Module does it; parameters of TorchScript modules are not. Leave mp_policy out for it"
+            )
+    holders = [CastHolder(module, frozenset(names)) for module, names in cast.values()]
+    return CastUnit(precision, holders, buffer_holders(modules, precision, modules))
+
+
 def _attach(
     modules: Sequence[nn.Module],
     parameters: Sequence[ManagedParameter],
@@ -220,6 +263,9 @@ def _attach(
     mesh_info: MeshInfo,
     cap_bytes: int,
     divisor: float | None,
+    casts: CastUnit | None,
+    exact: Sequence[nn.Module],
+    keeps: Sequence[bool],
 ) -> None:
     unit = _unit_of(modules)
     named = [place for p in parameters for place in p.places]
@@ -233,6 +279,9 @@ def _attach(
         mesh_info,
         cap_bytes,
         divisor,
+        casts,
+        exact,
+        keeps,
     )
     for each in modules:
         on_undo(partial(detach, each, REPLICATE))

@@ -17,7 +17,7 @@ sum is made of it (`scaled_input`) and lands in the bucket, and only then `grad`
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import repeat
 from operator import attrgetter, is_
 from typing import Final
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from composable.device.kept_gradients import GradientUsers
+from composable.device.means_apart import NO_MEANS, Mean, MeansApart
 from composable.device.private import storage_key
 from composable.plan.scaling import Scaling
 
@@ -46,7 +47,7 @@ def gradient_strides(parameter: Tensor) -> Strides | None:
 
 
 class GradientBucket:
-    """The gradients of some parameters of one dtype and device. In a backward: `open`, `collect`, `finish`, `settle`.
+    """Gradients that are summed in one dtype, on one device. In a backward: `open`, `collect`, `finish`, `settle`.
 
     Args:
         strides: of each gradient, the same on all ranks; None means contiguous. Where autograd's own differ from them the
@@ -54,9 +55,11 @@ class GradientBucket:
         scaling: how gradients are divided; whether a sum may be made of one where it lies.
         flags: numbers at the end of the message that are none of the gradients'.
         apart: they are in memory of their own instead.
+        dtype: of the message, if it is not the parameters'. A gradient in another one cannot be a view of the bucket, either.
 
     Attributes:
         undecided: what slots held before that are missing on this rank, until `settle`.
+        means: those that the message must not round.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class GradientBucket:
         scaling: Scaling = Scaling(),  # noqa: B008 - frozen
         flags: int = 0,
         apart: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> None:
         self.parameters = tuple(parameters)
         self._strides = tuple(strides)
@@ -74,7 +78,9 @@ class GradientBucket:
         self._sizes = [parameter.numel() for parameter in parameters]
         self._flag_count = flags
         self._apart = apart
-        self._misfits = [k for k, p in enumerate(parameters) if gradient_strides(p) != strides[k]]
+        self._dtype = dtype or self.parameters[0].dtype
+        self.means = MeansApart([p for p in self.parameters if p.dtype != self._dtype])
+        self._misfits = [k for k, p in enumerate(parameters) if p.dtype != self._dtype or gradient_strides(p) != strides[k]]
         self._input_factor = scaling.input_factor if len(self._sizes) == 1 and not flags else None
         self._message = self._body = self.flags = _NOWHERE
         self.views = [_NOWHERE] * len(parameters)
@@ -91,7 +97,7 @@ class GradientBucket:
         self._message = _NOWHERE  # until everything is made: an interrupt may come in between
         first, numel = self.parameters[0], sum(self._sizes)
         with torch.inference_mode(False), torch.no_grad():
-            message = torch.empty(numel + self._flag_count * (not self._apart), dtype=first.dtype, device=first.device)
+            message = torch.empty(numel + self._flag_count * (not self._apart), dtype=self._dtype, device=first.device)
             self._body, self.flags = message[:numel], message[numel:]
             if self._apart:
                 self.flags = message.new_empty(self._flag_count)
@@ -120,6 +126,8 @@ class GradientBucket:
     def open(self) -> None:
         """Backward begins: a gradient that is there already, and not in the bucket, will stay where it is."""
         self._guests = dict.fromkeys(self._misfits)
+        if self.means.known:
+            self.means.put_aside()
         gradients = list(map(_gradient_of, self.parameters))
         if not all(map(is_, gradients, repeat(None))):
             if {*map(storage_key, self.views)} != {storage_key(self._message)}:
@@ -261,6 +269,8 @@ class GradientBucket:
 
     def drop(self) -> None:
         """Forget a backward that did not end."""
+        if self.means.aside:
+            self.means.put_back()
         self.scaled_input = None
         self._returns = []
         self.undecided = {}
@@ -273,8 +283,13 @@ class GradientBucket:
         self.views = [_NOWHERE] * len(self.parameters)
         del self._users  # which holds the views
 
-    def adopt_from(self, others: dict[nn.Parameter, Tensor]) -> None:
-        """Move gradients here that are views of other buckets, by parameter. What users hold stays the tensor that it is."""
+    def adopt_from(self, others: dict[nn.Parameter, Tensor], means: Mapping[nn.Parameter, Mean] = NO_MEANS) -> None:
+        """Move gradients here that are views of other buckets, by parameter. What users hold stays the tensor that it is.
+
+        Args:
+            means: what is known of them there.
+        """
+        self.means = MeansApart([p for p in self.parameters if p.dtype != self._dtype], means)
         for k, parameter in enumerate(self.parameters):
             gradient = parameter.grad
             if gradient is None or gradient is not others.pop(parameter, None) or k in self._misfits:

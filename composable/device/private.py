@@ -184,12 +184,12 @@ def innermost(tensor: torch.Tensor) -> torch.Tensor:
 # Whether a transform of `torch.func` is at work. To ask for their stack would make one for this thread, which every node of
 # autograd's would copy from then on: 2 % of the instructions of a small model's step.
 if hasattr(torch._C, "_dispatch_tls_is_dispatch_key_included"):
-    _transformed: Callable[[], bool] = partial(
+    is_transformed: Callable[[], bool] = partial(
         torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
     )
 else:
     _stack: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
-    _transformed = lambda: _stack() is not None  # noqa: E731
+    is_transformed = lambda: _stack() is not None  # noqa: E731
 _without_transforms: Callable[[], AbstractContextManager[Any]] = getattr(
     pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext
 )
@@ -201,7 +201,7 @@ def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
 
     @wraps(function)
     def apart(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not _transformed():
+        if not is_transformed():
             return function(*args, **kwargs)
         with _without_transforms():
             return function(*args, **kwargs)

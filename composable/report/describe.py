@@ -228,7 +228,16 @@ def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, verbs: list[
     averaging = unit.averaging
     row = _plain_row(name, type(module).__name__, verbs, averaging.owned_at_rest, averaging.communicator.size)
     hook = "" if averaging.hook is None else averaging.hook.name
-    return replace(row, grad_reduce=grad_reduce_in_words(averaging.divisor), comm_hook=hook)
+    row = replace(row, grad_reduce=grad_reduce_in_words(averaging.divisor), comm_hook=hook)
+    casts = averaging.casts
+    if casts is None:
+        return row
+    precisions = [casts.precision.of(p.dtype, exact=exact) for p, exact in averaging.parameters.with_exact()]
+    return replace(
+        row,
+        computes_in=_unique(precision.compute for precision in precisions),
+        reduces_in=_unique(precision.reduce for precision in precisions),
+    )
 
 
 def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: list[nn.Parameter], ranks: int) -> UnitRow:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from composable.device.collectives import Communicator, LocalCommunicator
 from composable.errors import unit_name
 from composable.model.naming import known_fqn
+from composable.runtime.cast_unit import CastUnit
 from composable.runtime.hooked_units import UnitHook, refuse_sparse
 from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.membership import Newcomers
@@ -25,7 +26,7 @@ from composable.runtime.sparse import only_looked_up
 from composable.runtime.unaveraged import refuse_unaveraged
 
 _COPIED: Final = (
-    "parameters", "name", "_fqn", "mesh_info", "divisor", "_cap_bytes", "order", "place", "forwards", "_newcomers"
+    "parameters", "name", "_fqn", "mesh_info", "divisor", "_cap_bytes", "order", "place", "forwards", "_newcomers", "casts"
 )  # fmt: skip
 
 
@@ -41,6 +42,7 @@ class Averaging:
         order, place: where the reducer launches.
         forwards: the unit's own, and those of the replicated unit around it.
         divisor: what sums of gradients are divided by; None for the number of ranks.
+        casts: says in which dtypes sums are made; None: in those of the parameters.
         current: the reducer that was made last; None before the first, and after the unit was removed.
         hook: of a user's, which makes the means; whoever puts it there renews the reducer.
     """
@@ -56,6 +58,7 @@ class Averaging:
         self.current: Reducer | None = None
         self.divisor: float | None = None
         self.hook: UnitHook | None = None
+        self.casts: CastUnit | None = None
         self._cap_bytes = 0
         self._on_meta = False  # whether parameters had no values when the reducer was made
         self._newcomers = Newcomers(())
@@ -122,6 +125,7 @@ class Averaging:
             forwards=self.forwards,
             divisor=self.divisor,
             hook=self.hook,
+            summed_in=None if self.casts is None else self.parameters.summed_in(self.casts),
             last=last,
         )
         self.order.put(self.place, reducer)

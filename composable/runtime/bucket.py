@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from composable.compilation import untraced
@@ -19,12 +20,20 @@ IDLE, AWAITED, ARRIVED, SENT = range(4)  # what a gradient may be; idle: no back
 
 
 def grouped_in_order(
-    order: Sequence[int], parameters: Sequence[nn.Parameter], cap_bytes: int, alone_bytes: int
+    order: Sequence[int],
+    parameters: Sequence[nn.Parameter],
+    dtypes: Sequence[torch.dtype],
+    cap_bytes: int,
+    alone_bytes: int,
 ) -> list[list[int]]:
-    """Which of `parameters`, by number, share a bucket; `order` is that in which gradients become ready."""
-    ordered = [parameters[i] for i in order]
-    sizes = [parameter.numel() * parameter.element_size() for parameter in ordered]
-    kinds = [(parameter.dtype, parameter.device) for parameter in ordered]
+    """Which of `parameters`, by number, share a bucket.
+
+    Args:
+        order: that in which gradients become ready.
+        dtypes: in which they are summed.
+    """
+    sizes = [parameters[i].numel() * dtypes[i].itemsize for i in order]
+    kinds = [(dtypes[i], parameters[i].device) for i in order]
     buckets = buckets_in_order(sizes, kinds, cap=cap_bytes, alone_bytes=alone_bytes)
     return [[order[position] for position in positions] for positions in buckets]
 

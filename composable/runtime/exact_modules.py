@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,41 +13,36 @@ from composable.model.values import map_tensors
 from composable.runtime.unit_precision import UnitPrecision
 
 
-class _Parameters(Protocol):
-    @property
-    def precision(self) -> UnitPrecision: ...
-
-
-class _Handle(Protocol):
-    @property
-    def parameters(self) -> _Parameters: ...
-
-
-class _Unit(Protocol):
-    @property
-    def handle(self) -> _Handle: ...
-
-
 class ExactModule:
     """One such module: what it is given is cast to its dtype, and what it returns is cast back.
 
     The casts are autograd's own. What is in a third dtype stays in it.
+
+    Args:
+        unit: that the module is in.
+        where: the unit has its `UnitPrecision`, as attributes. A function would not be copied with the unit.
     """
 
-    __slots__ = ("_edges", "_unit")
+    __slots__ = ("_edges", "_precision_of", "_unit")
 
-    def __init__(self, module: nn.Module, unit: _Unit) -> None:
+    def __init__(self, module: nn.Module, unit: object, where: str) -> None:
         self._unit = unit
+        self._precision_of = attrgetter(where)
         self._edges = EdgeHooks(module, self._cast_inputs, self._cast_back)
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        low = self._unit.handle.parameters.precision.in_force.param_dtype
+        low = self._low()
         changed: tuple[Any, Any] = (args, kwargs) if low is None else _cast((args, kwargs), low, _dtype_of(module))
         return changed
 
     def _cast_back(self, module: nn.Module, args: Any, output: Any) -> Any:
-        low = self._unit.handle.parameters.precision.in_force.param_dtype
+        low = self._low()
         return output if low is None else _cast(output, _dtype_of(module), low)
+
+    def _low(self) -> torch.dtype | None:
+        precision: UnitPrecision = self._precision_of(self._unit)
+        dtype: torch.dtype | None = precision.in_force.param_dtype
+        return dtype
 
     def remove(self) -> None:
         """May be called twice."""

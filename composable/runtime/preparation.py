@@ -69,9 +69,14 @@ class Preparation:
         for handle in self._handles:
             handle.refresh()
 
+    @property
+    def trains(self) -> bool:
+        """The mode of the root's module."""
+        return self._module.training
+
     def _changed_mode(self) -> bool:
         """Whether dtypes have changed with the mode of the root's module."""
-        trains = self._module.training
+        trains = self.trains
         for precision in self._with_modes:
             precision.trains = trains
         return any(precision.outdated for precision in self._with_modes)

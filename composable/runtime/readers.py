@@ -13,10 +13,13 @@ from weakref import ref
 from composable.device.parameter_swap import Place
 from composable.runtime.averaging import Averaging
 from composable.runtime.backward_end import BackwardEnd, end_of_backward
+from composable.runtime.cast_unit import CastUnit
 
 
 class Shown(Protocol):
     """What modules of a unit see of its parameters."""
+
+    casts: CastUnit | None
 
     def show(self, reader: object) -> bool:
         """Modules compute with plain parameters from here on, for `reader`.

@@ -47,6 +47,7 @@ class Reducer:
         forwards: of the unit and of those around it, that a backward should go through.
         divisor: what sums of gradients are divided by; None for the number of ranks, which makes them means.
         hook: of a user's, which makes means of gradients in place of the communicator.
+        summed_in: for each parameter, in which dtype its gradients are summed; None: each in its own.
         last: the reducer before this one.
 
     Attributes:
@@ -75,6 +76,7 @@ class Reducer:
         forwards: Sequence[Forwards] = (),
         divisor: float | None = None,
         hook: UnitHook | None = None,
+        summed_in: Sequence[torch.dtype] | None = None,
         last: Reducer | None = None,
     ) -> None:
         self.unit = unit
@@ -84,6 +86,7 @@ class Reducer:
         self._cap_bytes = cap_bytes
         self._forms = forms
         self._hook = hook
+        self._dtypes = [parameter.dtype for parameter in parameters] if summed_in is None else summed_in
         self._pass = Pass.SPARES
         self.local: LocalGradients = LocalGradients(
             tuple(parameters), names, unit, communicator, forms, last.local if last is not None else None
@@ -122,20 +125,20 @@ class Reducer:
     def _make_buckets(self) -> Buckets:
         parameters, names, order = self.parameters.everyone, self.parameters.names, self.agreement
         capabilities = self._communicator.capabilities
-        grouped = grouped_in_order(order.of_parameters(), parameters, self._cap_bytes, capabilities.alone_bytes)
+        grouped = grouped_in_order(order.of_parameters(), parameters, self._dtypes, self._cap_bytes, capabilities.alone_bytes)
         holds = self.local.accumulation.passes and self._pass is not Pass.REDUCES
         held = GradPhase.HELD if holds else GradPhase.EMPTY
         buckets, trailer, hook = [], None, self._hook
         summed = None if hook is None else hook.summed_by(self._communicator)
         for number, members in enumerate(grouped, start=1):
-            first = parameters[members[0]]
+            first, dtype = parameters[members[0]], self._dtypes[members[0]]
             if number == len(grouped):
-                trailer = Trailer(self.parameters.dense, self._round, first.dtype, first.device)
+                trailer = Trailer(self.parameters.dense, self._round, dtype, first.device)
             gradients = GradientBucket(
                 [parameters[i] for i in members],
                 [order.order.strides.get(i) for i in members],
                 scaling=scaling_of(
-                    str(first.dtype).removeprefix("torch."),
+                    str(dtype).removeprefix("torch."),
                     self._communicator.size,
                     on_the_way_in=True,
                     reads_inputs=capabilities.reads_scaled_inputs,
@@ -144,6 +147,7 @@ class Reducer:
                 else Scaling(),
                 flags=trailer.numel if trailer is not None else 0,
                 apart=summed is not None,
+                dtype=dtype,
             )
             label = f"gradient all-reduce of unit '{self.unit}' ('{names[members[0]]}' to '{names[members[-1]]}')"
             hop = None if summed is None else summed.hop(gradients, [names[i] for i in members], trailer, self.refuse_others)
@@ -190,6 +194,8 @@ class Reducer:
                 buckets.trailer.check(numbers, self.refuse_others)
                 agreement.sure = not agreement.recording
             complete = buckets.settle() if agreement.recording or buckets.awaited else False
+            for bucket in buckets.each:
+                bucket.gradients.means.add_new()
             if agreement.recording and complete:
                 agreement.agree({i: gradient_strides(self.parameters.everyone[i]) for i in self.parameters.dense})
                 self._adopt()
@@ -246,10 +252,11 @@ class Reducer:
     def _refill(self) -> None:
         buckets = self.buckets.each
         views = {p: v for b in buckets for p, v in zip(b.gradients.parameters, b.gradients.views, strict=True)}
+        means = {p: mean for bucket in buckets for p, mean in bucket.gradients.means.known.items()}
         del buckets
         self.buckets = self._make_buckets()  # memory of the old ones goes as the last view of each moves
         for bucket in self.buckets.each:
-            bucket.gradients.adopt_from(views)
+            bucket.gradients.adopt_from(views, means)
 
 
 def _end_steps(reducer: Reducer) -> None:

@@ -9,10 +9,12 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from composable.device.parameter_swap import Place
 from composable.errors import PhaseError, still_on_meta
+from composable.runtime.cast_unit import CastUnit
 from composable.runtime.paired_places import PairedPlaces
 from composable.runtime.resting_form import at_rest
 from composable.runtime.sparse import is_sparse_lookup
@@ -26,6 +28,7 @@ class ReplicatedParameters:
         places: every place of every parameter: what is tied now need not stay so.
         names: FQNs below the unit, of all places.
         lookups: for each place, whether its module reads it by sparse lookups.
+        exact: for each place, whether its module keeps its dtype where others are cast.
         pairs: of forms, while the parameters rest as DTensors.
     """
 
@@ -34,12 +37,16 @@ class ReplicatedParameters:
         self.places: tuple[Place, ...] = ()
         self.names: tuple[str, ...] = ()
         self.lookups: tuple[bool, ...] = ()
+        self.exact: tuple[bool, ...] = ()
         self.pairs: PairedPlaces | None = None
         # Of the places; asked at every forward.
         self._registries: list[tuple[dict[str, nn.Parameter | None], str]] | None = None
 
-    def initialize(self, modules: Sequence[nn.Module], places: Sequence[Place], names: Sequence[str]) -> None:
+    def initialize(
+        self, modules: Sequence[nn.Module], places: Sequence[Place], names: Sequence[str], exact: Sequence[bool]
+    ) -> None:
         self.modules = tuple(modules)
+        self.exact = tuple(exact)
         self.places = tuple(places)
         self.lookups = tuple(is_sparse_lookup(place.module) for place in places)
         self.names = tuple(names)
@@ -57,6 +64,14 @@ class ReplicatedParameters:
             self._registries = [(place.module._parameters, place.name) for place in self.places]
         held = [registry.get(name) for registry, name in self._registries]
         return [parameter for parameter in held if parameter is not None]
+
+    def summed_in(self, casts: CastUnit) -> list[torch.dtype]:
+        """In which dtypes the gradients of those are summed over the ranks."""
+        return [casts.summed_in(parameter.dtype, exact=exact) for parameter, exact in self.with_exact()]
+
+    def with_exact(self) -> list[tuple[nn.Parameter, bool]]:
+        """Those, and whether each keeps its dtype."""
+        return list(zip(self.registered, self.exact, strict=False))
 
     def at_rest(self, parameter: nn.Parameter) -> nn.Parameter:
         """What users see, between steps, of one of them."""
@@ -79,5 +94,5 @@ class ReplicatedParameters:
             return done
         twin = memo[id(self)] = ReplicatedParameters()
         twin.modules, twin.places, twin.pairs = modules, places, pairs
-        twin.names, twin.lookups = self.names, self.lookups
+        twin.names, twin.lookups, twin.exact = self.names, self.lookups, self.exact
         return twin

@@ -19,6 +19,8 @@ from composable.model.values import map_tensors, tensors_in, with_a_node
 from composable.runtime.accumulation import refuse_removal
 from composable.runtime.averaging import Averaging
 from composable.runtime.buffer_broadcast import share_buffers
+from composable.runtime.cast_unit import CastUnit, show_casts
+from composable.runtime.exact_modules import ExactModule
 from composable.runtime.forward_steps import ForwardSteps
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.readers import Readers
@@ -45,6 +47,7 @@ class ReplicatedUnit:
         self.forward_steps = ForwardSteps(self.averaging)
         self._readers = Readers((self,), self.settle)
         self._depth = 0
+        self.exact: list[ExactModule] = []
 
     def initialize(
         self,
@@ -55,9 +58,21 @@ class ReplicatedUnit:
         mesh_info: MeshInfo,
         cap_bytes: int,
         divisor: float | None = None,
+        casts: CastUnit | None = None,
+        exact: Sequence[nn.Module] = (),
+        keeps: Sequence[bool] = (),
     ) -> None:
+        """Average the gradients of what is registered at `places`.
+
+        Args:
+            casts: what modules see in its place; None where nothing is cast.
+            exact: modules that keep their dtype there.
+            keeps: for each place, whether it does.
+        """
         self.buffers = tuple(buffers)
-        self.parameters.initialize(modules, places, names)
+        self.shown.casts = self.averaging.casts = casts
+        self.exact = [ExactModule(module, self, "shown.casts.precision") for module in exact]
+        self.parameters.initialize(modules, places, names, keeps)
         self.averaging.initialize(mesh_info, cap_bytes, divisor)
 
     def contain(self, inside: Sequence[ReplicatedUnit]) -> None:
@@ -88,15 +103,25 @@ class ReplicatedUnit:
                 if steps.opened_here:
                     steps.open()
                 share_buffers(found)
-        return args, kwargs
+                show_casts(found, trains=module.training)
+        casts = self.shown.casts
+        return (args, kwargs) if casts is None or casts.edges is None else casts.edges.inputs(args, kwargs)
 
     def leave(self, module: nn.Module, output: Any) -> Any:
+        casts = self.shown.casts
+        if casts is not None:
+            output = output if casts.edges is None else casts.edges.output(output)
+            try:
+                casts.refuse_written(self.averaging.name)
+            except BaseException:
+                self._end_call()
+                raise
         self._end_call()
         averaging = self.averaging
         if (
             torch.is_grad_enabled()
             and averaging.current is not None
-            and (averaging.communicator.size > 1 or self.parameters.pairs is not None)
+            and (averaging.communicator.size > 1 or self.parameters.pairs is not None or casts is not None)
         ):
             if not any(tensor.grad_fn is not None for tensor in tensors_in(output)):
                 output = map_tensors(output, with_a_node)  # the caller's own input: what waits at a leaf is called only once
@@ -163,6 +188,8 @@ class ReplicatedUnit:
     def restore(self) -> None:
         """Undo: the parameters stay as they are, or are plain again, and nothing is reduced any more."""
         self.shown.leave()
+        for each in self.exact:
+            each.remove()
         self.averaging.leave()
         self.buffers = ()
 

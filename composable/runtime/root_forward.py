@@ -16,6 +16,7 @@ from composable.model.interrupts import calls_of
 from composable.plan.phases import Phase
 from composable.plan.schedule import CallNesting, ForwardOrder
 from composable.runtime.buffer_broadcast import share_buffers
+from composable.runtime.cast_unit import show_casts
 from composable.runtime.divergence import catch_up, check_order
 from composable.runtime.handle import Handle
 from composable.runtime.last_units import last_units_of, refuse_writes
@@ -102,7 +103,9 @@ class RootForward:
         refuse_doubtful(doubtful, self._handles)
         self._last_units[self._index[outermost]].enter(outermost)
         self._preparation.prepare()  # this may raise
-        share_buffers(self._readers.enter_call())
+        found = self._readers.enter_call()
+        share_buffers(found)
+        show_casts(found, trains=self._preparation.trains)
         self._backward.expect()
 
     def enter(self, handle: Handle) -> None:

@@ -93,7 +93,7 @@ class ShardedUnit:
         for each in dict.fromkeys(swapped):
             self._loading.append(each.register_state_dict_pre_hook(self.settle))
         handle.calls.guarded_by(self.guards)
-        self.exact = [ExactModule(module, self) for module in recipe.exact]
+        self.exact = [ExactModule(module, self, "handle.parameters.precision") for module in recipe.exact]
 
     @property
     def handle(self) -> Handle:

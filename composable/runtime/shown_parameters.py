@@ -17,6 +17,7 @@ from composable.device.parameter_swap import Place
 from composable.device.private import agree_on_infinities, in_backward
 from composable.model.transaction import on_undo
 from composable.runtime.averaging import Averaging
+from composable.runtime.cast_unit import CastUnit
 from composable.runtime.mixed import MixedParameters
 from composable.runtime.resting_form import fits
 from composable.runtime.step import refuse_gradients_left
@@ -28,6 +29,7 @@ class ShownParameters:
     Attributes:
         around: calls and backwards of annotated modules, the unit's own too, that may read the parameters now.
         called: whether the unit was called since the first of them began.
+        casts: what modules see in place of parameters and buffers; None where nothing is cast.
     """
 
     def __init__(self, averaging: Averaging) -> None:
@@ -37,6 +39,7 @@ class ShownParameters:
         self._doubtful = False  # plain parameters were shown while users could act
         self.around: dict[object, None] = {}
         self.called = False
+        self.casts: CastUnit | None = None
 
     def can_rest(self, parameter: nn.Parameter, mesh: DeviceMesh) -> bool:
         """Whether `parameter`, which modules of the unit compute with, can have a second form on `mesh`."""
@@ -85,6 +88,8 @@ class ShownParameters:
 
     def leave(self) -> None:
         """Register plain parameters for good."""
+        if self.casts is not None:
+            self.casts.hide()
         self._averaging.parameters.pairs = None
         mixed, self._mixed = self._mixed, None
         if mixed is not None:
@@ -102,6 +107,8 @@ class ShownParameters:
             held = zip(parameters.names, map(parameters.at_rest, parameters.registered), strict=False)
             refuse_gradients_left(self._averaging.name, held, partial(communicator.presence.leave, communicator.sums))
         alone, self.around[reader] = not self.around, None
+        if self.casts is not None and in_backward():
+            self.casts.show()  # what is recomputed is cast again; before a forward, buffers are shared first
         if self._mixed is not None:
             self._mixed.show(reader)
             if not in_backward():
@@ -111,6 +118,8 @@ class ShownParameters:
     def hide(self, reader: object) -> None:
         """Modules hold what they hold at rest again, if they show nothing for anybody else."""
         self.around.pop(reader, None)
+        if self.casts is not None and not self.around:
+            self.casts.hide()
         if not self.around and not in_backward():
             if not self.called:  # whoever called it has noticed what became of the parameters, and launches other buckets
                 self._averaging.order.abort()
@@ -127,7 +136,7 @@ class ShownParameters:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShownParameters:
         twin = memo[id(self)] = ShownParameters(self._averaging)
-        for name in ("_averaging", "_mixed", "_reasons"):
+        for name in ("_averaging", "_mixed", "_reasons", "casts"):
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))
         return twin
 

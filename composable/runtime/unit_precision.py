@@ -61,8 +61,15 @@ class UnitPrecision:
             dtype: that it has.
             exact: whether it keeps that, whatever the policy says.
         """
-        policy = self._wanted
-        if exact:
-            return resolve(name_of(dtype))
-        param, reduce = ((None if asked is None else name_of(asked)) for asked in (policy.param_dtype, policy.reduce_dtype))
-        return resolve(name_of(dtype), param, reduce, keep_reduced=policy.keep_grads_in_reduce_dtype)
+        return _resolved(self._wanted, dtype, exact=exact)
+
+    def in_training(self, dtype: torch.dtype, *, exact: bool) -> Precision:
+        """The same for training, whatever the mode is."""
+        return _resolved(self._asked, dtype, exact=exact)
+
+
+def _resolved(policy: MixedPrecisionPolicy, dtype: torch.dtype, *, exact: bool) -> Precision:
+    if exact:
+        return resolve(name_of(dtype))
+    param, reduce = ((None if asked is None else name_of(asked)) for asked in (policy.param_dtype, policy.reduce_dtype))
+    return resolve(name_of(dtype), param, reduce, keep_reduced=policy.keep_grads_in_reduce_dtype)

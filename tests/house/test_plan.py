@@ -71,8 +71,10 @@ POWERS: Final = (
 USED_IN: Final = {
     "api/devices.py": "_buffers",
     "device/buffer_swap.py": "_buffers",
+    "device/cast_parameters.py": "_parameters _version",
     "device/elastic_buffer.py": "untyped_storage UntypedStorage view_without_memory",
     "device/host_copies.py": "untyped_storage UntypedStorage _version",
+    "device/means_apart.py": "_version",
     "device/memory.py": "resize_ set_ untyped_storage UntypedStorage swap_memory",
     "device/parameter_forms.py": "set_local",
     "device/parameter_swap.py": "_parameters",

@@ -264,9 +264,9 @@ def test_a_policy_that_is_none_is_refused_and_names_what_would_be_one() -> None:
         == "UnknownArgumentError: fully_shard() has no argument 'mixed_precision'; use mp_policy= instead"
     )
     assert (
-        refused(model, lambda: replicate(model, mp_policy="bf16"))
-        == "UnknownArgumentError: replicate() has no argument 'mp_policy'; only fully_shard has mixed precision so far; leave "
-        "it out, and the parameters keep the dtype that they have, or compute under torch.autocast"
+        refused(model, lambda: replicate(model, mp_policy=True))
+        == "AnnotationError: replicate: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a "
+        "floating-point dtype or its name, e.g. 'bf16'; got True"
     )
 
 
