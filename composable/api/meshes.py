@@ -69,6 +69,17 @@ def _tell_of_accelerator(group: dist.ProcessGroup) -> None:
         )
 
 
+def device_for_numbers(group: dist.ProcessGroup, device: torch.device | None) -> torch.device:
+    """The device that a group's collectives move numbers on, made on `device`, or by ranks that have none."""
+    here = torch.device("cpu") if device is None else device
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or (device is not None and backend_of(group, device) != "undefined"):
+        return here
+    if backend_of(group, accelerator) in ("undefined", backend_of(group, torch.device("cpu"))):
+        return here
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
 def _type_for(group: dist.ProcessGroup, device: torch.device) -> str:
     """The type of device that parameters on `device` are spread over: an accelerator's, where the group serves no other."""
     if backend_of(group, device) != "undefined" or not torch.accelerator.is_available():

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.device.flat_parameters import as_parameter
-from composable.device.private import agree_on_infinities, dtensor_like, local_of, parameter_around, set_local
+from composable.device.infinities import agree_on_infinities
+from composable.device.private import dtensor_like, local_of, parameter_around, set_local
 from composable.errors import few
 from composable.plan.layout import Slot
 from composable.plan.routes import Route
@@ -97,8 +98,7 @@ def _parameter_around(
     *,
     requires_grad: bool,
 ) -> nn.Parameter:
-    if any(placement.is_replicate() for placement in placements):
-        agree_on_infinities()
+    agree_on_infinities()
     # Around a stand-in, for the reason that `_wrap` gives: a Parameter is a detached copy of what it is made of.
     made = _wrap(torch.empty_like(local), mesh, placements, shape, stride)
     parameter = parameter_around(made, requires_grad=requires_grad)

@@ -6,7 +6,6 @@ Checked with torch 2.13.0 (CPU build). Where a name is missing in another versio
 from __future__ import annotations
 
 import inspect
-import math
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -340,39 +339,13 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
     return made
 
 
-def _ranks_cut_over(tensor: torch.Tensor) -> int:
-    """1 for what every rank holds whole."""
-    if not isinstance(tensor, DTensor):
-        return 1
-    mesh = tensor.device_mesh
-    return math.prod(mesh.size(dim) for dim, placement in enumerate(tensor.placements) if not placement.is_replicate())
-
-
-_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-
-
-@cache
-def agree_on_infinities() -> bool:
-    """Let `torch.amp.GradScaler` skip a step on all ranks if one rank's shard of a gradient is not finite.
-
-    torch asks the ranks that the first gradient in the list is cut over: behind one that every rank holds whole, the ranks
-    would decide each for itself, and behind one that is cut over some ranks, these alone. So gradients that are cut over the
-    most ranks go first, which changes nothing else. There is no public way in.
-
-    Returns:
-        Whether ranks agree. Where this torch has no such table, they may not.
-    """
+def replace_dtensor_operation(operation: Any, handler: Callable[[Any, tuple[Any, ...], Any], Any]) -> bool:
+    """Have `handler` called with `operation`, its arguments and keyword arguments, where one of the tensors is a DTensor, if
+    torch has a handler of its own for it. There is no public way in; False where this torch has no such table."""
     handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    theirs = handlers.get(_UNSCALE)
-    if theirs is None:
+    if operation not in handlers:
         return False
-
-    def widest_first(operation: Any, args: Any, kwargs: Any) -> Any:
-        gradients, *others = args
-        ordered = sorted(gradients, key=_ranks_cut_over, reverse=True)
-        return theirs(operation, (ordered, *others), kwargs)
-
-    handlers[_UNSCALE] = widest_first
+    handlers[operation] = handler
     return True
 
 

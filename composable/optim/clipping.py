@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.api.meshes import communication_device
+from composable.api.meshes import communication_device, device_for_numbers
 from composable.compilation import untraced
 from composable.device.collectives import reduce_numbers
 from composable.device.held_gradients import is_held
@@ -132,6 +132,14 @@ class _Gradients:
         at_home = torch.stack([power.to(self.device) for power in powers])
         return (at_home.amax() if order == math.inf else at_home.sum() ** (1 / order)).to(self.dtype)
 
+    def refuse_group(self, group: dist.ProcessGroup) -> None:
+        """Raise if `group` is said to be a pipeline's, and gradients are cut over it: stages have different parameters."""
+        if any(group in groups for groups in self._spreads):
+            raise ClippingError(
+                "clip_grad_norm_: parameters are cut over pp_group, whose norm is taken over it anyway. Pass the group of the "
+                "pipeline, or leave pp_group out"
+            )
+
     def scale(self, coefficient: Tensor) -> None:
         """Multiply all gradients, in place."""
         if coefficient.is_cpu and coefficient.item() == 1:
@@ -139,6 +147,26 @@ class _Gradients:
         for spread in self._spreads.values():
             for locals_ in spread.kinds:
                 torch._foreach_mul_(locals_, coefficient.to(locals_[0].device, locals_[0].dtype))
+
+
+def _over_stages(norm: Tensor, order: float, group: dist.ProcessGroup, device: torch.device | None) -> Tensor:
+    """The norm of the gradients of all stages of a pipeline, of which this rank has `norm`, on `device` if any."""
+    power = _power(norm.to(device_for_numbers(group, device)), order).reshape(1)
+    label = "all-reduce of the gradients' norm over the pipeline"
+    (found,) = reduce_numbers(power, group, largest=order == math.inf, label=label).unbind()
+    return (found if order == math.inf else found ** (1 / order)).to(norm.device, norm.dtype)
+
+
+def _check_pipeline(group: object) -> None:
+    if group is None:
+        return
+    if not isinstance(group, dist.ProcessGroup):
+        cure = '; of a mesh, pass mesh["pp"].get_group()' if isinstance(group, DeviceMesh) else ""
+        raise ClippingError(f"clip_grad_norm_: pp_group must be a process group, got a {type(group).__name__}{cure}")
+    if dist.get_rank(group) < 0:
+        raise ClippingError(
+            "clip_grad_norm_: this rank is not in pp_group. Pass the group of the pipeline that it is a stage of"
+        )
 
 
 def _groups_of(mesh: DeviceMesh, placements: Placements) -> Groups:
@@ -264,6 +292,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,
+    pp_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scale gradients down, in place, where their norm over all parameters and all ranks is above `max_norm`.
 
@@ -280,6 +309,8 @@ def clip_grad_norm_(
         norm_type: the order of the norm: positive, or inf for the largest absolute value.
         error_if_nonfinite: raise where the norm is infinite or NaN, on all ranks alike and before anything is changed. It
             makes the host wait for an accelerator.
+        pp_group: the process group of a pipeline, whose ranks have different parameters: the norm is that of all stages, and
+            each of its ranks calls this, also one without parameters.
 
     Returns:
         The norm before clipping, the same on all ranks: a plain tensor without dimensions, in float64 if a trainable
@@ -298,8 +329,9 @@ def clip_grad_norm_(
     """
     limit, order = _limit(max_norm), _order(norm_type)
     parameters = _parameters_of(model_or_parameters)
+    _check_pipeline(pp_group)
     if not parameters:
-        return torch.zeros(())
+        return torch.zeros(()) if pp_group is None else _over_stages(torch.zeros(()), order, pp_group, None)
     if (name := stepped_in_backward(parameters)) is not None:
         raise ClippingError(
             f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), as soon as its gradient is there "
@@ -309,6 +341,9 @@ def clip_grad_norm_(
         _refuse_local(parameters)
     gradients = _Gradients(parameters)
     total = gradients.total_norm(order)
+    if pp_group is not None:
+        gradients.refuse_group(pp_group)
+        total = _over_stages(total, order, pp_group, total.device)
     if error_if_nonfinite and not total.isfinite():
         raise NonFiniteError(
             f"clip_grad_norm_: the norm of order {order:g} over all gradients is {total.item()}, so they cannot be scaled to "

@@ -13,8 +13,9 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from composable.device.infinities import agree_on_infinities
 from composable.device.parameter_swap import Place
-from composable.device.private import agree_on_infinities, in_backward
+from composable.device.private import in_backward
 from composable.model.transaction import on_undo
 from composable.runtime.averaging import Averaging
 from composable.runtime.cast_unit import CastUnit

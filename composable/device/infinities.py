@@ -1,0 +1,59 @@
+"""A gradient scaler's look for infinities, which all ranks decide on alike; knows no parameter and no scaler.
+
+Note [One decision]
+`torch.amp.GradScaler` skips a step where a gradient is not finite. Of DTensors torch asks the ranks that the first one in the
+list is cut over: behind one that every rank holds whole, ranks decide each for itself, and behind one that is cut over some,
+these alone; then some step and others do not. And it refuses lists in which some are DTensors and some are not. So everything
+is looked at where it lies, and then all process groups over which any of these gradients is cut hear of it, one after the
+other: those over most ranks first, and of a mesh of which one unit takes the rows and another one the columns, both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from composable.device.collectives import reduce_numbers
+from composable.device.private import local_of, replace_dtensor_operation
+
+_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+@cache
+def agree_on_infinities() -> bool:
+    """Let `torch.amp.GradScaler` skip a step on all ranks if one rank's part of a gradient is not finite.
+
+    Returns:
+        Whether ranks agree. Where this torch has no such table, they may not.
+    """
+    return replace_dtensor_operation(_UNSCALE, _unscale)
+
+
+def _unscale(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    gradients, found, inverse = args
+    operation([_local(gradient) for gradient in gradients], _local(found), _local(inverse), **kwargs)
+    number = _local(found).reshape(1)
+    for group in _groups_of(gradients):
+        number.copy_(reduce_numbers(number, group, largest=True, label="all-reduce of whether gradients are finite"))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _groups_of(gradients: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:
+    """Those that any gradient is cut over, the largest first."""
+    found: dict[dist.ProcessGroup, int] = {}
+    for gradient in gradients:
+        if isinstance(gradient, DTensor):
+            mesh = gradient.device_mesh
+            for dim, placement in enumerate(gradient.placements):
+                if mesh.size(dim) > 1 and not placement.is_replicate():
+                    found[mesh.get_group(dim)] = mesh.size(dim)
+    return sorted(found, key=lambda group: -found[group])
