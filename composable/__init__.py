@@ -11,7 +11,7 @@ from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
 from composable.api.scopes import keep_unsharded, register_forward_method, reshard, unshard
 from composable.api.weights import weighted_gradients
-from composable.config import MixedPrecisionPolicy
+from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.model.contract import contract, on_undo, registry, remove
 from composable.optim.clipping import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
@@ -25,6 +25,7 @@ except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "CPUOffloadPolicy",
     "CustomPolicy",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",

@@ -163,3 +163,24 @@ def _classes(value: object, what: str) -> tuple[type[nn.Module], ...]:
         if all(isinstance(each, type) and issubclass(each, nn.Module) for each in ordered):
             return tuple(ordered)
     raise AnnotationError(f"{what} must be a class of modules, or several, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class CPUOffloadPolicy:
+    """Sharded parameters, their gradients and with them an optimizer's state rest in the host's memory.
+
+    The device holds what is gathered, and shards on their way. On a mesh of CPUs there is nothing to do.
+
+    Args:
+        pin_memory: the host's memory is pinned, so that copies run beside what computes. False: ordinary memory, for hosts
+            with little of it; then the host waits for each copy.
+
+    Example:
+        >>> fully_shard(model, policy={Block}, mesh=init_device_mesh("cuda", (8,)), offload_policy=CPUOffloadPolicy())
+    """
+
+    pin_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if type(self.pin_memory) is not bool:
+            raise AnnotationError(f"CPUOffloadPolicy: pin_memory must be True or False, got {self.pin_memory!r}")

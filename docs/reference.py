@@ -17,7 +17,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Reductions of your own": ("register_comm_hook",),
     "Looking": ("describe", "registry"),
     "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
-    "Precision": ("MixedPrecisionPolicy",),
+    "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),
     "Optimizers": (
         "step_on_shards",
         "ShardStepping",

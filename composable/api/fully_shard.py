@@ -24,6 +24,7 @@ from composable.api.mp_policy import (
     precision_policy,
     refuse_unknown_buffers,
 )
+from composable.api.offload_policy import Offload, note_no_effect, offload_policies, offload_policy_of
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.sync_module_states import synchronise
 from composable.api.taken import refuse_taken
@@ -31,6 +32,7 @@ from composable.api.ties import tied_to_replicated
 from composable.config import (
     SYNC_MODES,
     AfterForward,
+    CPUOffloadPolicy,
     GradReduce,
     MixedPrecisionPolicy,
     after_forward,
@@ -81,11 +83,10 @@ _EQUIVALENTS: Final = {
     "bucket_cap_mb": "gradients are reduced unit by unit; leave it out",
     "broadcast_buffers": "buffers belong to each rank; leave it out",
     "mixed_precision": "mp_policy=",
-    "offload_policy": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
-    "cpu_offload": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
+    "cpu_offload": "offload_policy=CPUOffloadPolicy()",
 }
 
-_FOR_UNITS: Final = ("mesh", "reshard_after_forward", "mp_policy", "shard_placement_fn", "grad_reduce")
+_FOR_UNITS: Final = ("mesh", "reshard_after_forward", "mp_policy", "offload_policy", "shard_placement_fn", "grad_reduce")
 
 Placement = Callable[[nn.Parameter], Shard | None]
 
@@ -102,6 +103,7 @@ def fully_shard(
     policy: PolicyLike | None = None,
     reshard_after_forward: bool | int | None = None,
     mp_policy: MixedPrecision = None,
+    offload_policy: Offload = None,
     shard_placement_fn: Placement | None = None,
     grad_reduce: GradReduce = "mean",
     ignored_params: Iterable[Any] = (),
@@ -127,6 +129,8 @@ def fully_shard(
             keeps them until backward is done (ZeRO-2); a number keeps a shard over that many neighbouring ranks.
         mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
             gradients, optimizer state and what is saved keep the dtype that the parameters have.
+        offload_policy: a `CPUOffloadPolicy`, composable's or torch's: shards, their gradients and the optimizer's state rest in
+            the host's memory. Nothing changes on a mesh of CPUs, which is said once.
         shard_placement_fn: `fn(parameter) -> Shard | None`: shard another dimension than 0.
         grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides it by their number, "sum"
             leaves it, a positive number divides it by that number.
@@ -157,13 +161,14 @@ def fully_shard(
         after = _after_forward(reshard_after_forward)
         spread, precision = _spread_over(modules[0], mesh), precision_policy("fully_shard", mp_policy)
         mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
-        divisor = divisor_of("fully_shard", grad_reduce)
-        _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after, precision, divisor, assigned.top)
+        divisor, mine = divisor_of("fully_shard", grad_reduce), offload_policy_of("fully_shard", offload_policy)
+        top = assigned.top
+        _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after, precision, divisor, top, mine)
         return module
     spread = _spread_over(modules[0], mesh)
     communicator = meeting_place(spread, device_of(modules[0]))
     common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
-    common |= {"shard_placement_fn": shard_placement_fn, "grad_reduce": grad_reduce}
+    common |= {"shard_placement_fn": shard_placement_fn, "grad_reduce": grad_reduce, "offload_policy": offload_policy}
     with failures_told("fully_shard", communicator):
         if sync_module_states not in SYNC_MODES:
             raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
@@ -185,6 +190,7 @@ def fully_shard(
         placements.reverse()
         each_unit = zip([modules[0], *picked], options, placements, strict=True)
         treatment = [text for unit, o, placed in each_unit for text in _treatment(modules[0], unit, o, placed)]
+        offload = offload_policies("fully_shard", options, None if spread is not None else device_of(modules[0]))
     synchronise("fully_shard", [p for share in shares for p in share], communicator, sync_module_states, treatment)
     mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
     with all_or_none("fully_shard", communicator, *mesh_info.communicators[1:]):
@@ -196,7 +202,7 @@ def fully_shard(
             finally:
                 _assigned.reset(token)
         divisor = divisor_of("fully_shard", grad_reduce)
-        _attach_unit(modules, shares[0], placements[0], mesh_info, after, precision, divisor, modules)
+        _attach_unit(modules, shares[0], placements[0], mesh_info, after, precision, divisor, modules, offload[0])
         for each in (modules, *([child] for child in picked)):
             _leave_alone(each, left_out)
         _name_units(modules)
@@ -204,6 +210,7 @@ def fully_shard(
         ties = [(shown, Place(place.module, place.name), place.fqn) for shown, managed in tied for place in managed.places]
         rest_as_dtensors([unit.shown for unit in replicated], mesh_info.mesh, ties)
         launch_together([unit.averaging for unit in replicated])
+    note_no_effect("fully_shard", offload, mesh_info)
     return module
 
 
@@ -235,6 +242,7 @@ def _treatment(module: nn.Module, unit: nn.Module, options: Mapping[str, Any], p
     cast = f", {precision}" if precision else ""
     reduced = grad_reduce_in_words(divisor_of("fully_shard", options["grad_reduce"]))
     cast += "" if reduced == "mean" else f", grad_reduce {reduced}"
+    cast += "" if offload_policy_of("fully_shard", options["offload_policy"]) is None else ", offloaded"
     return [f"unit '{name}', reshard_after_forward={after}{over}, dimension {dim}{cast}" for dim in placements]
 
 
@@ -334,6 +342,7 @@ def _attach_unit(
     precision: MixedPrecisionPolicy,
     divisor: float | None,
     top: Sequence[nn.Module],
+    offload: CPUOffloadPolicy | None,
 ) -> None:
     """Shard `parameters` and hook `modules` as one unit. Everything that the user got wrong has been refused before."""
     unit = fully_shard.state(modules[0])
@@ -350,6 +359,7 @@ def _attach_unit(
         holders=buffer_holders(modules, precision, top),
         exact=tuple(exact_modules(modules, precision)),
         divisor=divisor,
+        offload=offload,
     )
     on_undo(unit.restore)
     unit.initialize(modules, recipe)

@@ -68,7 +68,7 @@ _EQUIVALENTS: Final = {
     "ignored_modules": "ignored_params=",
     "init_sync": "sync_module_states=",
     "mixed_precision": "mp_policy=",
-    "offload_policy": "offload is not there yet; leave it out, and parameters stay on the mesh's device",
+    "offload_policy": "replicated parameters stay on their device; leave it out, or shard with fully_shard(offload_policy=)",
 }
 
 

@@ -16,6 +16,7 @@ their message has landed: until then nobody reads it, and a gather that is launc
 Note [What is sent]
 Where modules compute in another dtype than parameters rest in, shards are cast before they are sent, into a buffer that lives
 as long as the message: whoever receives it need not know of any cast. Where the dtypes are the same, the shard buffer is sent.
+Shards that rest on the host come to the device before, and whatever says shard buffer here is their copy there then.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ from torch.utils.dlpack import from_dlpack
 
 from composable.device.collectives import Communicator, GatherPart
 from composable.device.elastic_buffer import ElasticBuffer
+from composable.device.host_home import ComingShards, HostHome
 from composable.device.memory import MemoryPool
+from composable.device.row_pairs import pair_rows, stack, widened
 from composable.plan.layout import Layout, Slot
 from composable.plan.precision import Precision
 from composable.plan.routes import Route
 
 _STARTS: Final = "_composable_starts"
-_WIDE: Final = (torch.complex128, torch.int64, torch.int32)  # elements of 16, 8 and 4 bytes
 
 
 def note_starts(buffer: Tensor, starts: Iterable[int]) -> None:
@@ -126,15 +128,17 @@ class FlatParameters:
         shard: the shard buffer, if there is one already.
         own: tensors that stay where they are in place of a shard buffer; one rank, which holds all of them.
         in_one: all unsharded parameters lie in one buffer, see Note [Late memory].
+        home: where shards rest, if that is not the device; the layout must say that nothing is computed with where it rests.
 
     Attributes:
         unsharded: the buffers of what modules compute with.
+        coming: brings shards to the device, if they rest elsewhere.
     """
 
     __slots__ = (
-        "_casts", "_columns", "_late", "_own", "_packed_copies", "_sent", "_staging", "compute_dtype", "device", "dtype",
-        "full", "full_views", "gather_plan", "gradient_dtype", "layout", "pool", "precision", "rank", "reduce_dtype", "shard",
-        "unsharded"
+        "_casts", "_columns", "_late", "_own", "_packed_copies", "_sent", "_staging", "coming", "compute_dtype", "device",
+        "dtype", "full", "full_views", "gather_plan", "gradient_dtype", "home", "layout", "pool", "precision", "rank",
+        "reduce_dtype", "shard", "unsharded"
     )  # fmt: skip
 
     def __init__(
@@ -148,6 +152,7 @@ class FlatParameters:
         shard: Tensor | None = None,
         own: Sequence[Tensor] = (),
         in_one: bool = False,
+        home: HostHome | None = None,
     ) -> None:
         self.layout = layout
         self.precision = precision
@@ -161,8 +166,12 @@ class FlatParameters:
         self._own = own
         with torch.inference_mode(False):
             numel = 0 if own else layout.shard_numel
-            self.shard = shard if shard is not None else torch.zeros(numel, dtype=self.dtype, device=device)
+            if shard is None:
+                shard = torch.zeros(numel, dtype=self.dtype, device=device) if home is None else home.zeros(numel, self.dtype)
+            self.shard = shard
         note_shards(self.shard, layout, self.rank)
+        self.home = home
+        self.coming = None if home is None else ComingShards(self.shard, home, pool)
         self._late: ElasticBuffer | None = None
         late_numel = 0
         if layout.packed_numel and communicator.capabilities.saves_memory and not in_one:
@@ -183,7 +192,8 @@ class FlatParameters:
         self._columns: tuple[list[int], list[Tensor]] | None = None if wide else self._plan_columns()
         if wide or (self._columns is None and layout.packed_numel):
             # Most views, and what a host's communicator plans, can only be made while the memory is there.
-            for buffer in (*self.unsharded, self._sent, self._staging):
+            near = None if self.coming is None else self.coming.buffer
+            for buffer in (*self.unsharded, self._sent, self._staging, near):
                 if buffer is not None:
                     buffer.allocate()
         self._packed_copies = self._plan_copies(wide=wide) if self._columns is None else ([], [])
@@ -231,7 +241,7 @@ class FlatParameters:
         layout, sent = self.layout, self._sent
 
         def mine(start: int, numel: int) -> Tensor:
-            return self.shard.data[start : start + numel] if sent is None else sent.stretch(start, numel).data
+            return _read_by_device(self, start, numel) if sent is None else sent.stretch(start, numel).data
 
         parts = []
         if layout.packed_numel:
@@ -288,9 +298,9 @@ class FlatParameters:
             if chunk_numel and len(alike) > 1:
                 buffer, _ = self.place_of(alike[0])
                 starts = [self.place_of(slot)[1] for slot in alike]
-                targets.append(_stack(buffer.tensor.data, starts, layout.num_shards, chunk_numel, chunk_numel))
+                targets.append(stack(buffer.tensor.data, starts, layout.num_shards, chunk_numel, chunk_numel))
                 starts = [slot.shard_start - layout.packed_start for slot in alike]
-                sources.append(_stack(staging, starts, layout.num_shards, layout.packed_numel, chunk_numel))
+                sources.append(stack(staging, starts, layout.num_shards, layout.packed_numel, chunk_numel))
                 continue
             for slot in alike:
                 start = slot.shard_start - layout.packed_start
@@ -307,30 +317,39 @@ class FlatParameters:
     def _plan_casts(self) -> tuple[list[Tensor], list[Tensor]]:
         """Targets and sources: of what is sent, and of what every rank has whole."""
         copied = [index for index, slot in enumerate(self.layout.slots) if slot.copied]
-        targets = [self.full_views[index] for index in copied]
-        sources = [self.shard_view(index).data for index in copied]
+        if self.coming is None:
+            targets = [self.full_views[index] for index in copied]
+            sources = [self.shard_view(index).data for index in copied]
+        else:
+            whole = [self.layout.slots[index] for index in copied]
+            targets = [self._room_of(slot) for slot in whole]
+            sources = [_read_by_device(self, slot.shard_start, slot.numel) for slot in whole]
         if self._sent is not None:
             targets.append(self._sent.tensor.data)
-            sources.append(self.shard.data[: self.layout.cut_numel])
+            sources.append(_read_by_device(self, 0, self.layout.cut_numel))
         return targets, sources
 
     @property
     def has_messages(self) -> bool:
         """Whether `begin_gather` and `end_gather` have anything to do."""
-        return bool(self._casts[0]) or self._staging is not None
+        return bool(self._casts[0]) or self._staging is not None or self.coming is not None
 
     def begin_gather(self) -> None:
         """Make what a gather needs besides the buffers: memory for packed messages, and casts of the shards."""
         if self._staging is not None:
             self._staging.allocate()
+        if self._sent is not None:
+            self._sent.allocate()
         targets, sources = self._casts
-        if targets:
-            if self._sent is not None:
-                self._sent.allocate()
+        if self.coming is not None:
+            self.coming.bring(targets, sources)
+        elif targets:
             torch._foreach_copy_(targets, sources)
 
     def end_gather(self) -> None:
         """What was sent has arrived and was copied out, or will not be."""
+        if self.coming is not None:
+            self.coming.end()
         if self._sent is not None:
             self._sent.free()
         if self._staging is not None:
@@ -349,50 +368,8 @@ class FlatParameters:
             torch._foreach_copy_(targets, sources)
 
 
-def _stack(buffer: Tensor, starts: Sequence[int], rows: int, row_stride: int, row_numel: int) -> Tensor:
-    """Equal stretches of rows, which start at equal distances in `buffer`, as one (stretches, rows, row_numel) view."""
-    start = buffer.storage_offset() + starts[0]
-    return buffer.as_strided((len(starts), rows, row_numel), (starts[1] - starts[0], row_stride, 1), start)
-
-
-def widened(target: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Equal-shaped views of the same bytes, in elements as wide as they allow; to copy one to the other.
-
-    A copy walks short rows element by element: with 1024 ranks and rows of 16 bytes this takes less than half the time.
-    """
-    for wide in _WIDE:
-        if all(_can_hold(tensor, wide) for tensor in (target, source)):
-            return target.view(wide), source.view(wide)
-    return target, source
-
-
-def _can_hold(tensor: Tensor, wide: torch.dtype) -> bool:
-    *strides, last = tensor.stride()
-    ratio = wide.itemsize // tensor.dtype.itemsize
-    return ratio > 1 and last == 1 and not any(x % ratio for x in (tensor.shape[-1], tensor.storage_offset(), *strides))
-
-
-def pair_rows(slot: Slot, whole: Tensor, columns: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of equal-shaped views that match a parameter with its chunks, one chunk per row of `columns`.
-
-    Args:
-        whole: 1-D; the parameter, with room for `slot.full_numel` elements, or for `slot.numel` only.
-        columns: (num_shards, chunk_numel) view of a staging area.
-    """
-    if not slot.numel:
-        return []
-    if slot.dim == 0 and whole.numel() >= slot.num_shards * slot.chunk_numel:
-        return [(whole[: slot.num_shards * slot.chunk_numel].view(slot.num_shards, slot.chunk_numel), columns)]
-    size, chunk, outer, inner = slot.shape[slot.dim], slot.chunk, slot.outer, slot.inner
-    cube = whole[: slot.numel].view(outer, size, inner)
-    full_rows, rest = divmod(size, chunk)
-    pairs = []
-    if full_rows:
-        even = cube[:, : full_rows * chunk].view(outer, full_rows, chunk, inner) if outer == 1 else None
-        if even is None:
-            even = cube.narrow(1, 0, full_rows * chunk).unflatten(1, (full_rows, chunk))
-        pairs.append((even.permute(1, 0, 2, 3), columns[:full_rows].unflatten(1, (outer, chunk, inner))))
-    if rest:
-        tail = columns[full_rows, : outer * rest * inner].view(outer, rest, inner)
-        pairs.append((cube[:, full_rows * chunk :], tail))
-    return pairs
+def _read_by_device(flat: FlatParameters, start: int, numel: int) -> Tensor:
+    """A stretch of the shards, where a gather reads it."""
+    if flat.coming is not None:
+        return flat.coming.buffer.stretch(start, numel).data
+    return flat.shard.data[start : start + numel]

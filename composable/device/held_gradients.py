@@ -53,9 +53,10 @@ def refuse_hooks_again(parameter: nn.Parameter) -> None:
 class HeldGradients:
     """What the sharded parameters of one dtype hold. `add` as often as there are backwards, then `take`."""
 
-    __slots__ = ("_forms", "_rank", "_sharded", "_slots")
+    __slots__ = ("_device", "_forms", "_rank", "_sharded", "_slots")
 
-    def __init__(self, sharded: Sequence[nn.Parameter], slots: Sequence[Slot], rank: int) -> None:
+    def __init__(self, sharded: Sequence[nn.Parameter], slots: Sequence[Slot], rank: int, device: torch.device) -> None:
+        self._device = device  # that gradients come from
         self._sharded = tuple(sharded)
         self._slots = tuple(slots)
         self._rank = rank
@@ -76,7 +77,7 @@ class HeldGradients:
                 if not isinstance(before, DTensor) or is_held(before) or not trainable[index]:
                     continue
                 # What was reduced before goes into the sum on all ranks, or on none.
-                gradient = as_parameter(local_of(before).new_zeros(slot.shape), slot)
+                gradient = as_parameter(local_of(before).new_zeros(slot.shape, device=self._device), slot)
             if held is None:
                 self._put(index, parameter, gradient)
             else:
@@ -92,13 +93,13 @@ class HeldGradients:
             if not is_held(before):
                 refuse_hooks_again(parameter)
             alpha = 1 if slot.route is Route.WHOLE else slot.num_shards
-            cut(gradient, slot, self._rank).add_(local_of(before), alpha=alpha)
+            cut(gradient, slot, self._rank).add_(local_of(before).to(gradient.device), alpha=alpha)
         form = self._forms[index]
         if form is None:
             held = summand_like(gradient, parameter)
-            self._forms[index] = dtensor_like(gradient.new_empty(0), held)
+            self._forms[index] = dtensor_like(gradient.new_empty(0), held, held.device)
         else:
-            held = dtensor_like(gradient, form)
+            held = dtensor_like(gradient, form, None if form.device == gradient.device else form.device)
         parameter.grad = held
 
     @torch.no_grad()

@@ -6,6 +6,8 @@ list is cut over: behind one that every rank holds whole, ranks decide each for 
 these alone; then some step and others do not. And it refuses lists in which some are DTensors and some are not. So everything
 is looked at where it lies, and then all process groups over which any of these gradients is cut hear of it, one after the
 other: those over most ranks first, and of a mesh of which one unit takes the rows and another one the columns, both.
+
+For gradients on the host, torch copies its numbers there without waiting, and computes with them at once: so the host waits.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import reduce_numbers
 from composable.device.private import local_of, replace_dtensor_operation
+from composable.device.streams import wait_for_current_stream
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
@@ -37,23 +40,26 @@ def agree_on_infinities() -> bool:
 
 def _unscale(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
     gradients, found, inverse = args
+    if _local(found).is_pinned() or _local(inverse).is_pinned():  # as torch makes what it copies without waiting
+        wait_for_current_stream()
     operation([_local(gradient) for gradient in gradients], _local(found), _local(inverse), **kwargs)
     number = _local(found).reshape(1)
-    for group in _groups_of(gradients):
-        number.copy_(reduce_numbers(number, group, largest=True, label="all-reduce of whether gradients are finite"))
+    for group, device in _groups_of(gradients):
+        label = "all-reduce of whether gradients are finite"
+        number.copy_(reduce_numbers(number.to(device), group, largest=True, label=label))
 
 
 def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _groups_of(gradients: Iterable[Tensor]) -> Sequence[dist.ProcessGroup]:
-    """Those that any gradient is cut over, the largest first."""
-    found: dict[dist.ProcessGroup, int] = {}
+def _groups_of(gradients: Iterable[Tensor]) -> Sequence[tuple[dist.ProcessGroup, str]]:
+    """Those that any gradient is cut over, the largest first, and where they communicate."""
+    found: dict[tuple[dist.ProcessGroup, str], int] = {}
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             for dim, placement in enumerate(gradient.placements):
                 if mesh.size(dim) > 1 and not placement.is_replicate():
-                    found[mesh.get_group(dim)] = mesh.size(dim)
-    return sorted(found, key=lambda group: -found[group])
+                    found[mesh.get_group(dim), mesh.device_type] = mesh.size(dim)
+    return sorted(found, key=lambda each: -found[each])

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composable.device.flat_parameters import as_parameter
 from composable.device.infinities import agree_on_infinities
+from composable.device.parameter_labels import copy_attributes
 from composable.device.private import dtensor_like, local_of, parameter_around, set_local
 from composable.errors import few
 from composable.plan.layout import Slot
@@ -42,10 +43,14 @@ def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
 
 
 def summand_like(local: Tensor, parameter: Tensor) -> DTensor:
-    """A gradient of `parameter` of which every rank has a summand, `local`: the whole is the mean over all ranks."""
+    """A gradient of `parameter` of which every rank has a summand, `local`: the whole is the mean over all ranks.
+
+    Of a parameter that rests on the host it says that it is there, or torch would not have it: so is the mean, once it is made.
+    """
     assert isinstance(parameter, DTensor)
     mesh = parameter.device_mesh
-    return _wrap(local, mesh, [Partial("avg")] * mesh.ndim, local.shape, local.stride())
+    made = _wrap(local, mesh, [Partial("avg")] * mesh.ndim, local.shape, local.stride())
+    return made if made.device.type == parameter.device.type else dtensor_like(local, made, parameter.device)
 
 
 def summand_over_replicas_like(shard_dim: int, local: Tensor, parameter: Tensor) -> Tensor:
@@ -63,7 +68,12 @@ def _wrap(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
 ) -> DTensor:
     """A DTensor around `local`. It is made around a stand-in, because a DTensor takes over the storage offset of what it
-    is made around, and one with an offset cannot be deep-copied."""
+    is made around, and one with an offset cannot be deep-copied. Where `local` rests on the host, and the ranks of the mesh
+    communicate elsewhere, torch would move it: the DTensor is on the host, as that of torch's own fully_shard is."""
+    if local.device.type not in ("meta", mesh.device_type):
+        agree_on_infinities()
+        bare = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+        return dtensor_like(local, DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride))
     stand_in = torch.empty_like(local) if local.storage_offset() else local
     dtensor = DTensor.from_local(stand_in, mesh, placements, run_check=False, shape=shape, stride=stride)
     set_local(dtensor, local)
@@ -164,3 +174,19 @@ def adopt_local(tensor: Tensor, view: Tensor) -> None:
     with torch.no_grad():
         view.copy_(local_of(tensor).reshape(view.shape))
     set_local(tensor, view)
+
+
+def bring_home(parameter: nn.Parameter) -> None:
+    """A parameter that was moved says again that it is where its local tensor is, and keeps its identity. So does its
+    gradient, whose memory moves."""
+    assert isinstance(parameter, DTensor)
+    local, gradient = local_of(parameter), parameter.grad
+    parameter.grad = None
+    made = _parameter_around(
+        local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride(),
+        requires_grad=parameter.requires_grad,
+    )  # fmt: skip
+    copy_attributes(parameter, made)
+    torch.utils.swap_tensors(parameter, made)
+    if isinstance(gradient, DTensor):
+        parameter.grad = like_parameter(local_of(gradient).to(local.device), parameter)

@@ -323,9 +323,9 @@ def parameter_around(tensor: DTensor, *, requires_grad: bool) -> torch.nn.Parame
     return parameter
 
 
-def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
-    """A `DTensor` around `local`, spread and shaped as `like`, whose local tensor has the same shape, strides and dtype.
-
+def dtensor_like(local: torch.Tensor, like: DTensor, says: torch.device | None = None) -> DTensor:
+    """A `DTensor` around `local`, spread and shaped as `like`, whose local tensor has the same shape, strides and dtype. It
+    `says` that it is on some other device, if it is told to.
     `DTensor.from_local` is public, but takes 50 us to find out what `like` knows, against 5 us.
     """
     spec = getattr(like, "_spec", None)
@@ -334,7 +334,7 @@ def dtensor_like(local: torch.Tensor, like: DTensor) -> DTensor:
             local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
         )
     # Around another tensor first: a `DTensor` takes over the storage offset of what it is made around.
-    made = DTensor(local.new_empty(0), spec, requires_grad=False)
+    made = DTensor(local.new_empty(0) if says is None else local.new_empty(0, device=says), spec, requires_grad=False)
     set_local(made, local)
     return made
 

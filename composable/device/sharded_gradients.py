@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.device.elastic_buffer import ElasticBuffer
-from composable.device.flat_parameters import FlatParameters, note_shards, pair_rows, shape_like_rows
+from composable.device.flat_parameters import FlatParameters, note_shards, shape_like_rows
 from composable.device.held_gradients import refuse_hooks_again
+from composable.device.host_home import LeavingSums
 from composable.device.kept_gradients import GradientUsers
 from composable.device.parameter_forms import like_parameter
 from composable.device.private import (
@@ -21,6 +22,7 @@ from composable.device.private import (
     gradient_hooks,
     local_of,
 )
+from composable.device.row_pairs import pair_rows
 from composable.device.unused_parameters import UseFlags
 from composable.device.user_hooks import hooked, with_hooks
 from composable.plan.layout import ReduceLayout, Slot
@@ -164,14 +166,16 @@ def _stretches(direct: Sequence[Slot], straight: int | None, numel: int) -> list
 class GradientShards:
     """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them.
 
+    Where shards rest on the host the buffer is there, too, and what sums land in is one of the device that is laid out alike.
+
     Args:
         like: makes a DTensor of a shard, if gradients are not spread as their parameters are: they are held, and no hook is
             called for them.
     """
 
     __slots__ = (
-        "_belongs", "_buffer", "_dtensors", "_flat", "_holds", "_landed", "_landing", "_like", "_numel", "_plan", "_released",
-        "_sharded", "_shelf", "_users", "direct", "reduced", "row", "worth_releasing"
+        "_belongs", "_buffer", "_dtensors", "_flat", "_holds", "_landed", "_landing", "_leaving", "_like", "_numel", "_plan",
+        "_released", "_sharded", "_shelf", "_users", "direct", "reduced", "row", "worth_releasing"
     )  # fmt: skip
 
     def __init__(
@@ -195,13 +199,14 @@ class GradientShards:
         self._belongs: list[Tensor] = []  # ... and where they belong
         self._landing: ElasticBuffer | None = None  # of these, if they are cast on the way; memory of a reduction only
         self._dtensors: list[Tensor] = []
+        self._leaving: LeavingSums | None = None  # where shards rest on the host
         self._released = False
         self._numel = flat.layout.shard_numel if plan.straight is None else plan.straight + plan.row_numel
         if flat.gradient_dtype != flat.reduce_dtype:
             numel = plan.row_numel + sum(flat.layout.slots[index].local_numel(flat.rank) for index in plan.direct)
             self._landing = ElasticBuffer(numel, flat.reduce_dtype, flat.device, flat.pool)
         nbytes = self._numel * flat.gradient_dtype.itemsize
-        self.worth_releasing = nbytes >= WORTH_RELEASING
+        self.worth_releasing = nbytes >= WORTH_RELEASING and flat.home is None
         self._shelf = flat.pool.free_list(nbytes, flat.device)
 
     def _make(self) -> None:
@@ -209,14 +214,19 @@ class GradientShards:
         self._released = False
         self._buffer = None  # until everything is made: an interrupt may come in between
         with torch.inference_mode(False), torch.no_grad():
-            buffer = torch.empty(self._numel, dtype=flat.gradient_dtype, device=flat.device)
+            if flat.home is None:
+                buffer = landing = torch.empty(self._numel, dtype=flat.gradient_dtype, device=flat.device)
+            else:
+                summed = _stretches([flat.layout.slots[index] for index in self._plan.flagged], None, self._numel)
+                self._leaving = LeavingSums(self._numel, flat.gradient_dtype, flat.home, flat.pool, summed)
+                buffer, landing = self._leaving.rests, self._leaving.buffer.tensor
             note_shards(buffer, flat.layout, flat.rank)
             self._dtensors = [
                 self._like(shape_like_rows(buffer, slot, flat.rank), parameter)
                 for slot, parameter in zip(flat.layout.slots, self._sharded, strict=True)
             ]
-            shards = [buffer[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots]
-            self._plan_landing(buffer, shards)
+            shards = [landing[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots]
+            self._plan_landing(landing, shards)
             del shards
         self._users = GradientUsers(buffer, self._dtensors)
         self._buffer = buffer
@@ -256,6 +266,8 @@ class GradientShards:
             self._released = False
             return False
         if not self._kept_by_somebody():
+            if self._leaving is not None:
+                self._leaving.refresh()
             return False
         self._make()
         return True
@@ -272,14 +284,18 @@ class GradientShards:
         return self._buffer
 
     def take_from_row(self) -> None:
-        """Copy, and cast, what landed elsewhere to where it belongs."""
+        """Copy, and cast, what landed elsewhere to where it belongs, and let it leave for there."""
         if self._belongs:
             torch._foreach_copy_(self._belongs, self._landed)
+        if self._leaving is not None:
+            self._leaving.send()
 
-    def close(self) -> None:
-        """What landed has been taken, or will not be."""
+    def close(self, *, lost: bool = False) -> None:
+        """What landed has been taken; or it is `lost`."""
         if self._landing is not None:
             self._landing.free()
+        if lost and self._leaving is not None:
+            self._leaving.drop()
 
     def add_shards(self, shards: Sequence[Tensor | None], factor: float) -> None:
         """Add shards, each times `factor`, to what has landed; one per slot, laid out as the parameter's."""
@@ -289,7 +305,7 @@ class GradientShards:
         for index, target in landed.items():
             shard, order = shards[index], slots[index].order
             if shard is not None and shard.numel():
-                target.add_((shard.permute(order) if order else shard).reshape(-1), alpha=factor)
+                target.add_((shard.permute(order) if order else shard).reshape(-1).to(target.device), alpha=factor)
 
     def takes_in(self, index: int) -> bool:
         """Whether a gradient that is there goes into what is held, if nothing was reduced for it, too: it may have been
@@ -308,6 +324,8 @@ class GradientShards:
         with as_tensors():
             have_hooks = any(map(gradient_hooks, parameters))
             gradients = list(map(gradient_of, parameters))
+            if self._leaving is not None and (have_hooks or self._holds or with_hooks(parameters) or set(gradients) != {None}):
+                self._leaving.wait()  # see Note [Who waits on the host]
             if self._holds:
                 return self._hold(parameters, gradients, fresh)
             if not have_hooks and set(gradients) == {None}:

@@ -25,6 +25,9 @@ class Mark(Protocol):
     def join(self) -> None:
         """Make the current stream wait for this point; the host goes on."""
 
+    def wait_on_host(self) -> None:
+        """Return when the stream has come there."""
+
 
 class Streams(Protocol):
     """The streams of one device, by name."""
@@ -44,6 +47,9 @@ class Streams(Protocol):
 
 class _NoMark:
     def join(self) -> None:
+        return None
+
+    def wait_on_host(self) -> None:
         return None
 
 
@@ -76,6 +82,9 @@ class _EventMark:
 
     def join(self) -> None:
         torch.accelerator.current_stream(self._index).wait_event(self._event)
+
+    def wait_on_host(self) -> None:
+        self._event.synchronize()
 
 
 class _Fork:
@@ -167,3 +176,8 @@ def streams_of(device: torch.device) -> Streams:
     if index not in _STREAMS:
         _STREAMS[index] = AcceleratorStreams(torch.device(device.type, index))
     return _STREAMS[index]
+
+
+def wait_for_current_stream() -> None:
+    """Return when the accelerator has done what its current stream was given so far."""
+    torch.accelerator.current_stream().synchronize()

@@ -20,6 +20,10 @@ from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.sharded_unit import ShardedUnit
 
 OFFLOAD: Final = "offload_activations"
+_OFFLOADED: Final = {
+    "host": "parameters, gradients and optimizer state rest in the host's memory",
+    "no effect": "no effect where ranks compute on the CPU",
+}
 _AFTER: Final[dict[type, str]] = {Free: "reshard", FreeUnlessLast: "keep last", Keep: "keep"}
 
 
@@ -44,6 +48,7 @@ class UnitRow:
     checkpointed: bool
     grad_reduce: str = "mean"  # "sum", or "sum / n"
     comm_hook: str = ""  # its name
+    offload: str = ""  # "host": parameters rest there; "no effect": they would, if they were computed with elsewhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,9 @@ class Description:
         notes = [f"{verb}, on modules that are no unit: {few(names)}" for verb, names in self.elsewhere.items()]
         if self.not_offloaded:
             notes.append(f"{OFFLOAD}: nothing is copied where modules are on the CPU: {few(self.not_offloaded)}")
+        for offload, means in _OFFLOADED.items():
+            if found := [unit_name(row.unit) for row in self.rows if row.offload == offload]:
+                notes.append(f"offload_policy: {means}: {few(found)}")
         return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *notes])
 
     __repr__ = __str__
@@ -221,7 +229,14 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
         state=handle.phase.name,
         checkpointed="checkpoint" in verbs,
         grad_reduce=grad_reduce_in_words(None if unit.recipe is None else unit.recipe.divisor),
+        offload=_offload(unit),
     )
+
+
+def _offload(unit: ShardedUnit) -> str:
+    if unit.recipe is None or unit.recipe.offload is None:
+        return ""
+    return "no effect" if unit.home == unit.handle.mesh_info.device else "host"
 
 
 def _replicated(name: str, module: nn.Module, unit: ReplicatedUnit, verbs: list[str]) -> UnitRow:

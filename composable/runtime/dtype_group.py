@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from contextlib import nullcontext
 from itertools import compress
 from operator import add, and_, attrgetter, ne
 from typing import Final
@@ -51,7 +52,7 @@ class DtypeGroup:
     __slots__ = (
         "_absent", "_addresses", "_aliased", "_coarse_of_whole", "_comes", "_coming", "_communicator", "_for_user", "_full",
         "_gathered", "_has_messages", "_names", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
-        "_tensors", "_there", "_versions", "_watched", "counted", "flat", "sharded", "unsharded"
+        "_shards_coming", "_tensors", "_there", "_versions", "_watched", "counted", "flat", "sharded", "unsharded"
     )  # fmt: skip
 
     def __init__(self, flat: FlatParameters, members: Sequence[ShardedParam], mesh_info: MeshInfo) -> None:
@@ -89,6 +90,7 @@ class DtypeGroup:
         self._gathered = flat.layout.gathered
         self._aliased = flat.layout.aliased
         self._has_messages = flat.has_messages
+        self._shards_coming = flat.coming
         self._post_forward = mesh_info.post_forward
         self._post_forward_shard: ElasticBuffer | None = None
         if self._post_forward is not None and self._gathered:
@@ -122,6 +124,9 @@ class DtypeGroup:
             self.flat.begin_gather()
         if not self._gathered:
             return None
+        if self._shards_coming is not None:
+            with self._shards_coming.here():
+                return self._communicator.all_gather(self.flat.gather_plan, label=label, tags=tags)
         return self._communicator.all_gather(self.flat.gather_plan, label=label, tags=tags)
 
     def gather_post_forward(self, tags: TagSequence, label: str) -> Work | None:
@@ -154,12 +159,15 @@ class DtypeGroup:
         flat, precision = self.flat, resolve(self.flat.precision.original)
         communicator = self._communicator
         exact = FlatParameters(
-            flat.layout, precision=precision, device=flat.device, communicator=communicator, pool=flat.pool, shard=flat.shard
-        )
+            flat.layout, precision=precision, device=flat.device, communicator=communicator, pool=flat.pool, shard=flat.shard,
+            home=flat.home,
+        )  # fmt: skip
         exact.full.allocate()
         exact.begin_gather()
         if exact.gather_plan is not None:
-            communicator.all_gather(exact.gather_plan, label=label, tags=tags).wait()
+            with nullcontext() if exact.coming is None else exact.coming.here():
+                work = communicator.all_gather(exact.gather_plan, label=label, tags=tags)
+            work.wait()
         exact.copy_out()
         exact.end_gather()
         return exact.full_views

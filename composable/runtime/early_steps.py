@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from composable.device.host_home import settle_traffic
 from composable.device.private import node_that_runs
 from composable.device.user_hooks import WaitingHooks, call_hooks_after_accumulation
 from composable.errors import PhaseError, few
@@ -110,6 +111,7 @@ class EarlySteps:
         if not found:
             return
         self._stepped.update({id(parameter): self._names[id(parameter)] for parameter in found})
+        settle_traffic()  # of shards and gradients on the host
         self._step(mine)
         for parameter in found:
             parameter.grad = None

@@ -86,7 +86,7 @@ class GradientGroup:
         """Gradients of earlier backwards may be held: they have been since before this group was made."""
         if self._alone:
             return
-        self._held = HeldGradients(self.sharded, self._flat.layout.slots, self._flat.rank)
+        self._held = HeldGradients(self.sharded, self._flat.layout.slots, self._flat.rank, self._flat.device)
         self._wanted = self.trainable
 
     def hold(self) -> None:

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.config import CPUOffloadPolicy
 from composable.device.flat_parameters import FlatParameters, dtype_named, memory_order
+from composable.device.host_home import HostHome
 from composable.device.memory import MemoryPool
-from composable.device.parameter_forms import adopt_local, cut, keep_gradients_in, make_sharded, make_unsharded
+from composable.device.parameter_forms import adopt_local, bring_home, cut, keep_gradients_in, make_sharded, make_unsharded
 from composable.device.parameter_labels import copy_attributes
 from composable.device.parameter_swap import ShardedParam
 from composable.device.private import local_of
+from composable.device.streams import has_streams
 from composable.plan.layout import Layout, ParamSpec, plan_layout
 from composable.plan.precision import Precision
 from composable.runtime.dtype_group import DtypeGroup
@@ -25,6 +28,11 @@ from composable.runtime.unit_precision import UnitPrecision
 _CACHE_LINE: Final = 64  # bytes
 
 
+def home_of(offload: CPUOffloadPolicy | None, device: torch.device) -> HostHome | None:
+    """Where shards rest that are computed with on `device`; None if it is there."""
+    return HostHome(device, pin_memory=offload.pin_memory) if offload is not None and has_streams(device) else None
+
+
 class GroupBuilder:
     """Makes the groups of one unit around the parameters that are registered, as often as these are exchanged.
 
@@ -32,7 +40,7 @@ class GroupBuilder:
         on_gradient: called when autograd has accumulated a gradient of an unsharded parameter.
     """
 
-    __slots__ = ("_in_place", "_mesh_info", "_on_gradient", "_params", "_pool", "_precision")
+    __slots__ = ("_in_place", "_mesh_info", "_offload", "_on_gradient", "_params", "_pool", "_precision")
 
     def __init__(
         self,
@@ -41,8 +49,10 @@ class GroupBuilder:
         precision: UnitPrecision,
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self._params = params
+        self._offload = offload
         self._mesh_info = mesh_info
         self._in_place = mesh_info.mesh is None
         self._precision = precision
@@ -75,7 +85,8 @@ class GroupBuilder:
 
     def _flat(self, precision: Precision, device: torch.device, members: Sequence[ShardedParam]) -> FlatParameters:
         communicator = self._mesh_info.shard
-        layout = self._layout(members, precision)
+        home = None if self._in_place else home_of(self._offload, device)
+        layout = self._layout(members, precision, offloaded=home is not None)
         own = [tensor for param in members if (tensor := param.registered) is not None] if self._in_place else ()
         flat = FlatParameters(
             layout,
@@ -85,6 +96,7 @@ class GroupBuilder:
             pool=self._pool,
             own=own,
             in_one=self._mesh_info.post_forward is not None,  # of which ranks keep equal cuts after forward
+            home=home,
         )
         if own:
             return flat
@@ -99,7 +111,7 @@ class GroupBuilder:
                     view.copy_(cut(tensor.data, layout.slots[position], communicator.rank))
         return flat
 
-    def _layout(self, members: Sequence[ShardedParam], precision: Precision) -> Layout:
+    def _layout(self, members: Sequence[ShardedParam], precision: Precision, *, offloaded: bool) -> Layout:
         communicator = self._mesh_info.shard
         specs = []
         for param in members:
@@ -118,7 +130,7 @@ class GroupBuilder:
             max_direct=capabilities.max_parts,
             align=max(1, _CACHE_LINE // smallest),
             packed_align=max(1, capabilities.packed_align // smallest),
-            copied=precision.compute != precision.original,
+            copied=offloaded or precision.compute != precision.original,
             direct_multiple=max(1, capabilities.packed_align // min(sent, dtype_named(precision.reduce).itemsize)),
         )
 
@@ -128,6 +140,8 @@ class GroupBuilder:
         param.sharded = registered
         if mesh is not None and isinstance(registered, DTensor):
             adopt_local(registered, flat.local(position))
+            if flat.home is not None and registered.device != flat.shard.device:
+                bring_home(registered)
         elif mesh is not None:
             local, mesh_dim = flat.local(position), self._mesh_info.shard_dim
             whole = flat.layout.slots[position]

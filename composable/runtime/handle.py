@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from torch import nn
 
-from composable.config import AfterForward, Free, FreeUnlessLast, MixedPrecisionPolicy, ReshardTo
+from composable.config import AfterForward, CPUOffloadPolicy, Free, FreeUnlessLast, MixedPrecisionPolicy, ReshardTo
 from composable.device.buffer_swap import BufferHolder
 from composable.device.collectives import TagSequence, Work
 from composable.device.labels import labelled, profiled
@@ -39,6 +39,7 @@ class Recipe:
     holders: tuple[BufferHolder, ...]  # modules whose buffers are cast
     exact: tuple[nn.Module, ...] = ()  # modules that keep their dtype where the unit computes in another one
     divisor: float | None = None  # what sums of gradients are divided by, if not by the number of ranks
+    offload: CPUOffloadPolicy | None = None
 
     def build(self) -> Handle:
         pool = HOST_MEMORY if self.mesh_info.shard.capabilities.pools_memory else NO_POOL
@@ -82,6 +83,7 @@ class Handle:
             pool,
             on_gradient=self.gradients.watch.arrived,
             divisor=recipe.divisor,
+            offload=recipe.offload,
         )
         self.gradients.groups = self.parameters.gradient_groups
         self.tags = UnitTags(mesh_info, self.gradients)

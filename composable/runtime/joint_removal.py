@@ -128,7 +128,7 @@ def _whole_gradients(handle: Handle) -> list[Tensor | None]:
 
 @torch.no_grad()
 def _whole(gradient: DTensor, handle: Handle) -> Tensor:
-    communicator, local = handle.mesh_info.shard, local_of(gradient).detach()
+    communicator, local = handle.mesh_info.shard, local_of(gradient).detach().to(handle.mesh_info.device)
     placement = gradient.placements[handle.mesh_info.shard_dim]
     if not isinstance(placement, Shard):
         return local.clone()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from composable.config import CPUOffloadPolicy
 from composable.device.buffer_swap import swap_of
 from composable.device.collectives import TagSequence
 from composable.device.memory import MemoryPool
@@ -59,6 +60,7 @@ class UnitParameters:
         pool: MemoryPool,
         on_gradient: Callable[[Tensor], None],
         divisor: float | None = None,
+        offload: CPUOffloadPolicy | None = None,
     ) -> None:
         self.params = tuple(params)
         self._mesh_info = mesh_info
@@ -68,7 +70,7 @@ class UnitParameters:
         own = Factor(1.0 / divisor) if self._in_place and divisor not in (None, 1.0) else None
         self.term_hooks = TermHooks(self._added_by_autograd, own)
         self.precision = precision
-        self._builder = GroupBuilder(self.params, mesh_info, precision, pool, on_gradient)
+        self._builder = GroupBuilder(self.params, mesh_info, precision, pool, on_gradient, offload)
         self.unit = ""
         self.rebuild()
 
@@ -97,7 +99,7 @@ class UnitParameters:
 
     @property
     def device(self) -> torch.device:
-        """Where they are, or would be."""
+        """Where modules compute with them, or would."""
         return self.groups[0].flat.device if self.groups else self._mesh_info.device
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from composable.device.collectives import Communicator, ReducePart, TagSequence
 from composable.device.flat_parameters import FlatParameters
+from composable.device.host_home import settle_traffic
 from composable.device.parameter_forms import gradient_like
 from composable.device.private import gradient_hooks
 from composable.device.sharded_gradients import GradientRows, GradientShards
@@ -195,10 +196,16 @@ class Reduction:
         """
         if self._whole:
             whole, self._whole = self._whole, []
-            for index, gradient in whole:
-                # To both dtypes, as where there are other ranks.
-                _add_gradient(self._sharded[index], gradient.to(self._dtype).to(self.flat.gradient_dtype))
-            return with_hooks([self._sharded[index] for index, _ in whole])
+            parameters = [self._sharded[index] for index, _ in whole]
+            # To both dtypes, as where there are other ranks.
+            gradients = [gradient.to(self._dtype).to(self.flat.gradient_dtype) for _, gradient in whole]
+            if self.flat.home is not None:
+                gradients = self.flat.home.take(gradients)
+                if any(p.grad is not None or gradient_hooks(p) for p in parameters) or with_hooks(parameters):
+                    settle_traffic()
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                _add_gradient(parameter, gradient)
+            return with_hooks(parameters)
         if not self._last_hop.in_flight or self._rows is None:
             return []
         self._last_hop.wait()
@@ -250,7 +257,7 @@ class Reduction:
         finally:
             if self._rows is not None:
                 self._rows.buffer.free()
-                self._shards.close()
+                self._shards.close(lost=True)
 
 
 def _add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:

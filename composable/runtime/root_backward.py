@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final
 
 from composable.device.collectives import Steps
+from composable.device.host_home import settle_traffic
 from composable.device.streams import streams_of
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import CallNesting
@@ -170,6 +171,7 @@ class RootBackward:
                 self._go_on(iteration)
             else:
                 self._conclude()
+            settle_traffic()
         for handle in [handle for handle in self._handles if handle.gradients.hooks.waiting]:
             handle.gradients.hooks.call()
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from composable.config import FreeUnlessLast
 from composable.device.collectives import Steps
+from composable.device.host_home import settle_traffic
 from composable.errors import CommunicationError
 from composable.model.interrupts import calls_of
 from composable.plan.phases import Phase
@@ -172,6 +173,7 @@ class RootForward:
         iteration = self._backward.iteration
         if not torch.is_grad_enabled() and iteration is not None and not (iteration.finished.next_units(1) or iteration.pinned):
             self._backward.drop()
+        settle_traffic()
         self._steps.behind = False
         self.call = None
 

@@ -17,6 +17,7 @@ from composable.model.removed_hooks import refuse_removed_hooks
 from composable.model.transaction import is_rolling_back
 from composable.runtime.accumulation import refuse_removal
 from composable.runtime.exact_modules import ExactModule
+from composable.runtime.group_builder import home_of
 from composable.runtime.handle import Handle, Recipe
 from composable.runtime.inner_units import InnerUnit, sharded_units_changed
 from composable.runtime.joint_removal import after_interrupt, remove_together
@@ -106,8 +107,9 @@ class ShardedUnit:
 
     @property
     def home(self) -> torch.device:
-        """Where the parameters are, or belong."""
-        return self.handle.mesh_info.device
+        """Where the parameters are at rest, or belong."""
+        device, recipe = self.handle.mesh_info.device, self.recipe
+        return device if recipe is None or home_of(recipe.offload, device) is None else torch.device("cpu")
 
     @property
     def fqn(self) -> str:

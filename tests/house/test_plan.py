@@ -83,7 +83,7 @@ USED_IN: Final = {
     "device/running_statistics.py": "_buffers",
     "device/saved_tensors.py": "untyped_storage UntypedStorage _version",
     "device/sharded_gradients.py": "untyped_storage",
-    "device/streams.py": "Stream Event current_stream wait_event wait_stream",
+    "device/streams.py": "Stream Event current_stream wait_event wait_stream synchronize",
     "model/hooks.py": "register_forward_pre_hook register_forward_hook register_hook register_prehook "
     "_forward_pre_hooks _forward_hooks",
     "model/record.py": "_modules",
@@ -299,6 +299,7 @@ ASK_FOR_TYPES: Final = {
     "device/collectives/local.py": "as choice.py, for one rank",
     "device/host_numbers.py": "whether a copy leaves the host",
     "device/memory.py": "whether a storage can be lent memory of the host",
+    "device/parameter_forms.py": "whether a local tensor rests where its ranks communicate",
     "device/streams.py": "whether there are streams",
     "optim/clipping.py": "whether a number lies where it can be read at once",
     "optim/scalars.py": "the same, of a scalar of an optimizer's state, which may lie on the host while parameters do not",

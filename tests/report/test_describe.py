@@ -207,6 +207,7 @@ def test_rows_are_plain_values_in_the_order_of_modules() -> None:
         "checkpointed": False,
         "grad_reduce": "mean",
         "comm_hook": "",
+        "offload": "",
     }
     assert found["total"] == {"parameters": 10, "numel": 1284, "bytes": 5136, "bytes_per_rank": 5136}
 

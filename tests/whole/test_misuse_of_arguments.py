@@ -187,7 +187,7 @@ def _arguments() -> list[str]:
         {"sharding_strategy": "FULL_SHARD"},
         {"device_id": 0},
         {"reshard_after_froward": True},
-        {"offload_policy": None},
+        {"cpu_offload": None},
         {"find_unused_parameters": True},
     ]
     return [refused(model, lambda given=given: fully_shard(model, **given)) for given in unknown]
@@ -209,11 +209,11 @@ def test_unknown_keywords_are_refused_with_their_equivalent(pool: Pool) -> None:
     )
     assert_text(
         misspelt,
-        """UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, mp_policy, shard_placement_fn, grad_reduce, ignored_params, sync_module_states""",
+        """UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, mp_policy, offload_policy, shard_placement_fn, grad_reduce, ignored_params, sync_module_states""",
     )
     assert_text(
         later,
-        """UnknownArgumentError: fully_shard() has no argument 'offload_policy'; offload is not there yet; leave it out, and parameters stay on the mesh's device""",
+        """UnknownArgumentError: fully_shard() has no argument 'cpu_offload'; use offload_policy=CPUOffloadPolicy() instead""",
     )
     assert_text(
         unused,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 from weakref import WeakKeyDictionary, WeakValueDictionary, ref
 
@@ -17,6 +18,8 @@ from composable.device.private_groups import read_from_store, write_to_store
 
 # torch 2.13 renamed it; both names mean the same collective.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+PIECE_BYTES: Final = 64 << 20  # of one broadcast
 
 _AVERAGING: Final = ("nccl", "fake")  # backends that divide sums by the number of ranks at no price, if asked to
 
@@ -148,10 +151,15 @@ class GroupCommunicator:
             raise_failed(label, self.names[self.rank], error)
 
     def broadcast(self, tensor: Tensor, *, label: str) -> None:
-        message = tensor.to(self.device).contiguous()  # NCCL takes nothing else
-        self._launch(label, lambda: dist.broadcast(message, group=self.group, group_src=0))
-        if message is not tensor:
-            tensor.copy_(message)
+        flat = tensor.contiguous().view(-1)
+        # In pieces, as large on all ranks: of what is elsewhere, no more than one comes to where backends take it.
+        for piece in flat.split(max(1, PIECE_BYTES // tensor.element_size())):
+            message = piece.to(self.device)
+            self._launch(label, partial(dist.broadcast, message, group=self.group, group_src=0))
+            if message is not piece:
+                piece.copy_(message)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.view(tensor.shape))
 
     def min_max(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> tuple[list[int], list[int]]:
         both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self.device)

@@ -138,7 +138,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& dst, bool non_blo
     if (!non_blocking) wait_on_host(here(), "copy to device");
   } else {
     copy_to_host(source, dst, "copy to host");
-    if (!non_blocking) wait_on_host(here(), "copy to host");
+    if (!non_blocking || !dst.is_pinned()) wait_on_host(here(), "copy to host");
   }
   return dst;
 }

@@ -1,0 +1,212 @@
+"""Shards that rest on the host: every wait is needed, the host waits where it must and not elsewhere, memory is given back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable import CPUOffloadPolicy, fully_shard
+from composable.device import host_home
+from composable.device.host_home import COMING, LEAVING, ComingShards
+from composable.device.private import local_of
+from composable.runtime import root_backward, root_forward
+from tests.accelerator import sim, watch
+from tests.accelerator.faults import COMPUTE, GATHER, _fork_without_waiting, _launch
+from tests.accelerator.twins import Block, mesh_of, model_of, x_of
+from tests.helpers.world import Pool, current_device, spmd
+
+_COMES, _LEAVES = f"stream '{COMING}'", f"stream '{LEAVING}'"
+_TO_DEVICE, _TO_HOST = "copy to device", "copy to host"
+
+
+def _offloaded(**options: Any) -> nn.Module:
+    return fully_shard(
+        model_of(), policy={Block}, mesh=mesh_of(), reshard_after_forward=True, offload_policy=CPUOffloadPolicy(), **options
+    )
+
+
+def _gather_before_shards_have_come() -> AbstractContextManager[Any]:
+    bring, here = ComingShards.bring, ComingShards.here
+    bringing = []
+
+    def noted(self: ComingShards, *args: Any) -> None:
+        bringing.append(self)
+        bring(self, *args)
+        bringing.pop()
+
+    patch = mock.patch.multiple(
+        ComingShards, bring=noted, here=lambda self: here(self) if bringing else nullcontext(), end=lambda self: None
+    )
+    return patch
+
+
+def _end_without_waiting() -> AbstractContextManager[Any]:
+    def hasty(self: ComingShards) -> None:
+        self.buffer.free()
+
+    return mock.patch.object(ComingShards, "end", hasty)
+
+
+def _give_back_without_waiting() -> AbstractContextManager[Any]:
+    def hasty(self: Any, left: int = 0) -> None:
+        while len(self._leaving) > left:
+            self._leaving.popleft()[1]()
+
+    return mock.patch.object(host_home._Traffic, "give_back", hasty)
+
+
+# What is left out, on how many ranks, and what the finding says of the earlier launch and of the later one.
+_FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, str, str]]] = {
+    "shards come to memory that is used": (
+        _fork_without_waiting(COMING),
+        2,
+        _launch("write", "", COMPUTE),
+        _launch("write", _TO_DEVICE, _COMES),
+    ),
+    "a gather does not wait for shards": (
+        _gather_before_shards_have_come,
+        2,
+        _launch("write", _TO_DEVICE, _COMES),
+        _launch("read", "all_gather", GATHER),
+    ),
+    "nobody waits for shards that nothing gathers": (
+        _end_without_waiting,
+        1,
+        _launch("write", "", _COMES),
+        _launch("read", "", COMPUTE),
+    ),
+    "sums leave before they are there": (
+        _fork_without_waiting(LEAVING),
+        2,
+        _launch("write", "", COMPUTE),
+        _launch("read", _TO_HOST, _LEAVES),
+    ),
+    "the memory of sums is given back while they leave": (
+        _give_back_without_waiting,
+        2,
+        _launch("read", _TO_HOST, _LEAVES),
+        _launch("write", "free", COMPUTE),
+    ),
+}
+
+
+def _train_with(fault: str | None) -> list[str]:
+    model, x = _offloaded(), x_of(0)
+    for number in range(3):
+        with _FAULTS[fault][0]() if fault is not None and number == 2 else nullcontext():
+            model(x).square().sum().backward()
+        model.zero_grad()
+    return watch.take_findings()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_without_a_fault_nothing_is_found(pool: Pool, ranks: int) -> None:
+    assert pool.run(ranks, _train_with, None, device="sim") == [[]] * ranks
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_a_fault_is_found_and_both_launches_are_named(pool: Pool, fault: str) -> None:
+    _, ranks, first, second = _FAULTS[fault]
+    pattern = re.compile(f"{first} is not ordered before {second}")
+    for found in pool.run(ranks, _train_with, fault, device="sim"):
+        assert any(pattern.match(each) for each in found), "\n".join([pattern.pattern, *found])
+
+
+# --- waits of the host ------------------------------------------------------------------------------------------------
+
+
+def _gradients_of_a_slow_device(model: nn.Module) -> list[Tensor]:
+    loss = model(x_of(0)).square().sum()
+    sim.native.sleep(100_000)
+    loss.backward()
+    return [local_of(p.grad).clone() for p in model.parameters() if isinstance(p.grad, DTensor)]
+
+
+@spmd(ranks=2)
+def test_gradients_have_arrived_when_backward_returns() -> None:
+    expected = _gradients_of_a_slow_device(fully_shard(model_of(), policy={Block}, mesh=mesh_of()))
+    found = _gradients_of_a_slow_device(_offloaded())
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(found, expected, strict=True))
+    with mock.patch.object(root_backward, "settle_traffic"):
+        early = _gradients_of_a_slow_device(_offloaded())
+    assert not any(map(torch.equal, early, found)), "this test notices"
+    host_home.settle_traffic()
+
+
+def _output_of_a_slow_device(model: nn.Module) -> Tensor:
+    x = x_of(0)
+    with torch.no_grad():
+        model(x)  # in the first one ranks compare what they are about to do
+        sim.native.sleep(100_000)
+        output: Tensor = model(x)
+        for parameter in model.parameters():
+            local_of(parameter).zero_()  # type: ignore[arg-type]
+    return output.cpu()
+
+
+@spmd(ranks=2)
+def test_shards_may_be_written_to_when_forward_returns() -> None:
+    with torch.no_grad():
+        expected = fully_shard(model_of(), policy={Block}, mesh=mesh_of())(x_of(0)).cpu()
+    assert torch.equal(_output_of_a_slow_device(_offloaded()), expected)
+    with mock.patch.object(root_forward, "settle_traffic"):
+        assert not torch.equal(_output_of_a_slow_device(_offloaded()), expected), "this test notices"
+    host_home.settle_traffic()
+
+
+@spmd(ranks=2)
+def test_the_host_waits_once_in_forward_and_once_for_each_direction_in_backward() -> None:
+    model, x = _offloaded(), x_of(0)
+
+    def step() -> None:
+        model(x).square().sum().backward()
+
+    for _ in range(2):
+        step()
+        model.zero_grad()
+    waits = watch.host_waits_of(step)
+    assert len(waits) == 3, waits
+    assert all("settle" in each for each in waits), waits
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+_WIDE: Final = 256
+
+
+def _wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        return nn.Sequential(*[nn.Linear(_WIDE, _WIDE, bias=False) for _ in range(6)])
+
+
+@spmd(ranks=[2, 4])
+def test_between_steps_the_device_holds_nothing_and_the_whole_model_is_never_there() -> None:
+    index, layer = current_device().index, _WIDE * _WIDE * 4
+    x = torch.randn(2, _WIDE)
+    sim.synchronize()
+    sim.native.reset_peak(index)
+    before = sim.native.memory(index)[0]
+    model = fully_shard(_wide(), policy={nn.Linear}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sim.synchronize()
+    assert sim.native.memory(index)[1] - before < layer, "while it is annotated"
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sim.synchronize()
+    held, peak = sim.native.memory(index)
+    assert held - before < layer // 8
+    # Two units unsharded, one that arrives and one that leaves as gradients, shards of each, and little else.
+    shard = layer // dist.get_world_size()
+    assert peak - before < 5 * layer + 3 * shard

@@ -1,0 +1,132 @@
+"""Offload of parameters on a CPU: nothing changes, which is said once; what is no policy is refused."""
+
+# Messages are compared word for word, each on one line.
+# ruff: noqa: E501
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from expecttest import assert_expected_inline as assert_text
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import DTensor
+
+from composable import CPUOffloadPolicy, describe, fully_shard, remove, replicate
+from composable.api import offload_policy
+from composable.errors import AnnotationError
+from tests.helpers.compare import full
+from tests.helpers.refusals import refusal, refused
+from tests.helpers.world import Pool
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+
+
+@contextmanager
+def _log() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("composable")
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
+
+
+def _trained(policy: Any) -> tuple[list[Tensor], list[str], str]:
+    model = _model()
+    with _log() as lines:
+        fully_shard(model, policy={Block}, offload_policy=policy)
+    described = str(describe(model))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(4, 8, generator=torch.Generator().manual_seed(1))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [full(p) if isinstance(p, DTensor) else p for p in model.parameters()]
+    remove(model, fully_shard)
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    return values, lines, described
+
+
+_NOTE = (
+    "fully_shard: offload_policy has no effect where ranks compute on the CPU: parameters are in the host's memory anyway. To "
+    "compute on an accelerator, pass a mesh of it"
+)
+
+
+def _nothing_changes() -> None:
+    expected, silence, plain = _trained(None)
+    assert silence == []
+    for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), fsdp.CPUOffloadPolicy()):
+        found, lines, described = _trained(policy)
+        assert all(map(torch.equal, found, expected))
+        assert lines == [_NOTE]
+        assert described == f"{plain}\noffload_policy: no effect where ranks compute on the CPU: (root), 0, 1"
+    assert _trained(fsdp.OffloadPolicy())[1] == [], "torch's way to say that nothing is offloaded"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_on_a_cpu_nothing_changes_and_that_is_said_once(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, _nothing_changes, device="cpu")
+
+
+def test_without_a_process_group_nothing_changes_and_that_is_said_once() -> None:
+    _nothing_changes()
+
+
+def test_without_a_process_group_a_model_on_an_accelerator_is_refused() -> None:
+    with mock.patch.object(offload_policy, "has_streams", return_value=True):
+        text = refused(model := _model(), lambda: fully_shard(model, offload_policy=CPUOffloadPolicy()))
+    assert_text(
+        text,
+        """AnnotationError: fully_shard: offload_policy needs a process group. Without one nothing is sharded, and parameters stay where they are, on cpu. Call torch.distributed.init_process_group first, for one process alone, too; or leave offload_policy out""",
+    )
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    model = _model()
+    assert_text(
+        refused(model, lambda: fully_shard(model, offload_policy=True)),
+        """AnnotationError: fully_shard: offload_policy must be a CPUOffloadPolicy (composable's or torch's), or None for parameters that rest on the mesh's device; got True""",
+    )
+    assert_text(
+        refused(model, lambda: fully_shard(model, policy={"0": {"offload_policy": "cpu"}})),
+        """AnnotationError: fully_shard: offload_policy must be a CPUOffloadPolicy (composable's or torch's), or None for parameters that rest on the mesh's device; got 'cpu'""",
+    )
+    assert_text(
+        refusal(lambda: CPUOffloadPolicy(pin_memory=1)),
+        """AnnotationError: CPUOffloadPolicy: pin_memory must be True or False, got 1""",
+    )
+    assert_text(
+        refused(model, lambda: replicate(model, offload_policy=CPUOffloadPolicy())),
+        """UnknownArgumentError: replicate() has no argument 'offload_policy'; replicated parameters stay on their device; leave it out, or shard with fully_shard(offload_policy=)""",
+    )
+
+
+def test_units_have_policies_of_their_own() -> None:
+    model = fully_shard(_model(), policy={"0": {"offload_policy": CPUOffloadPolicy()}, "1": {}})
+    assert [row.offload for row in describe(model).rows] == ["", "no effect", ""]
+    with pytest.raises(AnnotationError, match="a policy may override"):
+        fully_shard(_model(), policy={"0": {"ignored_params": ()}})
