@@ -47,6 +47,7 @@ from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.shards_inside import ShardsInside
 from composable.runtime.shown_parameters import rest_as_dtensors
+from composable.runtime.sparse import is_sparse_lookup
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
 
 _EQUIVALENTS: Final = {
@@ -252,7 +253,7 @@ def _casts(
                 f"replicate: parameter '{names[0]}' of a {type(module).__name__} cannot be cast: it is not registered as "
                 "torch.nn.Module does it; parameters of TorchScript modules are not. Leave mp_policy out for it"
             )
-    holders = [CastHolder(module, frozenset(names)) for module, names in cast.values()]
+    holders = [CastHolder(module, frozenset(names), is_sparse_lookup(module)) for module, names in cast.values()]
     return CastUnit(precision, holders, buffer_holders(modules, precision, modules))
 
 

@@ -33,10 +33,11 @@ Registry = dict[str, "nn.Parameter | None"]
 
 
 class CastHolder(NamedTuple):
-    """A module, and the names of the parameters in its registry that are cast."""
+    """A module, and the names of the parameters in its registry that are cast; whether these get sparse gradients."""
 
     module: nn.Module
     names: frozenset[str]
+    sparse: bool = False
 
 
 class CastParameters:
@@ -53,7 +54,7 @@ class CastParameters:
     def show(self, dtype: torch.dtype) -> None:
         """Modules compute with casts from here on."""
         if not self._registries:
-            for number, (module, names) in enumerate(self._holders):
+            for number, (module, names, _) in enumerate(self._holders):
                 registry = CastingRegistry(self, number, names, dtype, module._parameters)
                 self._registries.append(registry)  # first: an interrupt may come in between
                 module._parameters = registry
@@ -87,7 +88,7 @@ class CastParameters:
         if found is None:
             if is_transformed():
                 return parameter.to(dtype)  # for one transform alone
-            found = self._casts[id(parameter)] = _Cast(parameter, dtype)
+            found = self._casts[id(parameter)] = _Cast(parameter, dtype, sparse=self._holders[key[0]].sparse)
             self._note(key, parameter.device, dtype)
         elif found.join():
             self._note(key, parameter.device, dtype)
@@ -160,10 +161,10 @@ class _Cast:
 
     __slots__ = ("_mark", "_version", "parameter", "tensor")
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, *, ahead: bool = False) -> None:
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, *, ahead: bool = False, sparse: bool = False) -> None:
         self.parameter = parameter
         self._mark: Mark | None = None
-        with torch.inference_mode(False), torch.set_grad_enabled(parameter.requires_grad and not ahead):
+        with torch.inference_mode(False), torch.set_grad_enabled(parameter.requires_grad and not (ahead or sparse)):
             if ahead:
                 self.tensor = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 streams = streams_of(parameter.device)
@@ -172,6 +173,8 @@ class _Cast:
                     self._mark = streams.mark()
             else:
                 self.tensor = parameter.to(dtype)
+        if sparse:  # autograd's own cast does not bring sparse gradients back
+            self._show_to_autograd()
         self._version = self.tensor._version
 
     def join(self) -> bool:
@@ -180,10 +183,13 @@ class _Cast:
         if mark is None:
             return False
         mark.join()
+        self._show_to_autograd()
+        return True
+
+    def _show_to_autograd(self) -> None:
         if self.parameter.requires_grad:
             with torch.inference_mode(False), torch.enable_grad():
                 self.tensor = CastAhead.apply(self.parameter, [self.tensor])  # type: ignore[no-untyped-call]
-        return True
 
     @property
     def was_written(self) -> bool:

@@ -27,7 +27,7 @@ from composable.device.streams import has_streams
 from composable.errors import SavedTensorError
 
 _ALIGNED: Final = 512  # bytes: kernels may round otherwise where memory is aligned otherwise; allocators align to this, or less
-_CASTS: Final = "ToCopyBackward0"
+_CASTS: Final = ("ToCopyBackward0", "CastAheadBackward")
 
 _without_memory: Final[dict[tuple[torch.dtype, torch.device], Tensor]] = {}
 
@@ -132,7 +132,7 @@ def _is_of_a_parameter(tensor: Tensor) -> bool:
     if isinstance(base, nn.Parameter):
         return True
     node = None if base is None else base.grad_fn
-    if node is None or node.name() != _CASTS:
+    if node is None or node.name() not in _CASTS:
         return False
     return isinstance(getattr(node.next_functions[0][0], "variable", None), nn.Parameter)
 

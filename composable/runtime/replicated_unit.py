@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
@@ -20,6 +21,7 @@ from composable.runtime.accumulation import refuse_removal
 from composable.runtime.averaging import Averaging
 from composable.runtime.buffer_broadcast import share_buffers
 from composable.runtime.cast_unit import CastUnit, show_casts
+from composable.runtime.dtype_notes import note_of_dtypes
 from composable.runtime.exact_modules import ExactModule
 from composable.runtime.forward_steps import ForwardSteps
 from composable.runtime.mesh_info import MeshInfo
@@ -135,6 +137,9 @@ class ReplicatedUnit:
         return output
 
     def on_error(self, module: nn.Module) -> None:
+        casts = self.shown.casts
+        if casts is not None:
+            note_of_dtypes(sys.exception(), module, casts.precision.in_force.param_dtype, self.averaging.name)
         self._end_call()
         if not self._depth:
             self.forward_steps.lose()

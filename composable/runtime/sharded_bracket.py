@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from enum import Enum
 from typing import Any
@@ -12,6 +13,7 @@ from torch import nn
 from composable.compilation import untraced
 from composable.device.private import in_backward, next_node
 from composable.runtime.divergence import say_farewell
+from composable.runtime.dtype_notes import note_of_dtypes
 from composable.runtime.inputs import on_device
 from composable.runtime.misuse import outside_of_a_call
 from composable.runtime.planning import Planned, root_for_call
@@ -113,6 +115,8 @@ class ShardedBracket:
         if call.stage is Stage.RECOMPUTATION:
             unit.handle.calls.end()  # checkpointing stops a recomputation by raising as soon as it has what it needs
         elif call.stage is Stage.FORWARD:
+            low = unit.handle.parameters.precision.in_force.param_dtype
+            note_of_dtypes(sys.exception(), module, low, unit.handle.name)
             unit.handle.calls.end()
             self._left_to_run = []
             assert unit.root is not None

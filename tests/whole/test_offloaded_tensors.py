@@ -177,6 +177,16 @@ def test_casts_of_parameters_by_autocast_stay() -> None:
 
 
 @spmd(ranks=1)
+def test_casts_of_replicated_parameters_stay() -> None:
+    with offloading() as seen:
+        model = replicate(line(**seen.options), mp_policy="bf16")
+        for _ in range(2):  # in the second one some are cast ahead, on devices with streams
+            seen.left.clear()
+            model(inputs_of()).float().sum().backward()
+            assert sorted(seen.left) == [4 * 8, 4 * 24], "the input, cast, and the ReLU's result"
+
+
+@spmd(ranks=1)
 def test_what_left_comes_back_once_and_the_last_ones_not_at_all() -> None:
     class Sines(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

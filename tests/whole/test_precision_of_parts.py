@@ -18,6 +18,7 @@ from composable import (
     fully_shard,
     no_sync,
     remove,
+    replicate,
     step_on_shards,
 )
 from tests.helpers import compiled
@@ -340,3 +341,30 @@ def test_evaluation_is_exact_where_there_is_no_group() -> None:
 @pytest.mark.parametrize("body", [_compiled_parts_keep_it_too, _gradients_of_evaluation_are_those_of_full_precision])
 def test_two_ranks(pool: Pool, body: Callable[[], None]) -> None:
     pool.run(2, body)
+
+
+# --- what does not go together ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_a_buffer_or_parameter_in_another_dtype_is_named_where_a_forward_fails_for_it(verb: Any) -> None:
+    ones = torch.ones(2, 3)
+    model = verb(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), mp_policy="bf16")
+    with pytest.raises(RuntimeError, match="BFloat16 but found Float") as raised:
+        model(ones)
+    assert raised.value.__notes__ == [
+        "buffer '1.running_mean' of a BatchNorm1d is torch.float32, where unit '(root)' computes in torch.bfloat16. Give "
+        "MixedPrecisionPolicy buffer_dtype='bfloat16', or let the module keep its dtype with "
+        "full_precision_classes=(BatchNorm1d,)"
+    ]
+    model = verb(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), mp_policy="bf16", ignored_params=["1.*"])
+    with pytest.raises(RuntimeError, match="same dtype") as raised:
+        model(ones)
+    assert raised.value.__notes__ == [
+        "parameter '1.weight' of a Linear is torch.float32, where unit '(root)' computes in torch.bfloat16. It is not the "
+        "unit's, so nothing casts it: do not ignore it, or cast what meets it in forward"
+    ]
+    model = verb(nn.Linear(3, 3), mp_policy="bf16")
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.ones(2, 4))
+    assert not getattr(raised.value, "__notes__", ()), "it has nothing to do with dtypes"
