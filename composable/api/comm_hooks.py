@@ -27,11 +27,12 @@ from composable.errors import (
     first_line,
 )
 from composable.model.contract import registry
+from composable.model.interrupts import calls_of
 from composable.model.naming import find_fqn
-from composable.model.traversal import REPLICATE, SHARD, get_replicated_states
+from composable.model.traversal import REPLICATE, SHARD, get_all_sharded_states, get_replicated_states
 from composable.runtime.accumulation import Pass
-from composable.runtime.averaging import Averaging
-from composable.runtime.hooked_units import HookedUnits, UnitHook, refuse_sparse
+from composable.runtime.hookable import Replicas, Shards
+from composable.runtime.hooked_units import HookedUnits, UnitHook
 from composable.runtime.mesh_info import MeshInfo
 
 _STAGES: Final = ("reduce_scatter", "all_reduce")
@@ -71,9 +72,13 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     names of its parameters (`fqns`), what the sum would be multiplied by without a hook (`scale`), and its ranks (`group`).
     An index belongs to a set of parameters, and to no other one when buckets are filled anew.
 
+    Of a sharded unit the bucket has the whole gradients, in the dtype that they are summed in, and the hook returns them
+    reduced, on every rank, which takes its shards. `parameters()` are those that rest.
+
     Hooks communicate over `bucket.group`, which nothing else uses. A `state` of None is that group, and so is a
-    `state.process_group` of None. On accelerators hooks are called while backward runs; on hosts at its end, one after the
-    other: there no hook is called where a rank has left the backward, and the others are told of one that raises.
+    `state.process_group` of None. On accelerators hooks are called while backward runs; on hosts, too, for
+    sharded units, and at its end for replicated ones, one after the other, when all ranks have come there: no hook is called
+    where a rank has left the backward, and the others are told of one that raises.
 
     `grad_reduce` and `weighted_gradients` multiply gradients before the hook sees them, so that its mean is what they ask for.
     A backward under `no_sync` calls no hook, and the one that ends the window hands over the whole sum. One rank alone calls
@@ -82,18 +87,20 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     All ranks register the same hook together, between steps.
 
     Args:
-        module: a replicated module. The hook is for its unit, and for the replicated units inside.
+        module: a replicated or a fully sharded module. The hook is for its unit, and for those of the same verb inside.
         hook: what reduces. The same on all ranks.
         state: its first argument. One state is for one registration, if it remembers something by `bucket.index()`.
-        stage: "all_reduce", or None: `replicate` has no other one.
+        stage: of the reduction: "all_reduce" of replicated gradients, "reduce_scatter" of sharded ones; None is the only one
+            that there is.
 
     Returns:
         A handle whose `remove()` takes the hook away.
 
     Raises:
-        NotAnnotatedError: `module` is not replicated.
+        NotAnnotatedError: `module` is neither replicated nor fully sharded.
         AlreadyAnnotatedError: a unit has a hook.
-        AnnotationError: the hook cannot be called; there is no such stage; a parameter has sparse gradients.
+        AnnotationError: the hook cannot be called; there is no such stage, or there are two (hybrid sharding, so far); a
+            parameter has sparse gradients.
         MeshError: units are on different meshes.
         PhaseError: a forward waits for its backward; inside of a backward, or of `no_sync`.
         RanksDisagreeError: another rank refuses, or registers another hook.
@@ -105,40 +112,44 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     After `DistributedDataParallel.register_comm_hook`, which takes `state` first.
     """
     module = unwrapped(module)
-    units, prefixes = _units_of(module)
+    units, stages = _units_of(module)
     mesh_info = units[0].mesh_info
-    assert mesh_info is not None
     communicator = _meeting_place(mesh_info)
     with _refused_by_all(name_of_hook(hook), communicator):
-        _refuse_arguments(hook, stage)
+        _refuse_arguments(hook, stage, stages)
         for unit in units:
             _refuse_unit(unit, mesh_info)
             _refuse_moment(_VERB, unit)
     parent = None if mesh_info.group is None else mesh_info.group()
     group = None if parent is None or communicator.size == 1 else hook_group_of(parent, mesh_info.device)
     hooked = HookedUnits(CommHook(hook, state, group))
+    names = {id(below): name for name, below in module.named_modules()}
+    hooks = [unit.hooked_by(hooked, f"{name}." if (name := names.get(id(unit.modules[0]))) else "") for unit in units]
     undo = partial(_change, units, [None] * len(units))
     try:
-        _change(units, [hooked.add(unit, prefix) for unit, prefix in zip(units, prefixes, strict=True)])
+        _change(units, hooks)
     except BaseException:
         undo()
         raise
     return CommHookHandle(partial(_remove, units, undo))
 
 
-def _units_of(module: nn.Module) -> tuple[list[Averaging], list[str]]:
-    """What averages the gradients of `module` and of the replicated modules inside, and how names of their parameters begin."""
+_Unit = Replicas | Shards
+
+
+def _units_of(module: nn.Module) -> tuple[Sequence[_Unit], tuple[str, ...]]:
+    """The unit of `module`, those of the same verb inside, and the stages in which their gradients are reduced."""
     annotations = registry(module)
-    if REPLICATE not in annotations:
-        called = describe_module(module, find_fqn(module))
-        if SHARD in annotations:
-            raise NotAnnotatedError(f"{_VERB}: {called} is fully sharded; hooks are for replicated modules so far")
-        raise NotAnnotatedError(f"{_VERB}: {called} is not replicated; call replicate(module) first")
-    names = {id(below): name for name, below in module.named_modules()}
-    states = [annotations[REPLICATE].state, *get_replicated_states(module)]
-    units = [state.averaging for state in dict.fromkeys(states)]
-    found = [names.get(id(unit.parameters.modules[0]), "") for unit in units]
-    return units, [f"{name}." if name else "" for name in found]
+    if REPLICATE in annotations:
+        replicated = dict.fromkeys([annotations[REPLICATE].state, *get_replicated_states(module)])
+        return [Replicas(state.averaging) for state in replicated], ("all_reduce",)
+    if SHARD in annotations:
+        sharded = dict.fromkeys([annotations[SHARD].state, *get_all_sharded_states(module)])
+        return [Shards(state) for state in sharded], ("reduce_scatter",)
+    raise NotAnnotatedError(
+        f"{_VERB}: {describe_module(module, find_fqn(module))} is not annotated; call replicate(module) or fully_shard(module) "
+        "first. Of units without a module around them, each takes a hook of its own"
+    )
 
 
 def _meeting_place(mesh_info: MeshInfo) -> Communicator:
@@ -164,57 +175,58 @@ def _refused_by_all(name: str, communicator: Communicator) -> Iterator[None]:
             )
 
 
-def _refuse_arguments(hook: Any, stage: Any) -> None:
+def _refuse_arguments(hook: Any, stage: Any, stages: Sequence[str]) -> None:
     if not callable(hook):
         raise AnnotationError(
             f"{_VERB}: a hook is called as hook(state, bucket), and {type(hook).__name__} cannot be called. It stands before "
             "its state: register_comm_hook(module, hook, state)"
         )
-    if stage is None or stage == "all_reduce":
+    if stage is None or stage in stages:
         return
-    if stage == "reduce_scatter":
-        raise AnnotationError(f"{_VERB}: replicated gradients are reduced in one stage, 'all_reduce'; leave stage= out")
-    near = "".join(f"; did you mean '{name}'?" for name in closest(str(stage), _STAGES))
-    raise AnnotationError(f"{_VERB}: stage must be 'all_reduce' or None, got {stage!r}{near}")
+    if stage in _STAGES:
+        kind = "replicated" if stages == ("all_reduce",) else "sharded"
+        raise AnnotationError(f"{_VERB}: {kind} gradients are reduced in one stage, '{stages[0]}'; leave stage= out")
+    near = "".join(f"; did you mean '{name}'?" for name in closest(str(stage), stages))
+    raise AnnotationError(f"{_VERB}: stage must be '{stages[0]}' or None, got {stage!r}{near}")
 
 
-def _refuse_unit(unit: Averaging, mesh_info: MeshInfo) -> None:
-    reducer = unit.reducer
+def _refuse_unit(unit: _Unit, mesh_info: MeshInfo) -> None:
     if unit.hook is not None:
         raise AlreadyAnnotatedError(
             f"{_VERB}: unit '{unit.name}' has the communication hook '{unit.hook.name}' already. Remove it first, by the "
             "handle that registering it returned"
         )
-    refuse_sparse(unit.name, [reducer.parameters.names[i] for i in reducer.parameters.sparse])
-    if unit.mesh_info is None or unit.mesh_info.place != mesh_info.place:
+    unit.refuse_gradients()
+    if unit.mesh_info.place != mesh_info.place:
         raise MeshError(
             f"{_VERB}: unit '{unit.name}' is on another mesh than the module that the hook is for. Register a hook for each, "
             "with a state of its own"
         )
 
 
-def _refuse_moment(what: str, unit: Averaging) -> None:
-    accumulation = unit.reducer.local.accumulation
+def _refuse_moment(what: str, unit: _Unit) -> None:
+    accumulation = unit.accumulation
     when = ""
     if in_backward():
         when = "inside of a backward"
+    elif any(calls_of(module) for module in unit.modules):
+        when = "inside of its forward"
     elif accumulation.in_window or accumulation.now is not Pass.REDUCES:
         when = "inside of a window of no_sync, whose gradients would be reduced in another way than they were made for"
-    elif any(forwards.left for forwards in unit.forwards):
+    elif unit.waits_for_backward:
         when = "between a forward and its backward; what is not trained on belongs under torch.no_grad()"
     if when:
         raise PhaseError(f"{what}: unit '{unit.name}' is {when}. Do it between two steps")
 
 
-def _change(units: Sequence[Averaging], hooks: Sequence[UnitHook | None]) -> None:
+def _change(units: Sequence[_Unit], hooks: Sequence[UnitHook | None]) -> None:
     for unit, hook in zip(units, hooks, strict=True):
-        if unit.current is not None:  # else it was removed
-            unit.hook = hook
-            unit.renew(unit.parameters.registered)
+        if unit.is_there:
+            unit.put(hook)
 
 
-def _remove(units: Sequence[Averaging], undo: Callable[[], None]) -> None:
+def _remove(units: Sequence[_Unit], undo: Callable[[], None]) -> None:
     for unit in units:
-        if unit.current is not None:
+        if unit.is_there:
             _refuse_moment("remove a communication hook", unit)
     undo()

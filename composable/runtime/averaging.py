@@ -191,7 +191,7 @@ class Averaging:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Averaging:
         if self.hook is not None:
-            self.hook.refuse_copy(self.name)
+            self.hook.refuse_copy("replicate", self.name)
         twin = memo[id(self)] = Averaging(ReplicatedParameters())
         for name in _COPIED:
             setattr(twin, name, copy.deepcopy(getattr(self, name), memo))

@@ -16,6 +16,8 @@ from composable.device.held_gradients import HeldGradients
 from composable.device.parameter_forms import summand_over_replicas_like
 from composable.device.sharded_gradients import take_gradients
 from composable.device.user_hooks import call_hooks_after_accumulation
+from composable.runtime.hooked_reduction import HookedReduction
+from composable.runtime.hooked_units import UnitHook
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.reduction import Reduction
 from composable.runtime.terms import Terms
@@ -33,13 +35,14 @@ class GradientGroup:
         nbytes: of the gradients that a backward brings.
         terms: these, as they go into sums.
         reductions: by what is trainable, the dtype of its gradients, whether these are held afterwards, and the divisor.
+        hook: of a user's, which sums; see `reduce_by`.
         undecided: whether gradients that have been reduced wait for `decide`.
         large_reductions: reductions whose gradients' memory is large enough.
     """
 
     __slots__ = (
         "_alone", "_communicator", "_flat", "_held", "_like_summands", "_reduction", "_replicas", "_unsharded", "_wanted",
-        "large_reductions", "nbytes", "reductions", "sharded", "terms", "trainable", "trains", "undecided"
+        "hook", "large_reductions", "nbytes", "reductions", "sharded", "terms", "trainable", "trains", "undecided"
     )  # fmt: skip
 
     def __init__(
@@ -62,9 +65,10 @@ class GradientGroup:
         self.trains = False
         self.nbytes = 0
         self.undecided = False
-        self.large_reductions: list[Reduction] = []
-        self.reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool, float | None], Reduction] = {}
-        self._reduction: Reduction | None = None  # of what is trainable now
+        self.hook: UnitHook | None = None
+        self.large_reductions: list[Reduction | HookedReduction] = []
+        self.reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool, float | None], Reduction | HookedReduction] = {}
+        self._reduction: Reduction | HookedReduction | None = None  # of what is trainable now
         self._held: HeldGradients | None = None  # while gradients of earlier backwards are
         self._wanted: tuple[bool, ...] = ()  # for each parameter, whether one of these may have brought a gradient
 
@@ -150,7 +154,7 @@ class GradientGroup:
 
     def _reduction_of(
         self, trainable: tuple[bool, ...], source: torch.dtype, *, held: bool = False, divisor: float | None = None
-    ) -> Reduction:
+    ) -> Reduction | HookedReduction:
         """The reduction of the parameters that are `trainable`.
 
         Args:
@@ -161,7 +165,10 @@ class GradientGroup:
         reduction = self.reductions.get((trainable, source, held, divisor))
         if reduction is None:
             replicas, like = (None, self._like_summands) if held else (self._replicas, None)
-            reduction = Reduction(self._flat, self.sharded, self._communicator, trainable, source, replicas, like, divisor)
+            if self.hook is None:
+                reduction = Reduction(self._flat, self.sharded, self._communicator, trainable, source, replicas, like, divisor)
+            else:
+                reduction = HookedReduction(self._flat, self.sharded, self._communicator, trainable, self.hook)
             self.reductions[trainable, source, held, divisor] = reduction
             if reduction.worth_releasing:
                 self.large_reductions.append(reduction)
@@ -196,3 +203,13 @@ class GradientGroup:
         """Wait for the reduction, if one is in flight, and forget it."""
         for reduction in self.reductions.values():
             reduction.drop()
+
+
+def reduce_by(group: GradientGroup, hook: UnitHook | None) -> None:
+    """From here on `hook` sums, or the communicator again. Nothing is in flight; the terms are to be weighed anew."""
+    group.hook = hook
+    group.reductions.clear()
+    group.large_reductions.clear()
+    group.terms.become(means=hook is not None)
+    if group.trainable:
+        group.follow(group.trainable)

@@ -12,7 +12,9 @@ from composable.plan.phases import GradEvent, GradPhase, advance_gradients
 from composable.runtime.accumulation import Accumulation, Pass
 from composable.runtime.early_steps import refuse_again
 from composable.runtime.gradient_group import GradientGroup
+from composable.runtime.gradient_group import reduce_by as reduce_group_by
 from composable.runtime.gradient_hooks import Watch
+from composable.runtime.hooked_units import UnitHook
 
 
 class UnitGradients:
@@ -21,6 +23,7 @@ class UnitGradients:
     Attributes:
         accumulation: whether what arrives is reduced now.
         on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
+        hook: of a user's, which sums; see `reduce_by`.
         watch: what autograd calls when a gradient is there.
         hooks: of the user's, to be called when this backward has ended: they find all of its gradients there.
         tags, replica_tags: of the two hops; the second is for hybrid meshes only.
@@ -33,6 +36,7 @@ class UnitGradients:
         "_reduced",
         "accumulation",
         "groups",
+        "hook",
         "hooks",
         "on_unexpected",
         "phase",
@@ -47,6 +51,7 @@ class UnitGradients:
         self.phase = GradPhase.EMPTY
         self.on_unexpected: Callable[[], object] = _ignore
         self.groups: tuple[GradientGroup, ...] = ()
+        self.hook: UnitHook | None = None
         self.tags: TagSequence | None = None
         self.replica_tags: TagSequence | None = None
         self.unit = ""
@@ -106,6 +111,8 @@ class UnitGradients:
         """The unit's parameters have been taken into other buffers."""
         self.groups = groups
         for each in groups:
+            if self.hook is not None:
+                reduce_group_by(each, self.hook)
             each.terms.weigh(self.accumulation.weight)
         if self.accumulation.passes:
             for each in groups:
@@ -269,6 +276,17 @@ def decide(gradients: UnitGradients) -> None:
     for each in gradients.groups:
         if each.undecided and (found := each.decide()):
             gradients.hooks.add(found)
+
+
+def reduce_by(gradients: UnitGradients, hook: UnitHook | None) -> None:
+    """From the next backward on `hook` sums, or the library again."""
+    if gradients.phase is not GradPhase.EMPTY:
+        gradients.finish()
+    decide(gradients)
+    gradients.hook = hook
+    for each in gradients.groups:
+        reduce_group_by(each, hook)
+        each.terms.weigh(gradients.accumulation.weight)
 
 
 def refuse_graph(gradients: UnitGradients) -> None:

@@ -19,8 +19,22 @@ from composable.runtime.hooked_hop import HookedHop, Start
 from composable.runtime.trailer import Trailer
 
 
-class Hooked(Protocol):
-    """A unit."""
+class Trains(Protocol):
+    """Some gradients of a sharded unit."""
+
+    trains: bool
+
+
+class Shards(Protocol):
+    """The gradients of a sharded unit."""
+
+    @property
+    def groups(self) -> Sequence[Trains]:
+        """Those that are reduced together."""
+
+
+class Replicas(Protocol):
+    """A replicated unit."""
 
     @property
     def place_in_backward(self) -> tuple[int, int] | None:
@@ -38,16 +52,23 @@ class HookedUnits:
     def __init__(self, hook: CommHook) -> None:
         self.hook = hook
         self.digest: int = 1 + zlib.crc32(hook.name.encode()) % (TagSequence.DIGESTS - 1)
-        self._units: list[ref[Hooked]] = []
+        self._shards: list[ref[Shards]] = []
+        self._replicas: list[ref[Replicas]] = []
+        self._called: dict[tuple[str, ...], None] = {}  # for which shards, in this backward
         self._indices: dict[tuple[str, ...], int] = {}
 
-    def add(self, unit: Hooked, prefix: str) -> UnitHook:
-        """One more.
+    def add_shards(self, unit: Shards, prefix: str) -> UnitHook:
+        """One more, of sharded ones.
 
         Args:
             prefix: of the names of its parameters.
         """
-        self._units.append(ref(unit))
+        self._shards.append(ref(unit))
+        return UnitHook(self, None, prefix)
+
+    def add_replicas(self, unit: Replicas, prefix: str) -> UnitHook:
+        """One more, of replicated ones."""
+        self._replicas.append(ref(unit))
         return UnitHook(self, unit, prefix)
 
     def index_of(self, fqns: Sequence[str]) -> int:
@@ -55,19 +76,32 @@ class HookedUnits:
         ranks buckets hold the same, and are asked for in the same order."""
         return self._indices.setdefault(tuple(sorted(fqns)), len(self._indices))
 
-    def is_last(self, unit: Hooked) -> bool:
+    def is_last_reduction(self, fqns: Sequence[str]) -> bool:
+        """Whether shards of all units have been reduced with those of these names. In which order that happens is not known
+        beforehand, but alike on all ranks; a backward that leaves out a unit has no last one."""
+        key = tuple(fqns)
+        if key in self._called:
+            self._called = {}
+        self._called[key] = None
+        expected = sum(group.trains for each in self._shards if (found := each()) is not None for group in found.groups)
+        last = len(self._called) >= expected
+        if last:
+            self._called = {}
+        return last
+
+    def is_last(self, unit: Replicas) -> bool:
         """Whether no other one launches after it."""
-        places = [found.place_in_backward for each in self._units if (found := each()) is not None]
+        places = [found.place_in_backward for each in self._replicas if (found := each()) is not None]
         return unit.place_in_backward == max((place for place in places if place is not None), default=None)
 
 
 class UnitHook:
     """A hook as one unit has it."""
 
-    def __init__(self, units: HookedUnits, unit: Hooked, prefix: str) -> None:
+    def __init__(self, units: HookedUnits, unit: Replicas | None, prefix: str) -> None:
         self.units = units
         self.prefix = prefix
-        self._unit = ref(unit)
+        self._unit = None if unit is None else ref(unit)
 
     @property
     def name(self) -> str:
@@ -79,13 +113,13 @@ class UnitHook:
 
     def is_last(self) -> bool:
         """Whether no other unit launches after this one."""
-        unit = self._unit()
+        unit = None if self._unit is None else self._unit()
         return unit is not None and self.units.is_last(unit)
 
-    def refuse_copy(self, unit: str) -> None:
+    def refuse_copy(self, verb: str, unit: str) -> None:
         """Raise: what a hook remembers is of one model."""
         raise AnnotationError(
-            f"replicate(unit '{unit}'): its communication hook '{self.name}' cannot be copied with it, since what a hook "
+            f"{verb}(unit '{unit}'): its communication hook '{self.name}' cannot be copied with it, since what a hook "
             "remembers is of one model. Remove the hook by the handle that register_comm_hook returned, copy, and register "
             "hooks for both"
         )

@@ -22,12 +22,12 @@ class Terms:
         divisor: what sums of gradients that nothing is multiplied by are divided by; None makes them means.
     """
 
-    __slots__ = ("_factor_of_held", "_flat", "_own", "divisor", "factor")
+    __slots__ = ("_asked", "_factor_of_held", "_flat", "_own", "divisor", "factor")
 
     def __init__(self, flat: FlatParameters, ranks: int, divisor: float | None) -> None:
         self._flat = flat
         self._own = None if divisor is None or divisor == ranks else Factor(ranks / divisor)
-        self.divisor = divisor if ranks > 1 else None  # one rank alone sums nothing
+        self.divisor = self._asked = divisor if ranks > 1 else None  # one rank alone sums nothing
         self.weigh(None)
 
     def weigh(self, factor: Factor | None) -> None:
@@ -36,6 +36,10 @@ class Terms:
         self.factor: Factor | None = factor
         if factor is None and self.divisor is None:
             self.factor = self._own
+
+    def become(self, *, means: bool) -> None:
+        """Whether what is summed becomes a mean by whoever sums it, so that terms are multiplied for anything else."""
+        self.divisor = None if means else self._asked
 
     def arrived(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """To be reduced at once."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from composable import fully_shard, no_sync, register_comm_hook, replicate
+from composable import no_sync, register_comm_hook, replicate
 from composable.errors import CommHookError, CommunicationError
 from tests.helpers.compare import full_gradients
 from tests.helpers.refusals import refusal, same_on_all
@@ -75,7 +75,7 @@ def _refusals(which: str) -> str:
         return _in_backward(model)
     acts: dict[str, Callable[[], Any]] = {
         "not annotated": lambda: register_comm_hook(_model(), noop_hook),
-        "sharded": lambda: register_comm_hook(fully_shard(_model()), noop_hook),
+        "between annotated ones": lambda: register_comm_hook(nn.Sequential(model), noop_hook),
         "state first": lambda: register_comm_hook(model, {}, noop_hook),  # type: ignore[arg-type]
         "unknown stage": lambda: register_comm_hook(model, noop_hook, stage="all_gather"),
         "stage of shards": lambda: register_comm_hook(model, noop_hook, stage="reduce_scatter"),
@@ -90,8 +90,10 @@ def _refusals(which: str) -> str:
 
 
 _TEXTS: Final = {
-    "not annotated": "NotAnnotatedError: register_comm_hook: Sequential is not replicated; call replicate(module) first",
-    "sharded": "NotAnnotatedError: register_comm_hook: Sequential is fully sharded; hooks are for replicated modules so far",
+    "not annotated": "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module) or "
+    "fully_shard(module) first. Of units without a module around them, each takes a hook of its own",
+    "between annotated ones": "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module) or "
+    "fully_shard(module) first. Of units without a module around them, each takes a hook of its own",
     "state first": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and dict cannot be called. "
     "It stands before its state: register_comm_hook(module, hook, state)",
     "unknown stage": "AnnotationError: register_comm_hook: stage must be 'all_reduce' or None, got 'all_gather'",

@@ -1,0 +1,119 @@
+"""Units as who registers communication hooks sees them, of either verb; knows neither hooks nor what they do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from composable.errors import AnnotationError
+from composable.runtime.accumulation import Accumulation
+from composable.runtime.averaging import Averaging
+from composable.runtime.gradients import UnitGradients, reduce_by
+from composable.runtime.hooked_units import HookedUnits, UnitHook, refuse_sparse
+from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.sharded_unit import ShardedUnit
+
+
+class Replicas:
+    """A replicated unit."""
+
+    def __init__(self, unit: Averaging) -> None:
+        self._unit = unit
+        self.name = unit.name
+        self.modules: Sequence[nn.Module] = unit.parameters.modules
+
+    @property
+    def mesh_info(self) -> MeshInfo:
+        assert self._unit.mesh_info is not None
+        return self._unit.mesh_info
+
+    @property
+    def accumulation(self) -> Accumulation:
+        return self._unit.reducer.local.accumulation
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it was not removed."""
+        return self._unit.current is not None
+
+    @property
+    def waits_for_backward(self) -> bool:
+        return any(forwards.left for forwards in self._unit.forwards)
+
+    @property
+    def hook(self) -> UnitHook | None:
+        return self._unit.hook
+
+    def hooked_by(self, hooked: HookedUnits, prefix: str) -> UnitHook:
+        """Its part of a registration.
+
+        Args:
+            prefix: of the names of its parameters.
+        """
+        return hooked.add_replicas(self._unit, prefix)
+
+    def put(self, hook: UnitHook | None) -> None:
+        """From the next backward on."""
+        self._unit.hook = hook
+        self._unit.renew(self._unit.parameters.registered)
+
+    def refuse_gradients(self) -> None:
+        """Raise if hooks could not take them."""
+        parameters = self._unit.reducer.parameters
+        refuse_sparse(self.name, [parameters.names[i] for i in parameters.sparse])
+
+
+class Shards:
+    """A fully sharded unit."""
+
+    def __init__(self, unit: ShardedUnit) -> None:
+        self._unit = unit
+        self.name = unit.name
+        self.modules: Sequence[nn.Module] = unit.modules
+        self._gradients: UnitGradients = unit.handle.gradients
+
+    @property
+    def mesh_info(self) -> MeshInfo:
+        return self._unit.handle.mesh_info
+
+    @property
+    def accumulation(self) -> Accumulation:
+        return self._gradients.accumulation
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it was not removed."""
+        return self._unit.recipe is not None
+
+    @property
+    def waits_for_backward(self) -> bool:
+        return False  # nothing was made in forward that a hook would change
+
+    @property
+    def hook(self) -> UnitHook | None:
+        return self._gradients.hook
+
+    def hooked_by(self, hooked: HookedUnits, prefix: str) -> UnitHook:
+        """Its part of a registration, as `Replicas.hooked_by`."""
+        return hooked.add_shards(self._gradients, prefix)
+
+    def put(self, hook: UnitHook | None) -> None:
+        """From the next backward on."""
+        root = self._unit.root
+        if root is not None and root.backward.is_open:
+            root.abort("its backward did not finish")
+        reduce_by(self._gradients, hook)
+
+    def refuse_gradients(self) -> None:
+        """Raise if hooks could not take them."""
+        if self._unit.recipe is not None and self._unit.recipe.offload is not None:
+            raise AnnotationError(
+                f"register_comm_hook: parameters of unit '{self.name}' rest on the host (offload_policy), and hooks do not go "
+                "with that so far. Leave one of them out"
+            )
+        if self.mesh_info.replicate is not None:
+            raise AnnotationError(
+                f"register_comm_hook: gradients of unit '{self.name}' are reduced in two stages, over shards and over "
+                "replicas, and hooks are for one so far. Shard over all ranks (a mesh of one dimension), or leave the hook out"
+            )

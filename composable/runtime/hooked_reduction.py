@@ -1,0 +1,178 @@
+"""How one unit's gradients of one dtype are reduced by a hook of the user's, and come to the shards; knows no order of units.
+
+Note [Hooks and shards]
+A hook in place of the reduce-scatter gets the whole gradients and returns them reduced, on every rank, of which each takes its
+rows. So hooks that were written for an all-reduce need not be written anew, and gradients have the shapes of their parameters,
+which PowerSGD wants. It costs what an all-reduce costs: twice the bytes of a reduce-scatter, before the hook compresses them.
+On a host the hook is called, and waited for, where the reduction is launched: all ranks come to the same launches in the same
+order, see Note [When hooks are called].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from composable.device.collectives import Communicator, ReducePart, Scratch, TagSequence
+from composable.device.comm_hooks import GradientBucketForHooks
+from composable.device.flat_parameters import FlatParameters
+from composable.device.unused_parameters import UseFlags
+from composable.runtime.hooked_hop import HookedHop, Start
+from composable.runtime.hooked_units import UnitHook
+from composable.runtime.reduction import Reduction
+
+_NOWHERE: Final = torch.empty(0, device="cpu")
+
+
+class _Done:
+    """What needs no waiting."""
+
+    def progress(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return None
+
+    abort = wait
+
+
+class _TakesOwn:
+    """In place of a communicator where every rank has the sums already: each takes its chunk of them."""
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.rank, self.size = communicator.rank, communicator.size
+        self.capabilities = replace(communicator.capabilities, divided_bytes=0)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> _Done:
+        for part in parts:
+            start = self.rank * part.chunk
+            part.out.copy_(part.source[start : start + part.out.numel()])
+        return _Done()
+
+
+class HookedReduction:
+    """A `Reduction` whose sum over the shards a hook makes."""
+
+    __slots__ = (
+        "_communicator", "_early", "_fqns", "_hook", "_hop", "_indices", "_message", "_missing", "_numbers", "_pending",
+        "_reduction", "_shapes", "_sharded", "_start", "_uses", "divided", "flat"
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        flat: FlatParameters,
+        sharded: Sequence[nn.Parameter],
+        communicator: Communicator,
+        trainable: Sequence[bool],
+        hook: UnitHook,
+    ) -> None:
+        self.flat = flat
+        self.divided = False
+        self._hook = hook
+        self._communicator = communicator
+        self._indices = [index for index, wanted in enumerate(trainable) if wanted]
+        self._sharded = [sharded[index] for index in self._indices]
+        self._shapes = [parameter.shape for parameter in self._sharded]
+        self._fqns = [hook.prefix + flat.layout.slots[index].name for index in self._indices]
+        self._early = not communicator.capabilities.looked_after
+        self._uses = UseFlags(self._indices, torch.float32, flat.device)
+        self._start = Start(communicator, hook.units.hook.group)
+        self._hop = HookedHop(hook.units.hook, self._start, self._says, self._bucket_of, early=self._early)
+        own: Communicator = _TakesOwn(communicator)  # type: ignore[assignment]  # all that a reduction asks for
+        self._reduction = Reduction(flat, sharded, own, trainable, flat.reduce_dtype, divisor=1.0)
+        self._pending: tuple[TagSequence, str] | None = None  # of a launch that has not come to the shards
+        self._missing: list[int] = []
+        self._message = self._numbers = _NOWHERE
+
+    @torch.no_grad()
+    def launch(
+        self, gradients: Sequence[Tensor | None], tags: TagSequence, label: str, carried: Sequence[Tensor | None] = ()
+    ) -> None:
+        """Start to reduce; the arguments are `Reduction.launch`'s."""
+        dtype, device = self.flat.reduce_dtype, self.flat.device
+        found = [gradients[index] for index in self._indices]
+        pieces = [
+            torch.zeros(shape.numel(), dtype=dtype, device=device) if gradient is None else gradient.reshape(-1).to(dtype)
+            for gradient, shape in zip(found, self._shapes, strict=True)
+        ]
+        self._missing = [index for index, gradient in zip(self._indices, found, strict=True) if gradient is None]
+        self._message = torch.cat(pieces)
+        self._numbers = self._uses.without(self._missing).clone()
+        self._pending = tags, label
+        self._hop.all_reduce(self._message, label, None, tags)
+        if not self._early:
+            self._land()
+
+    def _says(self) -> Tensor:
+        return self._numbers
+
+    def _bucket_of(self, flat: Tensor) -> GradientBucketForHooks:
+        units = self._hook.units
+        return GradientBucketForHooks(
+            flat,
+            self._sharded,
+            self._shapes,
+            self._fqns,
+            units.index_of(self._fqns),
+            last=units.is_last_reduction(self._fqns),
+            scale=1.0 / self._communicator.size,
+            group=units.hook.group,
+        )
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Wait for the hook; each rank takes its rows."""
+        if self._pending is None:
+            return
+        self._hop.wait()
+        (tags, label), self._pending = self._pending, None
+        unused = self._uses.unused(self._missing, self._numbers) if self._missing else []
+        reduced: list[Tensor | None] = [None] * len(self.flat.layout.slots)
+        pieces = self._message.split([shape.numel() for shape in self._shapes])
+        for index, piece, shape in zip(self._indices, pieces, self._shapes, strict=True):
+            if index not in unused:
+                reduced[index] = piece.view(shape)
+        self._message = _NOWHERE
+        self._reduction.launch(reduced, tags, label)
+
+    def keep(self, gradients: Sequence[Tensor | None]) -> None:
+        self._reduction.keep(gradients)
+
+    def give_back(self) -> None:
+        """The hook may still read the message."""
+
+    def all_reduce(self, tags: TagSequence, label: str) -> None:
+        """There is no second hop."""
+
+    def finish(self) -> list[nn.Parameter]:
+        """Wait, and put the means on the sharded parameters; returns what `Reduction.finish` does."""
+        self._land()
+        return self._reduction.finish()
+
+    @property
+    def undecided(self) -> tuple[list[int], Tensor] | None:
+        return self._reduction.undecided
+
+    def decide(self) -> list[nn.Parameter]:
+        return self._reduction.decide()
+
+    @property
+    def worth_releasing(self) -> bool:
+        return self._reduction.worth_releasing
+
+    def release(self) -> None:
+        if self._pending is None:
+            self._reduction.release()
+
+    def drop(self) -> None:
+        """Forget what is in flight."""
+        self._pending = None
+        try:
+            self._hop.abort()
+        finally:
+            self._message = _NOWHERE
+            self._reduction.drop()

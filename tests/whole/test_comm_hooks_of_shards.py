@@ -1,0 +1,319 @@
+"""Hooks that reduce the gradients of fully sharded modules: they see whole gradients, and each rank takes its shards."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_wrapper,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from composable import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    describe,
+    fully_shard,
+    no_sync,
+    register_comm_hook,
+    replicate,
+    weighted_gradients,
+)
+from composable.device.collectives import communicators_wrapped_by
+from composable.errors import CommHookError, CommunicationError
+from tests.helpers.communicators import all_accelerators, all_ordered, all_shared, all_sockets
+from tests.helpers.compare import full_gradients
+from tests.helpers.refusals import refusal, same_on_all
+from tests.helpers.world import Pool, current_device, need_devices
+
+_WIRES: Final = {"tags": all_shared, "sockets": all_sockets, "ordered": all_ordered, "accelerator": all_accelerators}
+
+
+class Head(nn.Module):
+    """Some ranks leave out its `spare`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last, self.spare = nn.Linear(7, 3), nn.Linear(7, 3)
+
+    def forward(self, x: Tensor, spare: bool) -> Tensor:
+        return self.last(x) + self.spare(x) if spare else self.last(x)  # type: ignore[no-any-return]
+
+
+class Model(nn.Module):
+    """Rows that do not divide evenly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 7)
+        self.head = Head()
+        self.scale = nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, x: Tensor, spare: bool = False) -> Tensor:
+        x = self.second(self.first(x).tanh()).tanh() * self.scale
+        return self.head(x, spare)  # type: ignore[no-any-return]
+
+
+def _wanted(module: nn.Module) -> bool:
+    return isinstance(module, Head) or (isinstance(module, nn.Linear) and module.out_features == 7)
+
+
+def _model(**options: Any) -> Model:
+    torch.manual_seed(0)
+    return fully_shard(Model().to(current_device()), policy=_wanted, **options)  # type: ignore[no-any-return]
+
+
+def _loss(model: nn.Module, step: int, **options: Any) -> Tensor:
+    torch.manual_seed(10 * step + dist.get_rank())
+    return model(torch.randn(5, 6).to(current_device()), **options).square().mean()  # type: ignore[no-any-return]
+
+
+def _assert_same(models: list[Model], where: object, tolerance: float = 0.0) -> None:
+    expected, actual = (full_gradients(model) for model in models)
+    for name, gradient in expected.items():
+        other = actual[name]
+        assert (gradient is None) == (other is None), f"{where}: {name}"
+        if gradient is not None and other is not None:
+            assert torch.allclose(gradient, other, rtol=0, atol=tolerance), f"{where}: {name} {gradient} {other}"
+
+
+class _Calls:
+    """What a hook is handed; the hook makes means as the library does."""
+
+    def __init__(self) -> None:
+        self.backwards: list[list[tuple[int, tuple[str, ...]]]] = [[]]
+
+    def __call__(self, group: dist.ProcessGroup, bucket: Any) -> Any:
+        assert all(isinstance(parameter, DTensor) for parameter in bucket.parameters())
+        assert [each.shape for each in bucket.gradients()] == [each.shape for each in bucket.parameters()]
+        assert bucket.buffer().numel() == sum(parameter.numel() for parameter in bucket.parameters())
+        assert (group, bucket.scale) == (bucket.group, 1 / group.size())
+        self.backwards[-1].append((bucket.index(), bucket.fqns))
+        if bucket.is_last():
+            self.backwards.append([])
+        return allreduce_hook(group, bucket)
+
+
+def _same_as_without(way: str) -> None:
+    calls, rank = _Calls(), dist.get_rank()
+    with communicators_wrapped_by(_WIRES[way]):
+        models = [_model() for _ in range(2)]
+    handle = register_comm_hook(models[1], calls)
+    assert describe(models[1]).rows[0].comm_hook == "_Calls"
+    for step in range(7):
+        if step == 5:
+            handle.remove()
+        spare = [True, True, rank == 0, False, True, True, False][step]
+        for model in models:
+            with no_sync(model, enabled=step == 1):
+                _loss(model, step, spare=spare).backward()
+        if step != 1:
+            _assert_same(models, step, 1e-7)
+            assert (full_gradients(models[1])["head.spare.bias"] is None) == (step in (3, 6))
+            for model in models:
+                model.zero_grad()
+    assert calls.backwards.pop() == []
+    assert len(calls.backwards) == 4  # one less for no_sync
+    for backward in calls.backwards:
+        assert sorted(name for _, fqns in backward for name in fqns) == sorted(name for name, _ in models[0].named_parameters())
+        assert sorted(index for index, _ in backward) == list(range(len(backward)))
+        assert dict(backward) == dict(calls.backwards[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("way", [pytest.param("tags", marks=pytest.mark.host), "sockets", "ordered", "accelerator"])
+def test_a_hook_that_makes_means_changes_nothing_and_sees_each_gradient_once(pool: Pool, way: str, ranks: int) -> None:
+    if ranks == 2 or way == "tags":
+        pool.run(ranks, _same_as_without, way, device="cpu")
+
+
+def _as_replicas(name: str) -> None:
+    """A hook does the same arithmetic for shards as for replicas with the same buckets."""
+    hook, state = _HOOKS[name]
+    torch.manual_seed(0)
+    plain = Model().to(current_device())
+    sharded = fully_shard(copy.deepcopy(plain))
+    replicate(plain)
+    register_comm_hook(plain, hook, state())
+    register_comm_hook(sharded, hook, state())
+    for step in range(5):
+        for model in (plain, sharded):
+            _loss(model, step, spare=True).backward()
+        if step:
+            _assert_same([plain, sharded], step)
+        for model in (plain, sharded):
+            model.zero_grad()
+
+
+_HOOKS: Final[dict[str, tuple[Callable[..., Any], Callable[[], Any]]]] = {
+    "all-reduce": (allreduce_hook, lambda: None),
+    "bfloat16": (bf16_compress_hook, lambda: None),
+    "all-reduce in float16": (fp16_compress_wrapper(allreduce_hook), lambda: None),
+}
+
+
+@pytest.mark.parametrize("name", _HOOKS)
+def test_torchs_hooks_do_for_shards_what_they_do_for_replicas(pool: Pool, name: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _as_replicas, name, device=device)
+
+
+def _low_rank() -> None:
+    models = [_model() for _ in range(2)]
+    state = PowerSGDState(None, matrix_approximation_rank=7, start_powerSGD_iter=2, min_compression_rate=0.1)
+    register_comm_hook(models[1], powerSGD_hook, state)
+    for step in range(5):
+        for model in models:
+            model.zero_grad()
+            _loss(model, step, spare=True).backward()
+        _assert_same(models, step, 1e-5)  # of full rank it is the mean
+    assert state.process_group is None
+    assert len(state.error_dict) == len(describe(models[1]).rows)
+    assert state.iter == 5
+
+
+@pytest.mark.beyond_sim("PowerSGD gives NaN there, under DistributedDataParallel as well")
+def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _low_rank, device=device)
+
+
+def _scaled(what: str) -> None:
+    options: dict[str, Any] = {"grad_reduce": "sum"} if what == "a sum" else {}
+    if what == "precision":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    models = [_model(**options) for _ in range(2)]
+    with register_comm_hook(models[1], allreduce_hook):
+        for number in range(2):
+            for model in models:
+                if what != "weights":
+                    _loss(model, number, spare=True).backward()
+                    continue
+                with weighted_gradients(model, weight=dist.get_rank() + 1, more=number == 0):
+                    _loss(model, number, spare=True).backward()
+        _assert_same(models, what, 1e-6)
+    for model in models:
+        model.zero_grad()
+        _loss(model, 5, spare=True).backward()
+    _assert_same(models, "afterwards")
+
+
+@pytest.mark.parametrize("what", ["a sum", "weights", "precision"])
+def test_what_scales_and_casts_gradients_does_so_around_a_hook(pool: Pool, what: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _scaled, what, device=device)
+
+
+# --- what is refused, and what fails --------------------------------------------------------------------------------------
+
+
+def _refusals(which: str) -> str:
+    if which == "hybrid":
+        model = _model(mesh=init_device_mesh(current_device().type, (2, 2)))
+        return refusal(lambda: register_comm_hook(model, noop_hook))
+    model = _model(offload_policy=CPUOffloadPolicy()) if which == "offload" else _model()
+    if which == "offload":
+        return refusal(lambda: register_comm_hook(model, noop_hook))
+    if which == "stage":
+        return refusal(lambda: register_comm_hook(model, noop_hook, stage="all_reduce"))
+    if which == "window":
+        with no_sync(model):
+            return refusal(lambda: register_comm_hook(model, noop_hook))
+    register_comm_hook(model.head, noop_hook)
+    if which == "copied":
+        return refusal(lambda: copy.deepcopy(model))
+    return refusal(lambda: register_comm_hook(model, noop_hook))
+
+
+_TEXTS: Final = {
+    "hybrid": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced in two stages, over shards and over "
+    "replicas, and hooks are for one so far. Shard over all ranks (a mesh of one dimension), or leave the hook out",
+    "offload": "AnnotationError: register_comm_hook: parameters of unit '(root)' rest on the host (offload_policy), and hooks "
+    "do not go with that so far. Leave one of them out",
+    "stage": "AnnotationError: register_comm_hook: sharded gradients are reduced in one stage, 'reduce_scatter'; leave "
+    "stage= out",
+    "window": "PhaseError: register_comm_hook: unit '(root)' is inside of a window of no_sync, whose gradients would be "
+    "reduced in another way than they were made for. Do it between two steps",
+    "copied": "AnnotationError: fully_shard(unit 'head'): its communication hook 'noop_hook' cannot be copied with it, since "
+    "what a hook remembers is of one model. Remove the hook by the handle that register_comm_hook returned, copy, and register "
+    "hooks for both",
+    "twice": "AlreadyAnnotatedError: register_comm_hook: unit 'head' has the communication hook 'noop_hook' already. Remove it "
+    "first, by the handle that registering it returned",
+}
+
+
+@pytest.mark.parametrize("which", _TEXTS)
+def test_what_cannot_be_is_refused_by_name(pool: Pool, which: str) -> None:
+    assert same_on_all(pool.run(4 if which == "hybrid" else 2, _refusals, which)) == _TEXTS[which]
+
+
+class _Fails:
+    """Fails at its second call, on rank 1 alone."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+        self._calls = 0
+
+    def __call__(self, group: dist.ProcessGroup, bucket: Any) -> Any:
+        self._calls += 1
+        if self._calls == 2 and dist.get_rank() == 1:
+            if self._how == "raises":
+                raise MemoryError("as planned")
+            if self._how == "returns nothing":
+                return None
+        return allreduce_hook(group, bucket)
+
+
+def _fail(_: object) -> None:
+    raise MemoryError("as planned")
+
+
+def _fails_and_goes_on(how: str) -> str:
+    models = [_model() for _ in range(2)]
+    register_comm_hook(models[0], allreduce_hook)
+    register_comm_hook(models[1], _Fails(how))
+    said = ""
+    loss = _loss(models[1], 0, spare=True) if how != "elsewhere" else _spoiled(models[1])
+    try:
+        loss.backward()
+    except (MemoryError, CommHookError, CommunicationError) as error:
+        said = type(error).__name__
+    for step in range(1, 4):
+        for model in models:
+            model.zero_grad()
+            _loss(model, step, spare=True).backward()
+        _assert_same(models, step)
+    return said
+
+
+def _spoiled(model: Model) -> Tensor:
+    def spoil(module: nn.Module, args: object, output: Tensor) -> None:
+        if dist.get_rank() == 1:
+            output.register_hook(_fail)
+
+    with model.second.register_forward_hook(spoil):
+        return _loss(model, 0, spare=True)
+
+
+_OUTCOMES: Final = {
+    "raises": ["CommunicationError", "MemoryError", "CommunicationError"],
+    "returns nothing": ["CommunicationError", "CommHookError", "CommunicationError"],
+    "elsewhere": ["CommunicationError", "MemoryError", "CommunicationError"],
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("how", _OUTCOMES)
+def test_where_a_hook_fails_on_one_rank_the_others_are_told_and_all_train_on(pool: Pool, how: str) -> None:
+    assert pool.run(3, _fails_and_goes_on, how, device="cpu") == _OUTCOMES[how]
