@@ -163,6 +163,19 @@ def _stretches(direct: Sequence[Slot], straight: int | None, numel: int) -> list
     return stretches
 
 
+def _own_stretches(slots: Sequence[Slot], rank: int) -> list[tuple[int, int]]:
+    """Where a rank's own elements of `slots` are; across what lies between them, but not across what is other ranks' alone."""
+    stretches: list[tuple[int, int]] = []
+    full = False
+    for slot in sorted(slots, key=lambda slot: slot.shard_start):
+        start, end = slot.shard_start, slot.shard_start + slot.local_numel(rank)
+        if full and start - stretches[-1][1] < _PADDING:
+            start, _ = stretches.pop()
+        stretches.append((start, end))
+        full = slot.local_numel(rank) == slot.chunk_numel
+    return [(start, end) for start, end in stretches if end > start]
+
+
 class GradientShards:
     """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them.
 
@@ -217,7 +230,7 @@ class GradientShards:
             if flat.home is None:
                 buffer = landing = torch.empty(self._numel, dtype=flat.gradient_dtype, device=flat.device)
             else:
-                summed = _stretches([flat.layout.slots[index] for index in self._plan.flagged], None, self._numel)
+                summed = _own_stretches([flat.layout.slots[index] for index in self._plan.flagged], flat.rank)
                 self._leaving = LeavingSums(self._numel, flat.gradient_dtype, flat.home, flat.pool, summed)
                 buffer, landing = self._leaving.rests, self._leaving.buffer.tensor
             note_shards(buffer, flat.layout, flat.rank)

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
     CPUOffloadPolicy,
+    MixedPrecisionPolicy,
     apply_optimizer_in_backward,
     checkpoint,
     clip_grad_norm_,
@@ -26,17 +21,14 @@ from composable import (
     no_sync,
     offload_activations,
     reduce_gradients,
-    remove,
     replicate,
     step_on_shards,
     weighted_gradients,
 )
-from composable.device.collectives import base
 from composable.device.private import local_of
 from tests.accelerator import sim
 from tests.accelerator.twins import Block, assert_at_home, assert_equal, mesh_of, model_of, one_batch, train, twins_of, x_of
-from tests.helpers.compare import full
-from tests.helpers.world import Pool, current_device, spmd
+from tests.helpers.world import current_device, spmd
 
 Options = dict[str, Any]
 WAYS: Final[dict[str, Options]] = {
@@ -55,6 +47,70 @@ WAYS: Final[dict[str, Options]] = {
 def test_steps_are_those_of_a_model_that_does_not_offload(way: str) -> None:
     if way != "regrouped" or dist.get_world_size() > 1:
         train(twins_of(**WAYS[way]), one_batch)
+
+
+class Odd(nn.Module):
+    """Parameters that lie otherwise, are cut otherwise, are integers, and that only even ranks use, or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(8, 6).t())
+        self.across = nn.Linear(6, 5, bias=False)
+        self.table = nn.Parameter(torch.arange(5), requires_grad=False)
+        self.even = nn.Parameter(torch.ones(5))
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.across(x @ self.turned.t()) + self.table
+        return y if dist.get_rank() % 2 else y * self.even
+
+
+def _odd(policy: CPUOffloadPolicy | None) -> nn.Module:
+    torch.manual_seed(0)
+    with torch.device("cpu"):
+        model = Odd()
+    return fully_shard(
+        model,
+        mesh=mesh_of(),
+        offload_policy=policy,
+        shard_placement_fn=lambda parameter: Shard(1) if parameter.shape == (5, 6) else None,
+    )
+
+
+@spmd(ranks=[1, 2, 4])
+def test_parameters_that_lie_otherwise_and_those_that_some_ranks_do_not_use() -> None:
+    train((_odd(None), _odd(CPUOffloadPolicy())), one_batch)
+
+
+@spmd(ranks=2)
+def test_evaluation_in_full_precision_and_gradients_in_that_of_their_sums() -> None:
+    policy = MixedPrecisionPolicy("bf16", "fp32", keep_grads_in_reduce_dtype=True, full_precision_in_eval=True)
+    models = twins_of(mp_policy=policy)
+    for step in range(2):
+        for model in models:
+            model.train()
+            one_batch(model, step)
+        assert_equal(*models)
+        with torch.no_grad():
+            first, second = (model.eval()(x_of(9)) for model in models)
+        assert torch.equal(first, second)
+        assert first.dtype is torch.float32
+
+
+@spmd(ranks=2)
+def test_a_backward_that_raises_leaves_a_model_that_trains_on() -> None:
+    models = twins_of()
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("as asked")
+
+    for model in models:
+        hook = model[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        with pytest.raises(RuntimeError, match="as asked"):
+            one_batch(model, 3)
+        hook.remove()
+        model.zero_grad()
+    train(models, one_batch)
 
 
 # --- several backwards ------------------------------------------------------------------------------------------------
@@ -190,135 +246,6 @@ def test_steps_in_backward_are_steps() -> None:
             one_batch(model, step)
         assert_equal(*models)
         assert_at_home(models[1])
-
-
-# --- saving, loading, copying -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_checkpoints_are_saved_and_loaded(pool: Pool, ranks: int, tmp_path: Path) -> None:
-    pool.run(ranks, _save_and_load, str(tmp_path))
-
-
-def _save_and_load(folder: str) -> None:
-    plain, offloaded = twins_of()
-    other = fully_shard(model_of(), policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy())
-    for models, optimizers in [([m], [torch.optim.AdamW(m.parameters(), lr=0.1)]) for m in (offloaded, plain, other)]:
-        for model, optimizer in zip(models, optimizers, strict=True):
-            one_batch(model, 0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if model is other:
-                one_batch(model, 7)
-                optimizer.step()
-                optimizer.zero_grad()
-            state, optimizer_state = get_state_dict(model, optimizer)
-            saved = {"model": state, "optimizer": optimizer_state}
-            if model is offloaded:
-                dcp.save(saved, checkpoint_id=folder)
-                continue
-            dcp.load(saved, checkpoint_id=folder)
-            set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
-            one_batch(model, 1)
-            optimizer.step()
-    assert_equal(plain, other)
-    assert_at_home(other)
-
-
-@spmd(ranks=2)
-@pytest.mark.parametrize("assign", [False, True])
-def test_whole_state_dicts_load(assign: bool) -> None:
-    whole = {name: value + 0.5 for name, value in model_of().state_dict().items()}
-    models = twins_of()
-    for model in models:
-        one_batch(model, 0)
-        model.load_state_dict(whole, assign=assign)
-        model.zero_grad()
-    train(models, one_batch, steps=2)
-
-
-@spmd(ranks=2)
-def test_rank_0_is_copied_in_pieces() -> None:
-    model = model_of()
-    expected = {name: value.clone() for name, value in model.state_dict().items()}
-    if dist.get_rank():
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1)
-    with mock.patch.object(base, "PIECE_BYTES", 64):
-        fully_shard(model, policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy(), sync_module_states="broadcast")
-    for name, value in model.state_dict().items():
-        assert torch.equal(full(value), expected[name])
-
-
-def _moved_and_back(model: nn.Module) -> None:
-    model.to(current_device())
-
-
-def _moved_to_the_host(model: nn.Module) -> None:
-    model.to("cpu")
-
-
-@spmd(ranks=2)
-@pytest.mark.parametrize("move", [_moved_and_back, _moved_to_the_host])
-def test_whoever_moves_the_model_finds_it_at_home_after_the_next_forward(move: Callable[[nn.Module], None]) -> None:
-    models = twins_of()
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
-    for step in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            one_batch(model, 2 * step)
-            if model is models[1]:
-                move(model)
-            one_batch(model, 2 * step + 1)
-            optimizer.step()
-        assert_at_home(models[1])
-        assert_equal(*models)
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-
-
-@spmd(ranks=2)
-@pytest.mark.parametrize("to", ["sim", "cpu"])
-def test_a_model_on_meta_comes_home_when_it_gets_memory(to: str) -> None:
-    model = model_of().to("meta")
-    fully_shard(model, policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy())
-    model.to_empty(device=to)
-    model.load_state_dict(model_of().state_dict())
-    train((twins_of()[0], model), one_batch)
-
-
-@spmd(ranks=2)
-def test_copies_train_on() -> None:
-    models = twins_of()
-    one_batch(models[1], 3)
-    twin = copy.deepcopy(models[1])
-    twin.zero_grad()
-    train((models[0], twin), one_batch)
-    file = io.BytesIO()
-    torch.save(twin.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert all(torch.equal(local_of(value), local_of(loaded[name])) for name, value in twin.state_dict().items())
-
-
-@spmd(ranks=[1, 2])
-@pytest.mark.parametrize("precision", [None, "bf16"])
-@pytest.mark.parametrize("of", ["cpu", "sim"])
-def test_removal_brings_whole_parameters_to_the_device(precision: str | None, of: str) -> None:
-    model = model_of().to(of)
-    originals = dict(model.named_parameters())
-    fully_shard(model, policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy(), mp_policy=precision)
-    one_batch(model, 0)
-    expected = {name: full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    remove(model, fully_shard)
-    for name, value in model_of().named_parameters():
-        found = model.get_parameter(name)
-        assert found.device == current_device()
-        assert (found is originals[name]) == (of == "sim")  # torch cannot move one there
-        assert torch.equal(found.cpu(), value), name
-        if name in expected:
-            assert torch.equal(found.grad.cpu(), expected[name].cpu()), name
-    one_batch(model, 1)
 
 
 # --- with other annotations -------------------------------------------------------------------------------------------
