@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     apply_optimizer_in_backward,
     checkpoint,
@@ -30,6 +32,7 @@ from composable import (
     no_sync,
     offload_activations,
     reduce_gradients,
+    register_comm_hook,
     replicate,
     step_on_shards,
     weighted_gradients,
@@ -50,8 +53,8 @@ AXES: Final[dict[str, tuple[str, ...]]] = {
     "reduced": ("each time", "at last", "explicitly", "shards each time"),
     "mean": ("ranks", "sum", "tokens"),
     "recomputed": ("nothing", "blocks", "everything"),
-    "offloaded": ("nothing", "activations"),
-    "hooks": ("none", "on tensors"),
+    "offloaded": ("nothing", "activations", "parameters", "both"),
+    "hooks": ("none", "on tensors", "in place of sums"),
     "frozen": ("nothing", "a block", "biases"),
     "step": ("on shards", "on DTensors", "in backward"),
 }  # fmt: skip
@@ -63,12 +66,9 @@ FOUR_RANKS: Final = {"neighbours", "experts"}  # on two they are nothing of thei
 
 # What is refused, by name: each pair is a test, too.
 REFUSED: Final[dict[tuple[str, str], str]] = {
-    ("verbs=replicate", "precision=bf16"): "mp_policy",
-    ("verbs=replicate", "precision=bf16 summed in fp32"): "mp_policy",
-    ("verbs=replicate in shard", "precision=bf16"): "mp_policy",
-    ("verbs=replicate in shard", "precision=bf16 summed in fp32"): "mp_policy",
-    ("verbs=shard in replicate", "precision=bf16"): "mp_policy",
-    ("verbs=shard in replicate", "precision=bf16 summed in fp32"): "mp_policy",
+    ("verbs=hybrid", "hooks=in place of sums"): "stage",
+    ("verbs=replicate", "offloaded=parameters"): "offload_policy",
+    ("verbs=replicate", "offloaded=both"): "offload_policy",
 }
 
 
@@ -190,36 +190,52 @@ def annotate(model: Model, combination: Combination) -> None:
     options: dict[str, Any] = {"grad_reduce": "sum"} if combination.mean == "sum" else {}
     if (precision := _precision_of(combination)) is not None:
         options["mp_policy"] = precision
+    shard = partial(fully_shard, offload_policy=CPUOffloadPolicy() if offloads_parameters(combination) else None, **options)
     match combination.verbs:
         case "shard":
-            fully_shard(model, policy={Block}, **options)
+            shard(model, policy={Block})
         case "keep":
-            fully_shard(model, policy={Block}, reshard_after_forward=False, **options)
+            shard(model, policy={Block}, reshard_after_forward=False)
         case "neighbours":
-            fully_shard(model, policy={Block}, reshard_after_forward=2, **options)
+            shard(model, policy={Block}, reshard_after_forward=2)
         case "hybrid":
-            fully_shard(model, policy={Block}, mesh=_mesh("replicate", "shard"), **options)
+            shard(model, policy={Block}, mesh=_mesh("replicate", "shard"))
         case "replicate":
-            replicate(model, bucket_cap_mb=0.0005, **options)
+            on_the_host = {"offload_policy": CPUOffloadPolicy()} if offloads_parameters(combination) else {}
+            replicate(model, bucket_cap_mb=0.0005, **options, **on_the_host)
         case "replicate in shard":
             replicate(model.blocks[1], **options)
-            fully_shard(model, policy={Block}, **options)
+            shard(model, policy={Block})
         case "shard in replicate":
-            fully_shard(model.blocks[0], **options)
-            fully_shard(model.blocks[2], **options)
+            shard(model.blocks[0])
+            shard(model.blocks[2])
             replicate(model, **options)
         case "experts":
-            fully_shard(model.blocks[1], mesh=_mesh("experts", "copies")["copies"], **options)
-            fully_shard(model, policy={Block}, **options)
+            shard(model.blocks[1], mesh=_mesh("experts", "copies")["copies"])
+            shard(model, policy={Block})
     # Each of the blocks, or the model around all of them.
     if combination.recomputed == "blocks":
         checkpoint(model, policy={Block})
     if combination.recomputed == "everything":
         checkpoint(model)
-    if combination.offloaded == "activations":
+    if combination.offloaded in ("activations", "both"):
         offload_activations(model, policy={Block}, min_bytes=0)
+    if combination.hooks == "in place of sums":
+        below = {"replicate in shard": [1], "shard in replicate": [0, 2]}.get(combination.verbs, [])
+        for module in (model, *(model.blocks[index] for index in below)):
+            register_comm_hook(module, _mean)
     for parameter in model.parameters():
         hook_on(parameter, combination)
+
+
+def _mean(state: object, bucket: Any) -> torch.futures.Future[Tensor]:
+    """What is done without a hook."""
+    summed = dist.all_reduce(bucket.buffer(), group=bucket.group, async_op=True).get_future()
+    return summed.then(lambda done: done.value()[0] * bucket.scale)
+
+
+def offloads_parameters(combination: Combination) -> bool:
+    return combination.offloaded in ("parameters", "both")
 
 
 def hook_on(parameter: nn.Parameter, combination: Combination) -> None:
@@ -305,7 +321,7 @@ def by_hand(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
                 continue
             sums = [_over_ranks(name, gradients[name] * weight, combination) for gradients, weight in terms]
             parameter.grad = sum(each.to(parameter.dtype) for each in sums) / total  # type: ignore[assignment]
-            if combination.hooks != "none":
+            if combination.hooks == "on tensors":
                 parameter.grad.mul_(0.5)
         seen = [] if combination.step == "in backward" else list(model.named_parameters())
         yield {name: None if p.grad is None else p.grad.clone() for name, p in seen}
