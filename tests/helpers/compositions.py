@@ -69,6 +69,8 @@ REFUSED: Final[dict[tuple[str, str], str]] = {
     ("verbs=hybrid", "hooks=in place of sums"): "stage",
     ("verbs=replicate", "offloaded=parameters"): "offload_policy",
     ("verbs=replicate", "offloaded=both"): "offload_policy",
+    ("offloaded=parameters", "hooks=in place of sums"): "offload_policy",
+    ("offloaded=both", "hooks=in place of sums"): "offload_policy",
 }
 
 
