@@ -67,6 +67,7 @@ FOUR_RANKS: Final = {"neighbours", "experts"}  # on two they are nothing of thei
 # What is refused, by name: each pair is a test, too.
 REFUSED: Final[dict[tuple[str, str], str]] = {
     ("verbs=hybrid", "hooks=in place of sums"): "stage",
+    ("verbs=experts", "hooks=in place of sums"): "on another mesh",
     ("verbs=replicate", "offloaded=parameters"): "offload_policy",
     ("verbs=replicate", "offloaded=both"): "offload_policy",
     ("offloaded=parameters", "hooks=in place of sums"): "offload_policy",
