@@ -116,6 +116,10 @@ class UnitHook:
         unit = None if self._unit is None else self._unit()
         return unit is not None and self.units.is_last(unit)
 
+    def leave(self) -> None:
+        """This rank leaves a backward. Who waits for it in a hook is told."""
+        self.units.hook.group.give_up(None)
+
     def refuse_copy(self, verb: str, unit: str) -> None:
         """Raise: what a hook remembers is of one model."""
         raise AnnotationError(

@@ -227,6 +227,9 @@ class Reducer:
             steps.lose()
         for bucket in self.buckets.each:
             bucket.tally.enter(IDLE)
+        in_flight = any(bucket.phase is GradPhase.REDUCING for bucket in self.buckets.each)
+        if self._hook is not None and in_flight and self._communicator.capabilities.looked_after:
+            self._hook.leave()  # others may call hooks that this rank does not come to
 
     def close(self) -> None:
         self.buckets.close()

@@ -22,10 +22,19 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import describe, no_sync, register_comm_hook, replicate, weighted_gradients
+from composable import (
+    MixedPrecisionPolicy,
+    apply_optimizer_in_backward,
+    describe,
+    fully_shard,
+    no_sync,
+    register_comm_hook,
+    replicate,
+    weighted_gradients,
+)
 from composable.device.collectives import communicators_wrapped_by
 from tests.helpers.communicators import all_accelerators, all_ordered, all_shared, all_sockets
-from tests.helpers.compare import full_gradients, sgd
+from tests.helpers.compare import full_gradients, full_parameters, sgd
 from tests.helpers.world import Pool, current_device, need_devices
 
 
@@ -217,6 +226,34 @@ def _scaled(over: str) -> None:
 @pytest.mark.parametrize("over", ["a sum", "weights"])
 def test_what_scales_gradients_does_so_before_a_hook_sees_them(pool: Pool, over: str) -> None:
     pool.run(2, _scaled, over)
+
+
+def _with(what: str, verb: str) -> None:
+    options: dict[str, Any] = {}
+    if what == "sums in bfloat16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    annotate = fully_shard if verb == "fully_shard" else replicate
+    models = [annotate(_model(), **options) for _ in range(2)]
+    register_comm_hook(models[1], allreduce_hook)
+    for model in models:
+        if what == "steps in backward":
+            apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    for step in range(3):
+        for model in models:
+            _loss(model, step, spare=True).backward()
+    values = [full_gradients(model) if what != "steps in backward" else full_parameters(model) for model in models]
+    for name, value in values[0].items():
+        other = values[1][name]
+        assert value is not None
+        assert other is not None
+        assert torch.equal(value, other), name
+
+
+@pytest.mark.parametrize("verb", ["replicate", "fully_shard"])
+@pytest.mark.parametrize("what", ["sums in bfloat16", "steps in backward"])
+def test_a_hook_goes_with_precision_and_with_steps_in_backward(pool: Pool, what: str, verb: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _with, what, verb, device=device)
 
 
 def _over_part() -> None:

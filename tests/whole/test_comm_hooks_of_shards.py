@@ -26,6 +26,7 @@ from composable import (
     describe,
     fully_shard,
     no_sync,
+    reduce_gradients,
     register_comm_hook,
     replicate,
     weighted_gradients,
@@ -213,6 +214,30 @@ def _scaled(what: str) -> None:
 def test_what_scales_and_casts_gradients_does_so_around_a_hook(pool: Pool, what: str, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _scaled, what, device=device)
+
+
+def _mixed() -> None:
+    torch.manual_seed(0)
+    first = Model().to(current_device())
+    models = [first, copy.deepcopy(first)]
+    for model in models:
+        replicate(model.first)
+        fully_shard(model, policy={Head})
+    register_comm_hook(models[1], allreduce_hook)
+    register_comm_hook(models[1].first, allreduce_hook)
+    assert [row.comm_hook for row in describe(models[1]).rows] == ["allreduce_hook"] * 3
+    for step in range(3):
+        for model in models:
+            with no_sync(model, enabled=step == 1):
+                _loss(model, step, spare=dist.get_rank() == 0).backward()
+            if step == 1:
+                reduce_gradients(model)
+        _assert_same(models, step, 1e-7)
+
+
+def test_sharded_and_replicated_modules_of_one_model_have_hooks_side_by_side(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _mixed, device=device)
 
 
 # --- what is refused, and what fails --------------------------------------------------------------------------------------
