@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -20,6 +21,7 @@ from composable import (
     fully_shard,
     no_sync,
     reduce_gradients,
+    register_comm_hook,
     replicate,
     weighted_gradients,
 )
@@ -98,6 +100,16 @@ def _replicated(model: Model) -> None:
     replicate(model, bucket_cap_mb=0.0005)
 
 
+def _replicated_in_bfloat16(model: Model) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    replicate(model, bucket_cap_mb=0.0005, mp_policy=policy)
+
+
+def _hooked(model: Model) -> None:
+    replicate(model, bucket_cap_mb=0.0005)
+    register_comm_hook(model, fp16_compress_hook)
+
+
 def _mixed(model: Model) -> None:
     replicate(model.blocks[1])
     fully_shard(model, policy={Block})
@@ -116,6 +128,8 @@ SCHEMES: Final[dict[str, Callable[[Model], None]]] = {
     "checkpointed": _checkpointed,
     "frozen": _frozen,
     "replicated": _replicated,
+    "replicated in bfloat16": _replicated_in_bfloat16,
+    "hooked": _hooked,
     "mixed": _mixed,
 }
 
