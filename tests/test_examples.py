@@ -15,7 +15,7 @@ from tests.helpers.launched import launched
 from tests.helpers.world import Pool
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-TRAIN, RESUME = ROOT / "examples" / "train.py", ROOT / "examples" / "resume.py"
+TRAIN, RESUME, LORA = (ROOT / "examples" / f"{name}.py" for name in ("train", "resume", "lora"))
 
 
 def by_torchrun(example: Path) -> str:
@@ -38,6 +38,13 @@ def test_an_example_learns_and_describes_its_model(pool: Pool, example: Path) ->
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.85 * losses[0]
     assert "(root) " in printed
+
+
+def test_the_example_with_peft_says_so_where_that_is_missing() -> None:
+    program = f"import runpy, sys; sys.modules['peft'] = None; runpy.run_path({str(LORA)!r}, run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "peft is not installed, so there are no adapters to train: pip install peft\n"
 
 
 def test_a_run_that_is_resumed_with_more_ranks_ends_as_one_that_is_not(pool: Pool, tmp_path: Path) -> None:

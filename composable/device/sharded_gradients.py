@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.device.elastic_buffer import ElasticBuffer
-from composable.device.flat_parameters import FlatParameters, note_shards, shape_like_rows
+from composable.device.flat_parameters import FlatParameters, note_starts, shape_like_rows
 from composable.device.held_gradients import refuse_hooks_again
 from composable.device.host_home import LeavingSums
 from composable.device.kept_gradients import GradientUsers
@@ -25,7 +25,7 @@ from composable.device.private import (
 from composable.device.row_pairs import pair_rows
 from composable.device.unused_parameters import UseFlags
 from composable.device.user_hooks import hooked, with_hooks
-from composable.plan.layout import ReduceLayout, Slot
+from composable.plan.layout import ReduceLayout, Slot, without_frozen
 from composable.plan.routes import Route
 
 WORTH_RELEASING: Final = 64 << 10  # bytes below which giving memory back, and getting it again, costs more than it brings
@@ -184,11 +184,15 @@ class GradientShards:
     Args:
         like: makes a DTensor of a shard, if gradients are not spread as their parameters are: they are held, and no hook is
             called for them.
+
+    Attributes:
+        slots: where the gradients lie in their buffer, by the number of their parameter; none that are frozen.
     """
 
     __slots__ = (
-        "_belongs", "_buffer", "_dtensors", "_flat", "_holds", "_landed", "_landing", "_leaving", "_like", "_numel", "_plan",
-        "_released", "_sharded", "_shelf", "_users", "direct", "reduced", "row", "worth_releasing"
+        "_belongs", "_buffer", "_dtensors", "_flat", "_holds", "_landed", "_landing", "_leaving", "_like", "_numel", "_places",
+        "_plan", "_released", "_sharded", "_shelf", "_straight", "_users", "direct", "reduced", "row", "slots",
+        "worth_releasing"
     )  # fmt: skip
 
     def __init__(
@@ -214,7 +218,13 @@ class GradientShards:
         self._dtensors: list[Tensor] = []
         self._leaving: LeavingSums | None = None  # where shards rest on the host
         self._released = False
-        self._numel = flat.layout.shard_numel if plan.straight is None else plan.straight + plan.row_numel
+        # What is frozen has no gradient, and no room for one.
+        self.slots, self._numel = without_frozen(flat.layout, plan.flagged)
+        self._places = {index: place for place, index in enumerate(plan.flagged)}  # of their gradients, among all
+        self._straight: int | None = None
+        if plan.straight is not None:
+            self._straight = self.slots[plan.columns[0].slot].shard_start if plan.columns else self._numel
+            self._numel = self._straight + plan.row_numel
         if flat.gradient_dtype != flat.reduce_dtype:
             numel = plan.row_numel + sum(flat.layout.slots[index].local_numel(flat.rank) for index in plan.direct)
             self._landing = ElasticBuffer(numel, flat.reduce_dtype, flat.device, flat.pool)
@@ -227,30 +237,32 @@ class GradientShards:
         self._released = False
         self._buffer = None  # until everything is made: an interrupt may come in between
         with torch.inference_mode(False), torch.no_grad():
+            slots, rank = self.slots, flat.rank
             if flat.home is None:
                 buffer = landing = torch.empty(self._numel, dtype=flat.gradient_dtype, device=flat.device)
             else:
-                summed = _own_stretches([flat.layout.slots[index] for index in self._plan.flagged], flat.rank)
+                summed = _own_stretches(list(slots.values()), rank)
                 self._leaving = LeavingSums(self._numel, flat.gradient_dtype, flat.home, flat.pool, summed)
                 buffer, landing = self._leaving.rests, self._leaving.buffer.tensor
-            note_shards(buffer, flat.layout, flat.rank)
+            note_starts(buffer, [slot.shard_start for slot in slots.values() if slot.local_numel(rank)])
             self._dtensors = [
-                self._like(shape_like_rows(buffer, slot, flat.rank), parameter)
-                for slot, parameter in zip(flat.layout.slots, self._sharded, strict=True)
+                self._like(shape_like_rows(buffer, slots[index], rank), self._sharded[index]) for index in self._places
             ]
-            shards = [landing[slot.shard_start : slot.shard_start + slot.local_numel(flat.rank)] for slot in flat.layout.slots]
+            shards = {
+                index: landing[slot.shard_start : slot.shard_start + slot.local_numel(rank)] for index, slot in slots.items()
+            }
             self._plan_landing(landing, shards)
             del shards
         self._users = GradientUsers(buffer, self._dtensors)
         self._buffer = buffer
 
-    def _plan_landing(self, buffer: Tensor, shards: Sequence[Tensor]) -> None:
+    def _plan_landing(self, buffer: Tensor, shards: Mapping[int, Tensor]) -> None:
         plan, landing = self._plan, self._landing
         self.direct = [shards[index] for index in plan.direct]
-        stretches = _stretches([self._flat.layout.slots[index] for index in plan.direct], plan.straight, self._numel)
+        stretches = _stretches([self.slots[index] for index in plan.direct], self._straight, self._numel)
         self.reduced = [buffer[start:end] for start, end in stretches]
-        if landing is None and plan.straight is not None:
-            self.row = buffer[plan.straight :]
+        if landing is None and self._straight is not None:
+            self.row = buffer[self._straight :]
             return
         self._belongs = [shards[column.slot] for column in plan.columns]
         if landing is None:
@@ -331,9 +343,9 @@ class GradientShards:
         Returns:
             Those of them that have hooks which wait for it.
         """
-        everyone = len(indices) == len(self._dtensors)
+        everyone = len(indices) == len(self._sharded)
         parameters = self._sharded if everyone else [self._sharded[index] for index in indices]
-        fresh = self._dtensors if everyone else [self._dtensors[index] for index in indices]
+        fresh = self._dtensors if everyone else [self._dtensors[self._places[index]] for index in indices]
         with as_tensors():
             have_hooks = any(map(gradient_hooks, parameters))
             gradients = list(map(gradient_of, parameters))

@@ -308,6 +308,24 @@ def _first_half(sizes: Sequence[int]) -> int:
     return count if 4 * found <= 3 * whole else 0
 
 
+def without_frozen(layout: Layout, trainable: Sequence[int]) -> tuple[dict[int, Slot], int]:
+    """The slots that are `trainable`, in a buffer in which the others take no room, and the elements that it has.
+
+    Where nothing is left out between two of them they lie as far from each other as before: what was one stretch still is.
+    """
+    wanted = dict.fromkeys(trainable)
+    ordered = sorted(range(len(layout.slots)), key=lambda index: (layout.slots[index].shard_start, layout.slots[index].numel))
+    ends = [*(layout.slots[index].shard_start for index in ordered[1:]), layout.shard_numel]
+    placed, left_out = {}, 0
+    for index, end in zip(ordered, ends, strict=True):
+        slot = layout.slots[index]
+        if index in wanted:
+            placed[index] = replace(slot, shard_start=slot.shard_start - left_out)
+        else:
+            left_out += end - slot.shard_start
+    return placed, layout.shard_numel - left_out
+
+
 def _landing_place(layout: Layout, columns: Sequence[Column]) -> int | None:
     slots = layout.slots
     start = slots[columns[0].slot].shard_start if columns else layout.shard_numel

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Final
 
+from composable.config import Keep
 from composable.device.collectives import Steps
 from composable.device.host_home import settle_traffic
 from composable.device.streams import streams_of
@@ -181,7 +182,7 @@ class RootBackward:
         for handle in self._handles:
             handle.gradients.end()
             handle.outputs.pending = 0  # no backward will come to the forwards that have been
-            if handle.phase is not Phase.SHARDED and not handle.kept_by:
+            if handle.phase is not Phase.SHARDED and not _stays(handle):
                 handle.reshard()
         self.iteration = None
 
@@ -193,7 +194,7 @@ class RootBackward:
         for index in iteration.entered:
             handle = self._handles[index]
             handle.gradients.end()
-            if not handle.kept_by and not handle.calls.depth:
+            if not _stays(handle) and not handle.calls.depth:
                 handle.reshard()
         for handle in self._handles:
             decide(handle.gradients)
@@ -216,5 +217,11 @@ class RootBackward:
 def _free(handle: Handle) -> None:
     """Backward has left it."""
     handle.calls.hide()
-    if not handle.kept_by:
+    if not _stays(handle):
         handle.reshard()
+
+
+def _stays(handle: Handle) -> bool:
+    """Whether the unit stays unsharded after backward: kept by somebody, or kept after forward and frozen. The next forward
+    frees it if somebody has written to its shards, see Note [Stale parameters]."""
+    return bool(handle.kept_by) or (isinstance(handle.after_forward, Keep) and not handle.parameters.trainable)

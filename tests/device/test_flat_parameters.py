@@ -292,7 +292,7 @@ def test_reduced_gradients_are_the_shards_of_the_sum(plan: Planned, even_only: b
         for rank in range(num_shards):
             shards[rank].take_from_row()
             for column in reduction.columns:
-                slot = layout.slots[column.slot]
+                slot = shards[rank].slots[column.slot]
                 total = torch.stack([gradients[r][column.slot] * present[r][column.slot] for r in range(num_shards)]).sum(0)
                 assert torch.equal(shape_like_rows(shards[rank].buffer, slot, rank), cut(total, slot, rank))
             assert rows[rank].flags.unused(reduction.flagged, shards[rank].row[reduction.flags_start :]) == [

@@ -1,0 +1,154 @@
+"""Frozen parameters cost no gradient, no room for one and no reduction; and kept ones are gathered once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import checkpoint, fully_shard, no_sync, replicate
+from composable.model.traversal import get_handles
+from composable.plan.phases import Phase
+from tests.helpers.compare import full
+from tests.helpers.world import current_device, spmd
+
+WIDTH = 12
+
+
+class Adapted(nn.Module):
+    """A frozen layer of small integers with its scale, a frozen one, and a low-rank correction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quantised = nn.Parameter(torch.randint(-9, 9, (WIDTH, WIDTH), dtype=torch.int8), requires_grad=False)
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.down, self.up = nn.Linear(WIDTH, 3, bias=False), nn.Linear(3, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return x + self.frozen(x @ self.quantised.to(x.dtype) / 9) + self.up(self.down(x))  # type: ignore[no-any-return]
+
+
+class Base(nn.Sequential):
+    """All of it frozen."""
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    base = [Base(nn.Linear(WIDTH, WIDTH), nn.Tanh()).requires_grad_(False) for _ in range(2)]
+    return nn.Sequential(Adapted(), base[0], Adapted(), base[1], nn.Linear(WIDTH, 2)).to(current_device())
+
+
+def _sharded(model: nn.Module) -> None:
+    fully_shard(model, policy={Adapted, Base})
+
+
+def _kept(model: nn.Module) -> None:
+    fully_shard(model, policy={Adapted, Base}, reshard_after_forward=False)
+
+
+def _hybrid(model: nn.Module) -> None:
+    shape = (2, dist.get_world_size() // 2)
+    mesh = init_device_mesh(current_device().type, shape, mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, policy={Adapted, Base}, mesh=mesh)
+
+
+def _checkpointed(model: nn.Module) -> None:
+    checkpoint(model[2])  # type: ignore[index]
+    checkpoint(model[1])  # type: ignore[index]
+    fully_shard(model, policy={Adapted, Base})
+
+
+def _adapters_replicated(model: nn.Module) -> None:
+    for block in (model[0], model[2]):  # type: ignore[index]
+        replicate(block.down)
+        replicate(block.up)
+    _kept(model)
+
+
+def _replicated(model: nn.Module) -> None:
+    replicate(model)
+
+
+def _batch(rank: int, turn: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * rank + turn)
+    return torch.randn(3, WIDTH, generator=generator).to(current_device())
+
+
+@spmd(ranks=[2, 4])
+def test_adapters_train_as_in_one_process() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    drawn = (_sharded, _kept, _checkpointed, _adapters_replicated, _replicated) if size == 2 else (_kept, _hybrid)
+    for annotate in drawn:
+        plain, model = _model(), _model()
+        annotate(model)
+        optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (plain, model)]
+        for turn in range(2):
+            (sum(plain(_batch(r, turn)).square().mean() for r in range(size)) / size).backward()  # type: ignore[union-attr]
+            with no_sync(model):
+                (model(_batch(rank, turn)).square().mean() / 2).backward()
+            (model(_batch(rank, turn)).square().mean() / 2).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for (name, expected), actual in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            torch.testing.assert_close(full(actual[1]), expected.detach(), msg=f"{name} of {annotate}")
+
+
+@spmd(ranks=2)
+def test_what_is_frozen_has_no_gradient_no_room_for_one_and_no_reduction() -> None:
+    model = _model()
+    _sharded(model)
+    for turn in range(2):
+        model(_batch(dist.get_rank(), turn)).sum().backward()
+    for handle in get_handles(model):
+        for group in handle.gradients.groups:
+            trained = [p for p, trains in zip(group.sharded, group.trainable, strict=True) if trains]
+            assert bool(group.reductions) == bool(trained), "no reduction"
+            local = sum(parameter.to_local().numel() for parameter in trained)  # type: ignore[attr-defined]
+            for reduction in group.reductions.values():
+                shards = reduction._shards
+                gaps = 16 * (1 + len(trained))  # between parameters, and flags
+                assert shards.buffer.numel() <= local + gaps
+                assert all(group.trainable) or shards.buffer.numel() < reduction.flat.layout.shard_numel
+    for parameter in model.parameters():
+        assert (parameter.grad is not None) is parameter.requires_grad
+
+
+def _gathers(annotate: Callable[[nn.Module], None], between: Callable[[nn.Module], None]) -> list[int]:
+    """Of each unit, how many steps began with it unsharded."""
+    model = _model()
+    annotate(model)
+    handles = get_handles(model)
+    there = [0] * len(handles)
+    for turn in range(3):
+        there = [count + (handle.phase is Phase.UNSHARDED) for count, handle in zip(there, handles, strict=True)]
+        model(_batch(0, turn)).sum().backward()
+        between(model)
+    return there
+
+
+@spmd(ranks=2)
+def test_a_frozen_unit_that_is_kept_is_gathered_once_and_anew_after_a_write() -> None:
+    adapted, base = 1, 2
+    found = _gathers(_kept, lambda model: None)
+    assert (found[adapted], found[base]) == (0, 2)
+    assert max(_gathers(_sharded, lambda model: None)) == 0
+    model, plain = _model(), _model()
+    _kept(model)
+    for each in (model, plain):
+        each(_batch(0, 0)).sum().backward()
+        with torch.no_grad():
+            each[1][0].weight.mul_(2)  # type: ignore[index]
+    torch.testing.assert_close(model(_batch(0, 1)), plain(_batch(0, 1)))
+    state = {name: full(tensor) * (3 if tensor.is_floating_point() else 1) for name, tensor in model.state_dict().items()}
+    for each in (model, plain):
+        each.load_state_dict(state)
+    torch.testing.assert_close(model(_batch(0, 2)), plain(_batch(0, 2)))
+    model[1].requires_grad_(True)
+    model(_batch(0, 0)).sum().backward()
+    assert get_handles(model)[base].phase is Phase.SHARDED, "it trains"
