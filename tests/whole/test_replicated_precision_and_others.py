@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from composable import (
     MixedPrecisionPolicy,
+    apply_optimizer_in_backward,
     describe,
     fully_shard,
     no_sync,
@@ -155,6 +156,24 @@ def _an_overflow_in_float16_leaves_the_step_out() -> None:
     assert torch.equal(model.weight, before)
 
 
+def _steps_in_backward_are_those_after_it() -> None:
+    _, rank = _seat()
+    for policy in (EVAL, MixedPrecisionPolicy("bf16", full_precision_classes=nn.BatchNorm1d)):  # summed in float32, or not
+        one, other = parts(4), parts(4)
+        for model in (one, other):
+            replicate(model, policy={Part}, mp_policy=policy, broadcast_buffers=False)
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        apply_optimizer_in_backward(torch.optim.SGD, other.parameters(), {"lr": 0.1})
+        for step in range(3):
+            for model in (one, other):
+                model(numbers(step, rank)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            for p, q in zip(one.parameters(), other.parameters(), strict=True):
+                assert torch.equal(p, q)
+                assert q.grad is None
+
+
 def _ranks_that_ask_for_other_dtypes_are_told() -> None:
     with pytest.raises(RanksDisagreeError, match="param_dtype=bfloat16"):
         replicate(nn.Linear(4, 4), mp_policy="bf16" if dist.get_rank() else None)
@@ -168,6 +187,7 @@ def _ranks_that_ask_for_other_dtypes_are_told() -> None:
         _next_to_shards_both_compute_in_the_low_dtype,
         _compiled_modules_cast_too,
         _an_overflow_in_float16_leaves_the_step_out,
+        _steps_in_backward_are_those_after_it,
         _ranks_that_ask_for_other_dtypes_are_told,
     ],
 )
