@@ -121,12 +121,19 @@ def _train_both(name: str, unused: bool) -> None:
             optimizer.zero_grad()
 
 
+def _with_rival(name: str, ranks: int, unused: bool) -> Any:
+    fails = "PowerSGD" in name or name == "all-reduce in float16"
+    return pytest.param(
+        name, ranks, unused, marks=pytest.mark.beyond_sim("DistributedDataParallel fails there") if fails else ()
+    )
+
+
 # Where parameters may be unused DistributedDataParallel keeps an order of its own, in which PowerSGD begins otherwise.
 @pytest.mark.parametrize(
     ("name", "ranks", "unused"),
     [
-        *((name, 2, "PowerSGD" not in name) for name in _HOOKS),
-        *((name, 4, False) for name in ("all-reduce", "float16", "no-op", "PowerSGD")),
+        *(_with_rival(name, 2, "PowerSGD" not in name) for name in _HOOKS),
+        *(_with_rival(name, 4, False) for name in ("all-reduce", "float16", "no-op", "PowerSGD")),
     ],
 )
 def test_torchs_hooks_give_the_bits_that_they_give_under_ddp(
