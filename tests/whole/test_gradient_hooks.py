@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard
+from composable import checkpoint, fully_shard, no_sync, replicate
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 NAMES: Final = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -114,3 +116,54 @@ def test_hooks_are_called_in_the_order_of_parameters_for_those_that_got_a_gradie
 ) -> None:
     need_devices(device, 2)
     assert pool.run(2, _calls, device=device) == [(NAMES * 2, NAMES[:2], NAMES[:1])] * 2
+
+
+class _Twice(nn.Module):
+    """Calls its first layer twice, with another one in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.between, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(self.between(self.first(x)).tanh()))  # type: ignore[no-any-return]
+
+
+def _annotated(how: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = _Twice().to(current_device())
+    if how == "checkpointed":
+        for layer in (model.first, model.between):
+            checkpoint(layer)
+    mesh = None
+    if how == "hybrid":
+        shape = (2, dist.get_world_size() // 2)
+        mesh = init_device_mesh(current_device().type, shape, mesh_dim_names=("replicate", "shard"))
+    if how == "mixed":
+        replicate(model.between)
+    fully_shard(model, mesh=mesh, policy={nn.Linear}, reshard_after_forward=False if how == "kept" else None)
+    return model
+
+
+@spmd(ranks=[2, 4])
+def test_hooks_of_both_kinds_are_called_once_after_the_reduction_in_every_composition() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    batches = [torch.randn(2, 4, generator=torch.Generator().manual_seed(r)).to(current_device()) for r in range(size)]
+    for how in ("units", "checkpointed", "hybrid", "kept", "mixed"):
+        for micro_batches in (1, 3):
+            torch.manual_seed(0)
+            plain = _Twice().to(current_device())
+            (sum(plain(x).square().mean() for x in batches) / size * micro_batches).backward()  # type: ignore[union-attr]
+            model = _annotated(how)
+            names = [name for name, _ in plain.named_parameters()]
+            hooked, accumulated = ({name: list[Tensor]() for name in names} for _ in range(2))
+            for name, parameter in model.named_parameters():
+                parameter.register_hook(lambda gradient, seen=hooked[name]: seen.append(gradient.clone()))
+                parameter.register_post_accumulate_grad_hook(lambda p, seen=accumulated[name]: seen.append(p.grad.clone()))
+            for number in range(micro_batches):
+                with nullcontext() if number == micro_batches - 1 else no_sync(model):
+                    model(batches[rank]).square().mean().backward()
+            for name, parameter in plain.named_parameters():
+                for seen in (hooked[name], accumulated[name]):
+                    assert len(seen) == 1, (how, micro_batches, name)
+                    torch.testing.assert_close(_whole(seen[0]), parameter.grad)
