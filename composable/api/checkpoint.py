@@ -45,8 +45,8 @@ def checkpoint(
 
     With a policy only the modules that it picks are annotated, not `module`. Together with `fully_shard` on the same
     module, in either order of the calls, parameters are gathered twice per step: for forward, and for recomputation and
-    backward together. Everything in the module runs twice, hooks of yours included; running statistics of torch's batch and
-    instance norms count each batch once.
+    backward together. Everything in the module runs twice, hooks of yours included; norms with a `running_mean`, as torch's
+    batch norms, count each batch once.
 
     Args:
         module: a module, or a list of modules, each checkpointed by itself.

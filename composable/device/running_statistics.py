@@ -6,13 +6,7 @@ would notice.
 
 from __future__ import annotations
 
-from typing import Final
-
 from torch import Tensor, nn
-
-_NORMS: Final = (
-    nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d
-)  # fmt: skip
 
 
 class RunningStatistics:
@@ -31,7 +25,8 @@ class RunningStatistics:
     def show_clones(self, module: nn.Module) -> None:
         """Norms in `module` that train count into clones from here on."""
         for norm in module.modules():
-            if isinstance(norm, _NORMS) and norm.training and norm.track_running_stats:
+            # By what they have, as they are: others derive theirs from a base class that torch keeps to itself.
+            if "running_mean" in norm._buffers and norm.training and getattr(norm, "track_running_stats", True):
                 for name, buffer in norm._buffers.items():
                     if buffer is not None:
                         self._theirs.append((norm, name, buffer))

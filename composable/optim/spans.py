@@ -184,13 +184,16 @@ class Span:
         if not self.single:
             note_starts(whole, self._starts)
 
+    def whole_of(self, first: DTensor) -> Tensor:
+        """The tensor like the span's that state of its first parameter lives in, with that of the others."""
+        local = local_of(first)
+        return _alone(local) if self.single else _stretch(local, self.tensor.numel())
+
     def gather(self, values: Sequence[DTensor]) -> Tensor:
         """One tensor like the span's that holds `values`, per-element state of the parameters, which live in it afterwards."""
         locals_ = [local_of(value) for value in values]
-        if self.single:
-            return _alone(locals_[0])
-        if _gaps(locals_) == _gaps(self.locals):
-            return _stretch(locals_[0], self.tensor.numel())
+        if self.single or _gaps(locals_) == _gaps(self.locals):
+            return self.whole_of(values[0])
         whole = torch.zeros_like(self.tensor, dtype=locals_[0].dtype, device=locals_[0].device)
         self.note_parts(whole)
         for index, value in enumerate(values):

@@ -100,7 +100,9 @@ class ShardStepping:
         # A hook after this one would be handed the stand-in: this step goes the usual way, the next one will not.
         followed = next(reversed(step_hooks(optimizer)[0]), self._before.id) != self._before.id
         mine = bool(args) and args[0] is optimizer
-        if followed or not mine or torch.compiler.is_compiling() or _differentiable(optimizer):
+        # Tensors made in inference mode do not count what is written to them, and a plan has to know.
+        unfit = torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or _differentiable(optimizer)
+        if followed or not mine or unfit:
             return None
         kind: Any = type(optimizer)
         stand_in = object.__new__(_stand_in_class(kind))

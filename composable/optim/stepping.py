@@ -1,7 +1,7 @@
 """One optimizer's groups and state as its own code sees them in a step, and what becomes of them afterwards.
 
 The user's parameters, groups and state are the truth. A `Plan` is made of them, holds until they change, and is thrown away
-then; nothing is ever read back from an old one.
+then; nothing is ever read back from an old one. Between steps it keeps no state alive: who moves or drops it, has its memory.
 """
 
 from __future__ import annotations
@@ -37,6 +37,15 @@ def _says(group: dict[str, Any]) -> bool:
     return "foreach" not in group or group["foreach"] is not None or bool(group.get("fused"))
 
 
+def _held(value: object) -> object:
+    """What `_is_held` recognises a value by: it does not keep tensors alive."""
+    return weakref.ref(value) if isinstance(value, Tensor) else value
+
+
+def _is_held(held: object, value: object) -> bool:
+    return (held() if isinstance(held, weakref.ReferenceType) else held) is value
+
+
 def _anchor(gradient: Tensor) -> Tensor:
     """The tensor by which a gradient is recognised: a `DTensor` may be another one, the memory is what counts."""
     return local_of(gradient) if isinstance(gradient, DTensor) else gradient
@@ -45,7 +54,7 @@ def _anchor(gradient: Tensor) -> Tensor:
 class _Seen:
     """What was seen of a sharded parameter when a plan was made; weak where the plan must keep nothing alive."""
 
-    __slots__ = ("_gradient", "_local", "_state", "_values", "parameter")
+    __slots__ = ("_gradient", "_local", "_values", "parameter")
 
     def __init__(self, parameter: DTensor, state: dict[str, Any] | None) -> None:
         self.parameter = parameter
@@ -55,8 +64,7 @@ class _Seen:
         self.look_at(state)
 
     def look_at(self, state: dict[str, Any] | None) -> None:
-        self._state = state
-        self._values = () if state is None else tuple(state.values())
+        self._values = None if state is None else tuple(map(_held, state.values()))
 
     def holds(self, states: dict[Tensor, Any]) -> bool:
         parameter = self.parameter
@@ -67,10 +75,10 @@ class _Seen:
             return True  # nothing will be done to it
         if _anchor(gradient) is not expected():
             return False
-        state = states.get(parameter)
-        if state is not self._state:
-            return False
-        return state is None or (len(state) == len(self._values) and _same(state.values(), self._values))
+        state, values = states.get(parameter), self._values
+        if state is None or values is None:
+            return state is values
+        return len(state) == len(values) and all(map(_is_held, values, state.values()))
 
 
 class _Group:
@@ -120,15 +128,18 @@ class Plan:
         self._spans = [span for group in self._groups for span in group.spans]
         self._as_they_are = [p for group in self._groups for p in chain(group.plain, group.odd)]
         self._seen = [seen for group in self._groups for seen in group.seen]
-        self._members = {id(span): [optimizer.state.get(p) for p in span.parameters] for span in self._spans}
-        self._known: dict[int, dict[str, Any]] = {}  # each run's state when it was last in accord with its members'
-        self._pieces: tuple[tuple[DTensor, ...], tuple[Tensor, ...]] = ((), ())
+        # What runs have in a step: their parameters' states, and their own when it was last in accord with these.
+        self._members: dict[int, list[dict[str, Any] | None]] = {}
+        self._known: dict[int, dict[str, Any]] = {}
+        self._pieces: list[tuple[weakref.ref[DTensor], weakref.ref[Tensor]]] = []  # per-element state, and its local tensor
         self._columns: list[Column] = []
         self._shown: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-        self._truth = optimizer.state
+        self._truth: Any = None
         for span in self._spans:
-            self._adopt(span)
+            self._members[id(span)] = [optimizer.state.get(p) for p in span.parameters]
+            self._adopt(span, move=True)
         self._settle(optimizer)
+        self._let_go()
 
     def holds(self, optimizer: Optimizer) -> bool:
         """Whether parameters, gradients, state and groups are still the ones that the plan was made of."""
@@ -138,7 +149,7 @@ class Plan:
         states = optimizer.state
         return (
             all(seen.holds(states) for seen in self._seen)
-            and _same(map(local_of, self._pieces[0]), self._pieces[1])
+            and all(map(_lies_as_before, self._pieces))
             and all(column.agrees() for column in self._columns)
         )
 
@@ -147,11 +158,13 @@ class Plan:
         self._truth = optimizer.state
         for span in self._spans:
             span.take_gradients()
+            self._members[id(span)] = [optimizer.state.get(p) for p in span.parameters]
+            self._adopt(span, move=False)
+            if span.tensor in self.state:
+                self._known[id(span)] = dict(self.state[span.tensor])
         for parameter in self._as_they_are:
             if parameter in optimizer.state:
                 self.state[parameter] = optimizer.state[parameter]
-            else:
-                self.state.pop(parameter, None)
         self._shown = []
         for ours, group in zip(self._groups, optimizer.param_groups, strict=True):
             # The loop is what it takes where DTensors are in the group, unless somebody said otherwise.
@@ -166,17 +179,29 @@ class Plan:
         self._shown.append((group, shown, dict(shown)))
 
     def close(self, optimizer: Optimizer) -> None:
-        """Give up the gradients, and let the user's groups and state say what the optimizer's code left behind."""
+        """Give up gradients and state, and let the user's groups and state say what the optimizer's code left behind."""
         for span in self._spans:
             span.tensor.grad = None
-        if optimizer.state is not self._truth:
-            return  # an error ended the step, and the user has put other state in the place of what it left
+        try:
+            # Otherwise an error ended the step, and the user has put other state in the place of what it left.
+            if optimizer.state is self._truth:
+                self._tell(optimizer)
+        finally:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._truth = None
+        self._shown = []
+        self.state.clear()
+        self._members.clear()
+        self._known.clear()
+
+    def _tell(self, optimizer: Optimizer) -> None:
         for group, shown, before in self._shown:
             for key, value in shown.items():
                 # Only what its code wrote: since an error ended the step, the user may have changed the group.
                 if value is not before.get(key, _NOTHING):
                     group[key] = value
-        self._shown = []
         changed = [span for span in self._spans if self._changed(span)]
         self._enter_in_order(changed, optimizer.state)
         for span in changed:
@@ -197,16 +222,17 @@ class Plan:
 
     # --- the state of runs and of their members ---------------------------------------------------------------------
 
-    def _adopt(self, span: Span) -> None:
-        """Make the span's state of its members', who agree in all that is not per element."""
+    def _adopt(self, span: Span, *, move: bool) -> None:
+        """Make the span's state of its members', who agree in all that is not per element; `move`: it is not one tensor yet."""
         states = self._members[id(span)]
         first = states[0]
         if first is None:
             return
-        self.state[span.tensor] = {
-            key: span.gather([state[key] for state in states if state is not None]) if isinstance(value, DTensor) else value
-            for key, value in first.items()
-        }
+        self.state[span.tensor] = whole = dict(first)
+        for key, value in first.items():
+            if isinstance(value, DTensor):
+                members = [state[key] for state in states if state is not None] if move else []
+                whole[key] = span.gather(members) if move else span.whole_of(value)
 
     def _changed(self, span: Span) -> bool:
         state, known = self.state.get(span.tensor), self._known.get(id(span))
@@ -257,7 +283,7 @@ class Plan:
             if not span.single and self._members[id(span)][0] is not None
         ]
         self._columns = list(columns_of(together))
-        values, members = [], []
+        values: list[DTensor] = []
         for span in self._spans:
             states = self._members[id(span)]
             if states[0] is None:
@@ -267,13 +293,16 @@ class Plan:
                 if not isinstance(value, DTensor):
                     whole[key] = value
             for state in states:
-                found = [] if state is None else [value for value in state.values() if isinstance(value, DTensor)]
-                values += found
-                members += [local_of(value) for value in found]
+                values += [] if state is None else [value for value in state.values() if isinstance(value, DTensor)]
             self._known[id(span)] = dict(whole)
-        self._pieces = (tuple(values), tuple(members))
+        self._pieces = [(weakref.ref(value), weakref.ref(local_of(value))) for value in values]
         for seen in self._seen:
             seen.look_at(optimizer.state.get(seen.parameter))
+
+
+def _lies_as_before(piece: tuple[weakref.ref[DTensor], weakref.ref[Tensor]]) -> bool:
+    value = piece[0]()
+    return value is not None and local_of(value) is piece[1]()
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
+import pytest
 import torch
 from torch import Tensor, nn, optim
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable import ShardStepping, fully_shard, replicate, step_on_shards
@@ -170,3 +174,62 @@ def _compiled() -> None:
 def test_a_compiled_step_trains_as_an_eager_one(pool: Pool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _compiled, device=device)
+
+
+def _memory_of_state(optimizer: Optimizer) -> list[weakref.ref[Tensor]]:
+    """The tensors that the state lives in."""
+    found: dict[int, weakref.ref[Tensor]] = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, DTensor):
+                local = _local(value)
+                whole = local if local._base is None else local._base
+                found[id(whole)] = weakref.ref(whole)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("how", ["moved", "cleared", "loaded"])
+@spmd(ranks=2)
+def test_state_that_somebody_moves_or_drops_is_gone(how: str) -> None:
+    model = _model()
+    optimizer = optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(2):
+        _step(model, optimizer)
+    before = _memory_of_state(optimizer)
+    assert before
+    saved = copy.deepcopy(optimizer.state_dict())
+    if how == "loaded":
+        optimizer.load_state_dict(copy.deepcopy(saved))
+    elif how == "cleared":
+        optimizer.state.clear()
+    else:
+        for state in optimizer.state.values():
+            state.update({key: value.clone() for key, value in state.items()})
+    gc.collect()
+    assert [memory() for memory in before if memory() is not None] == []
+    twin = _model()
+    twin.load_state_dict(model.state_dict())
+    other = stepped_by_torch(optim.AdamW(twin.parameters(), lr=0.1))
+    if how != "cleared":
+        other.load_state_dict(saved)
+    for each in ((model, optimizer), (twin, other)):
+        for _ in range(2):
+            _step(*each)
+    for one, another in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(_local(one), _local(another))
+
+
+@spmd(ranks=2)
+def test_steps_in_inference_mode_come_and_go() -> None:
+    """What is made there cannot be planned with."""
+    models = _model(), _model()
+    optimizers = [optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    stepped_by_torch(optimizers[0])
+    for step in range(5):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4, device=current_device())).square().mean().backward()
+            with torch.inference_mode(step in (1, 2, 4)):
+                optimizer.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(_local(one), _local(other))

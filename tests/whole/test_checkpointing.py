@@ -157,13 +157,20 @@ def test_a_policy_annotates_the_picked_modules_only_and_in_place() -> None:
     assert [name for name, module in model.named_modules() if registry(module)] == ["blocks.0", "blocks.1", "blocks.2"]
 
 
+class OwnNorm(nn.modules.batchnorm._BatchNorm):
+    """As libraries derive theirs."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        return None
+
+
 class Normed(nn.Module):
     """Norms with running statistics, in a module of its own and one that is called twice."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(4, 6), nn.BatchNorm1d(6, momentum=0.3)
-        self.inner = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None), nn.Tanh())
+        self.inner = nn.Sequential(nn.Linear(6, 6), OwnNorm(6, momentum=None), nn.Tanh())
 
         self.fails = False
 
