@@ -87,7 +87,7 @@ _CASES: Final = ("transformer with tied embedding", "unused units and parameters
 def test_it_trains_as_one_process() -> None:
     for annotate in _ways_to_annotate().values():
         for case in _CASES:
-            assert_same_training(BATTERY[case], annotate, statistics=False)
+            assert_same_training(BATTERY[case], annotate)
 
 
 _WRAPPERS: Final[dict[str, tuple[Callable[[Communicator], Communicator], ...]]] = {
