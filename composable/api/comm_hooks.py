@@ -70,7 +70,7 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     `bucket` has what `torch.distributed.GradBucket` has: `buffer()` is the gradients as one flat tensor, which the hook may
     write to, `gradients()` are views of it, `parameters()`, `index()`, `is_last()`, `set_buffer(tensor)`. It also knows the
     names of its parameters (`fqns`), what the sum would be multiplied by without a hook (`scale`), and its ranks (`group`).
-    An index belongs to a set of parameters, and to no other one when buckets are filled anew.
+    An index belongs to parameters in one order, and to no others when buckets are filled anew.
 
     Of a sharded unit the bucket has the whole gradients, in the dtype that they are summed in, and the hook returns them
     reduced, on every rank, which takes its shards. `parameters()` are those that rest.

@@ -58,7 +58,7 @@ class GradientBucketForHooks:
         return self._group.group
 
     def index(self) -> int:
-        """A number that no other set of parameters has, however often buckets are filled anew."""
+        """A number that no other parameters have, nor these in another order, however often buckets are filled anew."""
         return self._index
 
     def buffer(self) -> Tensor:

@@ -36,7 +36,8 @@ class OptimizerInBackward(Optimizer):
         named: the parameters, and what to call them in messages.
 
     Attributes:
-        lost: names of what a backward had stepped that raised then. Empty again after the next one.
+        lost: names of what a backward had stepped on this rank that raised then. Nothing is stepped before it is empty again:
+            after `load_state_dict` or `resume`.
     """
 
     _step_supports_amp_scaling = True  # so that a GradScaler sets `grad_scale`, which refuses it by name
@@ -129,6 +130,14 @@ class OptimizerInBackward(Optimizer):
             self._step_some(found)
         return None
 
+    def resume(self) -> None:
+        """Step again after a backward that raised, with parameters as they are; all ranks call it.
+
+        Replicated parameters may differ between ranks then, and shards of one parameter may be of two steps. Loading a
+        checkpoint into the model and into this optimizer leaves neither, and needs no `resume`.
+        """
+        self._early.lost = ()
+
     def remove(self) -> None:
         """Backward steps nothing any more; state stays readable. Done twice is done once."""
         if in_backward():
@@ -171,8 +180,10 @@ class OptimizerInBackward(Optimizer):
 
 
 def _after_loading(optimizer: Optimizer) -> None:
-    for stepper in optimizer._steppers.values() if isinstance(optimizer, OptimizerInBackward) else ():
-        after_loading(stepper)
+    if isinstance(optimizer, OptimizerInBackward):
+        optimizer.resume()
+        for stepper in optimizer._steppers.values():
+            after_loading(stepper)
 
 
 def _name_of(parameter: nn.Parameter, given: str) -> str:
@@ -224,7 +235,8 @@ def apply_optimizer_in_backward(
     parameters are stepped when backward ends.) Gradients are None when backward has returned.
 
     Under `no_sync`, and in `weighted_gradients(more=True)`, nothing is stepped before the window ends. A backward that raises
-    may have stepped a part of the model: a warning in the log `composable` names it, and `lost` of what is returned.
+    may have stepped a part of the model, on each rank perhaps another one: a warning in the log `composable` names it, and
+    `lost` of what is returned. Nothing is stepped then before a checkpoint has been loaded, or `resume()` called.
 
     Args:
         optimizer_class: of `torch.optim`, or your own if it steps each parameter by itself and needs no closure.
@@ -237,7 +249,7 @@ def apply_optimizer_in_backward(
     Raises:
         OptimizerError: a parameter is not registered any more, or is stepped in backward already; the class steps all
             parameters together.
-        PhaseError: inside of a backward.
+        PhaseError: inside of a backward; and by backward, after one that raised.
 
     Example:
         >>> fully_shard(model, policy={Block})

@@ -6,6 +6,8 @@ first, so it does not come back to a call that it has left, and nothing is gathe
 it does come back (reentrant checkpointing, a parameter that is used beside its unit's calls), it would compute with other
 values, or bring a second gradient after the step: that is refused. A bucket's parameters are stepped when its sum is there:
 autograd has used them for the last time then, and says so itself if not, since a step counts as a write.
+A backward that raises leaves some parameters stepped, on each rank perhaps others: replicas differ then, and shards of one
+parameter are of two steps. So nothing is stepped after it before somebody has loaded, or said that it does not matter.
 Inside of a window (`no_sync`, `weighted_gradients(more=True)`) nothing is stepped; what its last backward brings nothing to
 is stepped when that ends.
 """
@@ -48,7 +50,7 @@ class EarlySteps:
         step: steps some of them.
 
     Attributes:
-        lost: what a backward had stepped that raised then; empty after the next one that did not.
+        lost: what a backward had stepped on this rank that raised then. Nothing is stepped before it is empty again.
     """
 
     def __init__(self, named: Sequence[tuple[nn.Parameter, str]], step: Callable[[Sequence[nn.Parameter]], None]) -> None:
@@ -110,6 +112,13 @@ class EarlySteps:
         found = [parameter for parameter in mine if parameter.grad is not None]
         if not found:
             return
+        if self.lost:
+            raise PhaseError(
+                f"apply_optimizer_in_backward: a backward raised before this one when it had stepped {few(list(self.lost))} on "
+                "this rank, and on other ranks perhaps other parameters. Nothing has been stepped since. Load the last "
+                "checkpoint into the model and into what apply_optimizer_in_backward returned, or call resume() on that, on "
+                "all ranks, to go on with the parameters as they are"
+            )
         self._stepped.update({id(parameter): self._names[id(parameter)] for parameter in found})
         settle_traffic()  # of shards and gradients on the host
         self._step(mine)
@@ -132,7 +141,6 @@ class EarlySteps:
             )
         for parameter in self._by_window.get(id(window), ()):
             self._stepped.pop(id(parameter), None)
-        self.lost = ()
 
     def lose(self) -> None:
         """A backward raised. Done twice is done once."""
@@ -146,8 +154,8 @@ class EarlySteps:
         if not self._stepped:
             return "No parameter had been stepped in it"
         return (
-            f"Stepped in it already: {few(list(self._stepped.values()))}; the others keep their values of before. Load the "
-            "last checkpoint, or go on if one step of a part of the model does not matter"
+            f"Stepped in it already on this rank: {few(list(self._stepped.values()))}; the others keep their values of before. "
+            "Load the last checkpoint, or call resume() on what apply_optimizer_in_backward returned, on all ranks"
         )
 
     # --- parameters that autograd tells of --------------------------------------------------------------------------
@@ -174,7 +182,6 @@ class EarlySteps:
             if window.complete:
                 self._take([self._mine[key]])
         self._stepped = {}
-        self.lost = ()
 
     def leave_failed_backward(self) -> None:
         self.lose()

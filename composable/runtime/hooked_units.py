@@ -72,9 +72,9 @@ class HookedUnits:
         return UnitHook(self, unit, prefix)
 
     def index_of(self, fqns: Sequence[str]) -> int:
-        """A number for a set of parameters, which stays theirs: hooks keep memory by it, and buckets are filled anew. On all
-        ranks buckets hold the same, and are asked for in the same order."""
-        return self._indices.setdefault(tuple(sorted(fqns)), len(self._indices))
+        """A number for some parameters in one order, which stays theirs: hooks keep memory by it that lies as the bucket does,
+        and buckets are filled anew. On all ranks they hold the same, and are asked for in the same order."""
+        return self._indices.setdefault(tuple(fqns), len(self._indices))
 
     def is_last_reduction(self, fqns: Sequence[str]) -> bool:
         """Whether shards of all units have been reduced with those of these names. In which order that happens is not known

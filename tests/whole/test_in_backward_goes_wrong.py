@@ -25,7 +25,7 @@ from composable import (
     replicate,
     weighted_gradients,
 )
-from composable.errors import AnnotationError, ClippingError, OptimizerError, PhaseError
+from composable.errors import AnnotationError, ClippingError, CommunicationError, OptimizerError, PhaseError
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 
@@ -238,9 +238,58 @@ def test_a_backward_that_raises_tells_what_it_has_stepped() -> None:
             assert expected, "some had been stepped"
         assert sorted(names) == expected
         assert any("a backward raised. Stepped in it already" in line for line in heard) == bool(expected)
+        after = _values(model)
+        if expected:
+            for _ in range(2):
+                with pytest.raises(PhaseError, match="a backward raised before this one when it had stepped") as refused:
+                    model(_x().requires_grad_()).sum().backward()
+                assert "resume()" in str(refused.value)
+                model.zero_grad()
+            assert all(_same(after, _values(model)))
+        optimizer.resume()
         model(_x().requires_grad_()).sum().backward()
         assert not any(_same(before, _values(model)))
         assert optimizer.lost == ()
+
+
+@pytest.mark.parametrize("how", ["loads", "resumes"])
+@spmd(ranks=2)
+def test_one_rank_that_raises_stops_all_until_a_checkpoint_is_loaded(how: str) -> None:
+    """Replicas that were stepped by halves would go on differing without a word."""
+    _Failing.broken = False
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(6)]).to(current_device())
+    model[0].register_forward_hook(lambda module, args, output: _Failing.apply(output))
+    for layer in model[1:]:  # ranks go together, so that what has been launched has been summed
+        layer.register_full_backward_hook(lambda *_: dist.barrier())
+    replicate(model, bucket_cap_mb=1e-4)
+    optimizer = _early(model)
+    model(_x().requires_grad_()).sum().backward()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    _Failing.broken = dist.get_rank() == 1
+    with pytest.raises((ValueError, CommunicationError)):
+        model(_x().requires_grad_()).sum().backward()
+    _Failing.broken = False
+    before = _values(model)
+    for _ in range(2):
+        model.zero_grad()
+        with pytest.raises((PhaseError, CommunicationError)):
+            model(_x().requires_grad_()).sum().backward()
+    assert all(_same(before, _values(model)))
+    if how == "loads":
+        model.load_state_dict(saved[0])
+        optimizer.load_state_dict(saved[1])
+        before = _values(model)
+    else:
+        optimizer.resume()
+    model.zero_grad()
+    model(_x().requires_grad_()).sum().backward()
+    assert not any(_same(before, _values(model)))
+    if how == "loads":
+        for parameter in model.parameters():
+            both = [torch.empty_like(parameter) for _ in range(2)]
+            dist.all_gather(both, parameter.detach())
+            assert torch.equal(*both)
 
 
 class _Impatient(nn.Sequential):
