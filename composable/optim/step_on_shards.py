@@ -181,9 +181,9 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
     the parameters and their state, as DTensors, under their own keys. Parameters that are not sharded are stepped as they are.
 
     The optimizers listed below need not be asked: they do so from their first step of sharded parameters.
-    `step_on_shards(optimizer).remove()`, at any time, makes one step DTensors as torch does, for good. Call it
-    for an optimizer that is not listed, after that, or on an accelerator for torch's default of `foreach`, which it
-    does not choose over DTensors and unasked does not take here either.
+    `step_on_shards(optimizer).remove()`, at any time, makes one step DTensors as torch does, for good; copies have to be told
+    anew. Call it for an optimizer that is not listed, after that, or on an accelerator for torch's default of `foreach`, which
+    it does not choose over DTensors and unasked does not take here either.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop or Rprop of `torch.optim`, in any
