@@ -65,6 +65,7 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
     watch = Stopwatch(device, host=True)
 
     def measure() -> Sample:
+        assert task.model is not None  # it has to stay: units know where their shards lie
         watch.start()
         for flag, optimizer in optimizers.items():
             optimizer.step()

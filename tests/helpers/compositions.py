@@ -345,6 +345,7 @@ def differences(combination: Combination) -> list[str]:
             if (got is None) != (wanted is None):
                 found.append(f"{place}, {name}: {got} and not {wanted}")
             elif got is not None and wanted is not None:
+                got, wanted = got.cpu(), wanted.cpu()  # offloaded ones rest there
                 apart = (got - wanted).abs().max().item()
                 if got.dtype != wanted.dtype or apart > tolerance * max(wanted.abs().max().item(), 1e-3):
                     found.append(f"{place}, {name}: {apart:.1e} apart, {got.dtype}, of {wanted.abs().max().item():.1e}")
