@@ -30,10 +30,9 @@ def _methods(cls: type) -> list[str]:
 
 
 def _left_column(heading: str) -> str:
-    """What stands on the left of the table below a heading, and what single rows say of nested names."""
-    section = re.split(r"^## ", GUIDE, flags=re.M)
-    (text,) = [part for part in section if part.startswith(heading + "\n")]
-    return "\n".join(line for line in text.splitlines() if line.startswith("| "))
+    """What stands on the left of the table below a heading."""
+    (text,) = [part for part in re.split(r"^## ", GUIDE, flags=re.M) if part.startswith(heading + "\n")]
+    return "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| "))
 
 
 @pytest.mark.parametrize(

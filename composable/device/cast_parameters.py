@@ -75,7 +75,7 @@ class CastParameters:
     def written(self) -> list[tuple[nn.Module, str]]:
         """Whose casts somebody wrote to in place: that will be lost."""
         casts = {key: cast for key, cast in self._casts.items() if cast.was_written}
-        found = [(r, name, id(r.original.get(name))) for r in self._registries for name in r.names] if casts else []
+        found = [(r, name, id(r.original.get(name))) for r in self._registries for name in sorted(r.names)] if casts else []
         return [(self._holders[r.number].module, name) for r, name, key in found if key in casts]
 
     def source_of(self, tensor: object) -> object:

@@ -31,9 +31,8 @@ version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-de
 _address: Final = Tensor.data_ptr
 
 
-_ABSENT: Final = (
-    1 << 31
-) - 1  # a version that no parameter comes to; docs/errors.md has it, since users read it in torch's error
+# A version that no parameter comes to. docs/errors.md has it, since users read it in torch's error.
+_ABSENT: Final = 2**31 - 1
 _REMEMBERED: Final = 8  # places of buffers: units take turns in few
 _DIGESTS: Final = 61
 _REGATHERS: Final = 16  # more than a step gathers a unit anew: tags count both in one number

@@ -71,10 +71,10 @@ class HookedHop:
         start: common to all hops of one backward.
         says: what this one says there; nothing if another one does.
         bucket_of: what the hook is handed, from a flat tensor.
-        early: the hook is called when it is launched, see Note [When hooks are called].
+        at_launch: the hook is called when it is launched, see Note [When hooks are called].
     """
 
-    __slots__ = ("_bucket", "_bucket_of", "_early", "_hook", "_into", "_label", "_returned", "_says", "_start", "in_flight")
+    __slots__ = ("_at_launch", "_bucket", "_bucket_of", "_hook", "_into", "_label", "_returned", "_says", "_start", "in_flight")
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class HookedHop:
         says: Callable[[], Tensor] | None,
         bucket_of: Callable[[Tensor], GradientBucketForHooks],
         *,
-        early: bool,
+        at_launch: bool,
     ) -> None:
         self._hook = hook
         self._start = start
         self._says = says
         self._bucket_of = bucket_of
-        self._early = early
+        self._at_launch = at_launch
         self._bucket: GradientBucketForHooks | None = None
         self._returned: Any = _NOTHING
         self._into = _NOWHERE
@@ -108,7 +108,7 @@ class HookedHop:
         self.in_flight = True
         if self._says is not None:
             self._start.launch(self._says(), label, tags)
-        if self._early:
+        if self._at_launch:
             self._call()
 
     def progress(self) -> bool:
@@ -120,13 +120,13 @@ class HookedHop:
         self.in_flight = False
         self._start.wait()
         try:
-            if not self._early:
+            if not self._at_launch:
                 self._call()
             assert self._bucket is not None
             self._hook.finish(self._returned, self._bucket, self._into, self._label)
         except BaseException as error:
             self._forget()
-            if not self._early:
+            if not self._at_launch:
                 self._hook.group.give_up(error)
             raise
         self._forget()

@@ -58,7 +58,7 @@ class HookedReduction:
     """A `Reduction` whose sum over the shards a hook makes."""
 
     __slots__ = (
-        "_communicator", "_early", "_fqns", "_hook", "_hop", "_indices", "_message", "_missing", "_numbers", "_pending",
+        "_at_launch", "_communicator", "_fqns", "_hook", "_hop", "_indices", "_message", "_missing", "_numbers", "_pending",
         "_reduction", "_shapes", "_sharded", "_start", "_uses", "divided", "flat"
     )  # fmt: skip
 
@@ -78,10 +78,10 @@ class HookedReduction:
         self._sharded = [sharded[index] for index in self._indices]
         self._shapes = [parameter.shape for parameter in self._sharded]
         self._fqns = [hook.prefix + flat.layout.slots[index].name for index in self._indices]
-        self._early = not communicator.capabilities.looked_after
+        self._at_launch = not communicator.capabilities.looked_after
         self._uses = UseFlags(self._indices, torch.float32, flat.device)
         self._start = Start(communicator, hook.units.hook.group)
-        self._hop = HookedHop(hook.units.hook, self._start, self._says, self._bucket_of, early=self._early)
+        self._hop = HookedHop(hook.units.hook, self._start, self._says, self._bucket_of, at_launch=self._at_launch)
         own: Communicator = _TakesOwn(communicator)  # type: ignore[assignment]  # all that a reduction asks for
         self._reduction = Reduction(flat, sharded, own, trainable, flat.reduce_dtype, divisor=1.0)
         self._pending: tuple[TagSequence, str] | None = None  # of a launch that has not come to the shards
@@ -104,7 +104,7 @@ class HookedReduction:
         self._numbers = self._uses.without(self._missing).clone()
         self._pending = tags, label
         self._hop.all_reduce(self._message, label, None, tags)
-        if not self._early:
+        if not self._at_launch:
             self._land()
 
     def _says(self) -> Tensor:

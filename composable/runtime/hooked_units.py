@@ -135,7 +135,7 @@ class HookedSums:
     def __init__(self, hook: UnitHook, communicator: Communicator) -> None:
         self._hook = hook
         self._scale = 1.0 / communicator.size
-        self._early = not communicator.capabilities.looked_after
+        self._at_launch = not communicator.capabilities.looked_after
         self._start = Start(communicator, hook.units.hook.group)
 
     def hop(
@@ -152,7 +152,7 @@ class HookedSums:
             says = partial(_flags_of, gradients)
             self._start.check = partial(trailer.check, refuse_others=weakly(refuse_others))
         bucket_of = partial(self._bucket_of, gradients, [self._hook.prefix + name for name in names], trailer is not None)
-        return HookedHop(self._hook.units.hook, self._start, says, bucket_of, early=self._early)
+        return HookedHop(self._hook.units.hook, self._start, says, bucket_of, at_launch=self._at_launch)
 
     def _bucket_of(
         self, gradients: GradientBucket, fqns: Sequence[str], last_of_unit: bool, flat: Tensor
