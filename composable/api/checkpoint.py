@@ -45,8 +45,9 @@ def checkpoint(
 
     With a policy only the modules that it picks are annotated, not `module`. Together with `fully_shard` on the same
     module, in either order of the calls, parameters are gathered twice per step: for forward, and for recomputation and
-    backward together. Everything in the module runs twice, hooks of yours included; norms with a `running_mean`, as torch's
-    batch norms, count each batch once.
+    backward together. Everything in the module runs twice, hooks of yours before forward included, and those after it where
+    the second run comes to the end (`early_stop=False`); norms with a `running_mean`, as torch's batch norms, count each batch
+    once. A second run that does something else is torch's `CheckpointError`, with a note that names the module.
 
     Args:
         module: a module, or a list of modules, each checkpointed by itself.

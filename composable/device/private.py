@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -371,3 +372,24 @@ def checkpoint_generator(function: Any, options: tuple[Any, ...], args: Any, kwa
     `options`: preserve_rng_state, context_fn, determinism_check, debug, early_stop.
     """
     return torch.utils.checkpoint._checkpoint_without_reentrant_generator(function, *options, *args, **kwargs)
+
+
+def explain_mismatches(generator: Any, explain: Callable[[BaseException], None]) -> None:
+    """Call `explain` with the error that a bracket of `checkpoint_generator` raises where a second run saved something else.
+
+    A method of what holds saved tensors raises it after that run; torch's own callback for it comes with `debug` alone.
+    """
+    holder = generator.gi_frame.f_locals.get("new_frame")
+    check = getattr(type(holder), "check_recomputed_tensors_match", None)
+    if check is None:
+        return
+    known = weakref.ref(holder)  # it must not hold itself, and with it the inputs of a forward
+
+    def checked(run: int) -> None:
+        try:
+            check(known(), run)
+        except RuntimeError as error:
+            explain(error)
+            raise
+
+    holder.check_recomputed_tensors_match = checked

@@ -9,11 +9,13 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import noop_context_fn
+from torch.utils.checkpoint import CheckpointError, noop_context_fn
 
 from composable.compilation import call_compiled, running_compiler, untraced, untraced_alone
-from composable.device.private import checkpoint_generator
+from composable.device.private import checkpoint_generator, explain_mismatches
 from composable.device.running_statistics import RunningStatistics
+from composable.model.contract import registry
+from composable.model.naming import module_name
 from composable.runtime.open_forwards import OpenForwards
 
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
@@ -36,6 +38,18 @@ _recomputed: list[nn.Module] = []  # that run again now, innermost last
 def is_recomputed(module: nn.Module) -> bool:
     """Whether a checkpointed module runs again, itself and not only as a part of another one."""
     return any(module is other for other in _recomputed)
+
+
+def _explain(module: nn.Module, error: BaseException) -> None:
+    """Say in a note whose second run torch complains of."""
+    if not any("run again" in note for note in getattr(error, "__notes__", ())):  # by a module inside
+        applied = registry(module).get("checkpoint")
+        name = f"{module_name(module, applied.fqn if applied else None)} ({type(module).__name__})"
+        error.add_note(
+            f"checkpoint: forward of {name} was run again in backward, and did not do what it had done before. It must "
+            "not depend on what it changes itself, or on anything that has changed since. "
+            "checkpoint(module, debug=True) shows the operators of both runs"
+        )
 
 
 class RecomputeBracket:
@@ -77,6 +91,7 @@ class RecomputeBracket:
             kwargs,
         )
         self._forwards.enter(generator)
+        explain_mismatches(generator, partial(_explain, module))
 
     @untraced
     def _again(self, module: nn.Module, compiler: Any, *args: Any, **kwargs: Any) -> None:
@@ -86,6 +101,9 @@ class RecomputeBracket:
         try:
             self._statistics.show_clones(module)
             call_compiled(compiler, module, args, kwargs)
+        except CheckpointError as error:
+            _explain(module, error)
+            raise
         finally:
             self._statistics.restore(counted)
             del _recomputed[before:]

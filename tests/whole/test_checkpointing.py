@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
 
 from composable import checkpoint, fully_shard, registry, replicate
 from tests.helpers.battery import BATTERY, Case
@@ -215,3 +215,59 @@ def _norms(how: str) -> None:
 def test_norms_count_each_batch_once(pool: Pool, how: str, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _norms, how, device=device)
+
+
+class Fickle(nn.Module):
+    """Does something else the second time that it is called, where it is told to."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.line, self.how, self.called = nn.Linear(4, 4), how, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.called += 1
+        how = self.how if self.called == 2 else ""
+        x = self.line(x[:2] if how == "shape" else x).sin()
+        return x if how == "fewer" else x.cos().cos() if how == "more" else x.cos()
+
+
+def _fickle(how: str, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Fickle(how), nn.Linear(4, 1)).to(current_device())
+    checkpoint(model, policy={Fickle}, **options)
+    fully_shard(model, policy={Fickle})
+    x = torch.ones(3, 4, device=current_device())
+    with pytest.raises(CheckpointError) as caught:
+        model(x).sum().backward()
+    said = caught.value.__cause__ if options.get("debug") else caught.value
+    assert said is not None
+    assert said.__notes__ == [
+        "checkpoint: forward of '0' (Fickle) was run again in backward, and did not do what it had done before. It must not "
+        "depend on what it changes itself, or on anything that has changed since. checkpoint(module, debug=True) shows the "
+        "operators of both runs"
+    ]
+    model.zero_grad()
+    model(x).sum().backward()  # the third call and the fourth
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("how", "options"), [("shape", {}), ("fewer", {}), ("more", {"early_stop": False}), ("shape", {"debug": True})]
+)
+def test_who_does_something_else_the_second_time_is_named(pool: Pool, how: str, options: dict[str, Any], device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _fickle, how, options, device=device)
+
+
+@pytest.mark.parametrize("early", [True, False])
+@spmd(ranks=1)
+def test_hooks_before_forward_run_twice_and_those_after_it_where_it_is_run_to_its_end(early: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)).to(current_device())
+    calls: Counter[str] = Counter()
+    model[0].register_forward_pre_hook(lambda *_: calls.update(["before"]))
+    model[0].register_forward_hook(lambda *_: calls.update(["after"]))
+    model[0].register_full_backward_hook(lambda *_: calls.update(["backward"]))
+    checkpoint(model[0], early_stop=early)
+    fully_shard(model)
+    model(torch.ones(2, 4, device=current_device(), requires_grad=True)).sum().backward()
+    assert calls == {"before": 2, "after": 1 if early else 2, "backward": 1}
