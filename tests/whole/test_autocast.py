@@ -1,0 +1,151 @@
+"""Annotated models compute under `torch.autocast` what plain ones do, and a policy what autocast does where both cast alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import MixedPrecisionPolicy, checkpoint, fully_shard, replicate
+from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.world import Pool, current_device, need_devices
+
+BF16: Final = torch.bfloat16
+
+
+class Block(nn.Module):
+    """Of what autocast computes in a low precision, and of what it leaves in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(self.norm(x)).softmax(-1))
+
+
+class Model(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(6, 8), *(Block() for _ in range(3)), nn.Linear(8, 2))
+
+
+def by_policy(model: Model) -> None:
+    fully_shard(model, policy={Block})
+
+
+def keeping(model: Model) -> None:
+    fully_shard(model, policy={Block}, reshard_after_forward=False)
+
+
+def recomputed(model: Model) -> None:
+    checkpoint(model, policy={Block})
+    fully_shard(model, policy={Block})
+
+
+def replicated(model: Model) -> None:
+    replicate(model, bucket_cap_mb=0.0001)
+
+
+def replicated_inside_sharded(model: Model) -> None:
+    replicate(model[1])
+    fully_shard(model, policy={Block})
+
+
+def hybrid(model: Model) -> None:
+    mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, policy={Block}, mesh=mesh)
+
+
+SCHEMES: Final[dict[str, Callable[[Model], None]]] = {
+    scheme.__name__: scheme for scheme in (by_policy, keeping, recomputed, replicated, replicated_inside_sharded, hybrid)
+}
+
+
+def _batch(number: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
+    return torch.randn(4, 6, generator=generator).to(current_device())
+
+
+def _pair(made: Callable[[], Any]) -> tuple[Any, Any]:
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(made().to(current_device()))
+    return models[0], models[1]
+
+
+def _assert_equal(plain: nn.Module, model: nn.Module) -> None:
+    """Bit by bit on two ranks; more terms are summed in an order of the algorithm's."""
+    exact = dist.get_world_size() == 2
+    found = full_gradients(model)
+    for name, wanted in averaged_gradients(plain).items():
+        near = 0.0 if exact else 1e-6
+        torch.testing.assert_close(found[name], wanted, rtol=near, atol=near, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def _trains_as_plain(scheme: str) -> None:
+    plain, model = _pair(Model)
+    SCHEMES[scheme](model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, foreach=False) for each in (plain, model)]
+    for step in range(2):
+        for each in (plain, model):
+            with torch.autocast(current_device().type, dtype=BF16):  # one scope, so that both forwards read the same casts
+                outputs = each(_batch(2 * step)), each(_batch(2 * step + 1))
+            assert outputs[0].dtype is BF16
+            for output in outputs:
+                output.float().square().mean().backward()
+        _assert_equal(plain, model)
+        for parameter, gradient in zip(plain.parameters(), averaged_gradients(plain).values(), strict=True):
+            parameter.grad = gradient
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad(), torch.autocast(current_device().type, dtype=BF16):
+        torch.testing.assert_close(model(_batch(9)), plain(_batch(9)), rtol=1e-2, atol=1e-2)
+
+
+def _need_autocast(device: str) -> None:
+    if device == "sim":
+        pytest.skip("autocast does not know the simulated accelerator")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scheme"), [*((2, scheme) for scheme in SCHEMES if scheme != "hybrid"), (4, "by_policy"), (4, "hybrid")]
+)
+def test_training_under_autocast_is_that_of_the_plain_model(pool: Pool, ranks: int, scheme: str, device: str) -> None:
+    need_devices(device, ranks)
+    _need_autocast(device)
+    pool.run(ranks, _trains_as_plain, scheme, device=device)
+
+
+def _a_policy_and_autocast_agree() -> None:
+    """Where all that casts is a linear map, both cast inputs and weights, and neither the rest."""
+    precision = MixedPrecisionPolicy("bf16", reduce_dtype="fp32")
+    for verb in (fully_shard, replicate):
+        scoped, asked = _pair(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
+        verb(scoped, policy={nn.Linear})
+        verb(asked, policy={nn.Linear}, mp_policy=precision)
+        with torch.autocast(current_device().type, dtype=BF16):
+            expected = scoped(_batch(0))
+        output = asked(_batch(0))
+        assert output.dtype is BF16
+        assert torch.equal(output, expected)
+        for each in (expected, output):
+            each.float().square().mean().backward()
+        found = full_gradients(asked)
+        for name, wanted in full_gradients(scoped).items():
+            assert wanted is not None
+            assert wanted.dtype is torch.float32
+            assert torch.equal(found[name], wanted), name  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_policy_casts_as_autocast_does_where_both_should_agree(pool: Pool, ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    _need_autocast(device)
+    pool.run(ranks, _a_policy_and_autocast_agree, device=device)
