@@ -223,6 +223,30 @@ def _held_over_replicas(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
             torch.testing.assert_close(found, parameter.grad, rtol=0.02, atol=0.02 * float(parameter.grad.abs().max()))
 
 
+def unfreezes_between_steps(annotate: Annotate, policy: MixedPrecisionPolicy, *, replicas: int = 1) -> None:
+    """Annotated with nothing to train; the dtypes of sums follow what each step trains."""
+    ranks, rank = _seat()
+    expected, model = model_of(0), model_of(0)
+    for each in (expected, model):
+        each.requires_grad_(False)
+    annotate(model, policy)
+    for step, trained in enumerate(
+        [(), ("blocks.1", "blocks.0.scale"), ("",), ("embedding", "blocks.2.low"), ("head", "blocks")]
+    ):
+        for each in (expected, model):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(parameter.is_floating_point() and name.startswith(trained))
+        output = model(tokens_of(step, rank))
+        assert output.requires_grad is bool(trained)
+        if trained:
+            by_hand(expected, policy, ranks, (step,), replicas)
+            loss_of(output).backward()
+        wanted = {name: parameter.grad for name, parameter in expected.named_parameters()}
+        _assert_equal(wanted, full_gradients(model))
+        for each in (expected, model):
+            each.zero_grad()
+
+
 def _all_train_as_written() -> None:
     if _seat()[0] == 4:  # what two ranks cannot tell: neighbours, and sums of more than two terms
         _trains_as_written(partial(_in_units, reshard_after_forward=2), POLICIES["bf16"])
@@ -239,6 +263,21 @@ def _all_train_as_written() -> None:
         _trains_as_written(_in_units, policy)
     for name in ("bf16", "bf16, summed in float32", "fp16, summed in fp16"):
         _trains_as_written(_in_units, POLICIES[name], held=True)
+
+
+def _unfreezes() -> None:
+    if _seat()[0] == 4:
+        hybrid = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        unfreezes_between_steps(partial(_in_units, mesh=hybrid), POLICIES["bf16, summed in float32"], replicas=2)
+        return
+    for name in ("bf16", "bf16, summed in float32", "summed in bf16"):
+        unfreezes_between_steps(_in_units, POLICIES[name])
+    unfreezes_between_steps(SCHEMES["kept after forward"], POLICIES["bf16, summed in float32"])
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_unfrozen_between_steps_is_summed_in_dtypes_of_its_own(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, _unfreezes)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

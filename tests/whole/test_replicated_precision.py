@@ -23,7 +23,16 @@ from composable import (
 )
 from composable.device.streams import has_streams
 from tests.helpers.world import Pool
-from tests.whole.test_precision import POLICIES, Block, Model, by_hand, loss_of, model_of, tokens_of
+from tests.whole.test_precision import (
+    POLICIES,
+    Block,
+    Model,
+    by_hand,
+    loss_of,
+    model_of,
+    tokens_of,
+    unfreezes_between_steps,
+)
 
 BF16: Final = torch.bfloat16
 F32: Final = torch.float32
@@ -125,6 +134,11 @@ def _all_train_as_written() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_is_bit_by_bit_what_the_casts_mean_written_out(pool: Pool, ranks: int) -> None:
     pool.run(ranks, _all_train_as_written)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_is_unfrozen_between_steps_is_summed_in_dtypes_of_its_own(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, unfreezes_between_steps, _in_units, POLICIES["bf16, summed in float32"])
 
 
 def test_one_process_without_a_group_casts_as_a_rank_among_others_does() -> None:
