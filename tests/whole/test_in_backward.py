@@ -115,6 +115,16 @@ def _mixed(model: Model) -> None:
     fully_shard(model, policy={Block})
 
 
+def _tied(model: Model) -> None:
+    model.blocks[2].down.weight = model.blocks[0].down.weight
+    _sharded(model)
+
+
+def _tied_and_replicated(model: Model) -> None:
+    model.blocks[2].down.weight = model.blocks[0].down.weight
+    _replicated(model)
+
+
 def _neither(model: Model) -> None:
     return
 
@@ -131,6 +141,8 @@ SCHEMES: Final[dict[str, Callable[[Model], None]]] = {
     "replicated in bfloat16": _replicated_in_bfloat16,
     "hooked": _hooked,
     "mixed": _mixed,
+    "tied": _tied,
+    "tied and replicated": _tied_and_replicated,
 }
 
 

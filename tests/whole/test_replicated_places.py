@@ -65,6 +65,41 @@ def test_a_buffer_that_modules_share_stays_one_when_it_follows_rank_0(pool: Pool
     pool.run(2, _one_buffer_at_two_places)
 
 
+class Following(nn.Module):
+    """Computes with a buffer that it replaces, which autograd therefore saves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = nn.Linear(3, 3)
+        self.register_buffer("mean", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = self.mean * 0.9 + x.mean(0)
+        return self.line(x) * self.mean
+
+
+def _two_forwards() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = torch.randn(2, ranks, 4, 3, generator=torch.Generator().manual_seed(1)).to(current_device())
+    model = replicate(Following().to(current_device()))
+    losses = [model(batch[rank]).square().mean() for batch in batches]
+    sum(losses).backward()  # type: ignore[union-attr]
+    alone = Following().to(current_device())
+    for place in range(ranks):
+        mean = torch.ones(3, device=current_device())
+        for batch in batches:
+            alone.mean = mean
+            (alone(batch[place]).square().mean() / ranks).backward()
+            mean = mean * 0.9 + batch[0].mean(0)  # rank 0's
+    for one, other in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad)
+
+
+def test_a_second_forward_leaves_the_buffers_alone_that_the_first_one_saved(pool: Pool) -> None:
+    pool.run(2, _two_forwards)
+
+
 def test_what_stands_for_broadcast_buffers_is_true_or_false() -> None:
     model = nn.Linear(2, 2)
     said = refused(model, lambda: replicate(model, broadcast_buffers=["running_mean"]))
