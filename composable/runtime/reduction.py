@@ -138,11 +138,17 @@ class Reduction:
                 gradients[index] = None if gradient is None else gradient.permute(order)
         if self._scaling.before != 1.0:
             gradients = [None if g is None else g / self._scaling.before for g in gradients]
+        by_rows = bool(self._plan.flagged) and not self._plan.direct
+        if by_rows:  # what sums land in gets memory when gradients have given theirs back
+            rows.buffer.allocate()
+            self._missing = rows.copy_in(gradients)
+            del gradients
         if self._shards.refresh() and self._plan.flagged:
             self._packed = (ReducePart(rows.buffer.tensor, self._plan.row_numel, self._shards.row, *self._scale),)
-        parts: Sequence[ReducePart] = self._packed
-        if self._plan.direct:
-            parts = [*self._direct_parts(gradients), *self._packed]
+        if by_rows:
+            self._over_shards.reduce_scatter(self._packed, self.flat.pool, label, tags)
+            return
+        parts = [*self._direct_parts(gradients), *self._packed]
         if self.divided:
             first = self._plan.first
             self._over_shards.reduce_scatter(parts[:first], self.flat.pool, label, tags)

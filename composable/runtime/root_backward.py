@@ -100,7 +100,7 @@ class RootBackward:
                     self._pin(iteration, index)
                 handle.gradients.expect()
             ahead = gather_with_next(self._handles, index, iteration.finished, saves_memory=self._saves_memory)
-            if entering and self._saves_memory:
+            if entering and self._saves_memory and iteration.finished.next_units(1):
                 iteration.reducing.give_back_beside(handle.gradients, self._streams, iteration.stream, beside_next=ahead)
             if entering:
                 handle.calls.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
