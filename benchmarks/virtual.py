@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -320,7 +321,12 @@ class NoValues(TorchDispatchMode):
             self._take(name, 2 * _bytes_of(args[0]), 0.0)
             return args[1].narrow(0, args[3] * args[4], args[3]), args[1]
         if any(t.is_meta for t in given) or torch.device("meta") == kwargs.get("device"):
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            for tensor in _tensors(made):
+                shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                if not shard.is_meta:  # it gets memory
+                    self.machine.hold(shard.untyped_storage())
+            return made
         if name in (*_MADE, *_FILLED) or not given:
             return self._make(func, name, args, kwargs)
         if all(t.dtype is torch.int64 and t.numel() < 1000 for t in given):

@@ -15,7 +15,7 @@ def test_peaks_are_those_of_fsdp2_or_less_at_any_number_of_ranks(ranks: int) -> 
     assert freeing["forward"] <= 3.0
     assert freeing["backward"] <= 4.0, "sharded gradients included"
     assert keeping["forward"] <= 8.0
-    assert keeping["backward"] <= 7.01, "the same"
+    assert keeping["backward"] <= 7.0, "the same"
 
 
 BLOCKS: Final = 6
