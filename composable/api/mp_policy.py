@@ -61,7 +61,8 @@ def precision_of_replicas(value: Any) -> MixedPrecisionPolicy:
     if policy.keep_grads_in_reduce_dtype:
         raise AnnotationError(
             "replicate: keep_grads_in_reduce_dtype is for fully_shard: gradients of replicated ones have the parameter's "
-            "dtype, and are cast to reduce_dtype for the sum alone. Leave it out"
+            "dtype, and are cast to reduce_dtype for the sum alone. Leave it out, or pass fully_shard a mesh of (ranks, 1), "
+            "whose shards are whole copies"
         )
     return policy
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import (
     MixedPrecisionPolicy,
@@ -27,7 +28,7 @@ from composable.errors import RanksDisagreeError
 from tests.helpers import compiled
 from tests.helpers.compare import full_gradients, full_parameters
 from tests.helpers.refusals import refusal, refused
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, current_device
 from tests.whole.test_precision import loss_of
 from tests.whole.test_precision_of_parts import EVAL, KEPT, Part, numbers, parts
 
@@ -265,5 +266,31 @@ def test_what_only_shards_have_is_refused() -> None:
     policy = MixedPrecisionPolicy("bf16", keep_grads_in_reduce_dtype=True)
     assert refused(model, lambda: replicate(model, mp_policy=policy)) == (
         "AnnotationError: replicate: keep_grads_in_reduce_dtype is for fully_shard: gradients of replicated ones have the "
-        "parameter's dtype, and are cast to reduce_dtype for the sum alone. Leave it out"
+        "parameter's dtype, and are cast to reduce_dtype for the sum alone. Leave it out, or pass fully_shard a mesh "
+        "of (ranks, 1), whose shards are whole copies"
     )
+
+
+def _whole_copies_keep() -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh(current_device().type, (ranks, 1), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4).to(torch.bfloat16)
+    model = copy.deepcopy(plain)
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy("bf16", "fp32", keep_grads_in_reduce_dtype=True))
+    batches = torch.randn(ranks, 3, 4, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    model(batches[rank]).sum().backward()
+    wanted = torch.zeros(4, 4)
+    for batch in batches:
+        plain.zero_grad()
+        plain(batch).sum().backward()
+        wanted += plain.weight.grad.float() / ranks  # type: ignore[union-attr]
+    kept = model.weight.grad.to_local()  # type: ignore[union-attr, attr-defined]
+    assert kept.dtype is torch.float32
+    assert torch.equal(kept, wanted)
+    assert not torch.equal(kept.bfloat16().float(), wanted), "it has bits that the parameter's dtype has not"
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_copies_of_fully_shard_keep_gradients_in_the_dtype_of_sums(pool: Pool, ranks: int) -> None:
+    pool.run(ranks, _whole_copies_keep)
