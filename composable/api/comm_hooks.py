@@ -31,11 +31,10 @@ from composable.model.interrupts import calls_of
 from composable.model.naming import find_fqn
 from composable.model.traversal import REPLICATE, SHARD, get_all_sharded_states, get_replicated_states
 from composable.runtime.accumulation import Pass
-from composable.runtime.hookable import Replicas, Shards
+from composable.runtime.hookable import STAGES, Replicas, Shards
 from composable.runtime.hooked_units import HookedUnits, UnitHook
 from composable.runtime.mesh_info import MeshInfo
 
-_STAGES: Final = ("reduce_scatter", "all_reduce")
 _VERB: Final = "register_comm_hook"
 _ROOM: Final = 300  # bytes of what a rank says
 
@@ -75,14 +74,18 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     Of a sharded unit the bucket has the whole gradients, in the dtype that they are summed in, and the hook returns them
     reduced, on every rank, which takes its shards. `parameters()` are those that rest.
 
+    Hybrid sharding reduces in two stages, each of which takes a hook. In place of "reduce_scatter" a hook reduces whole
+    gradients over the ranks of one replica, as above. In place of "all_reduce" it reduces shards over the replicas: the bucket
+    has the means over the ranks of one replica, of each parameter the rows that this rank owns.
+
     Hooks communicate over `bucket.group`, which nothing else uses. A `state` of None is that group, and so is a
     `state.process_group` of None. On accelerators hooks are called while backward runs; on hosts, too, for
     sharded units, and at its end for replicated ones, one after the other, when all ranks have come there: no hook is called
     where a rank has left the backward, and the others are told of one that raises.
 
     `grad_reduce` and `weighted_gradients` multiply gradients before the hook sees them, so that its mean is what they ask for.
-    A backward under `no_sync` calls no hook, and the one that ends the window hands over the whole sum. One rank alone calls
-    no hook.
+    A backward under `no_sync` calls no hook, and the one that ends the window hands over the whole sum; under
+    `no_sync(level="replicate")` the hook of the first stage is called each time. One rank alone calls no hook.
 
     All ranks register the same hook together, between steps.
 
@@ -90,17 +93,17 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
         module: a replicated or a fully sharded module. The hook is for its unit, and for those of the same verb inside.
         hook: what reduces. The same on all ranks.
         state: its first argument. One state is for one registration, if it remembers something by `bucket.index()`.
-        stage: of the reduction: "all_reduce" of replicated gradients, "reduce_scatter" of sharded ones; None is the only one
-            that there is.
+        stage: of the reduction: "all_reduce" of replicated gradients, "reduce_scatter" of sharded ones, either for hybrid
+            sharding, where it must be said; None is the only one that there is.
 
     Returns:
         A handle whose `remove()` takes the hook away.
 
     Raises:
         NotAnnotatedError: `module` is neither replicated nor fully sharded.
-        AlreadyAnnotatedError: a unit has a hook.
-        AnnotationError: the hook cannot be called; there is no such stage, or there are two (hybrid sharding, so far); a
-            parameter has sparse gradients.
+        AlreadyAnnotatedError: a unit has a hook for this stage.
+        AnnotationError: the hook cannot be called; there is no such stage, or there are two and none is said; a parameter has
+            sparse gradients, or rests on the host.
         MeshError: units are on different meshes.
         PhaseError: a forward waits for its backward; inside of a backward, or of `no_sync`.
         RanksDisagreeError: another rank refuses, or registers another hook.
@@ -112,22 +115,23 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     After `DistributedDataParallel.register_comm_hook`, which takes `state` first.
     """
     module = unwrapped(module)
-    units, stages = _units_of(module)
-    mesh_info = units[0].mesh_info
-    communicator = _meeting_place(mesh_info)
-    with _refused_by_all(name_of_hook(hook), communicator):
-        _refuse_arguments(hook, stage, stages)
+    units = _units_of(module)
+    mesh_info, stages = units[0].mesh_info, units[0].stages
+    stage = stages[0] if stage is None and len(stages) == 1 else stage
+    said = stage if len(stages) > 1 and isinstance(stage, str) else ""
+    with _refused_by_all(f"{name_of_hook(hook)}{said and f' for {said}'}", _meeting_place(mesh_info)):
+        stage = _checked(hook, stage, units[0])
         for unit in units:
-            _refuse_unit(unit, mesh_info)
+            _refuse_unit(unit, mesh_info, stage)
             _refuse_moment(_VERB, unit)
-    parent = None if mesh_info.group is None else mesh_info.group()
-    group = None if parent is None or communicator.size == 1 else hook_group_of(parent, mesh_info.device)
-    hooked = HookedUnits(CommHook(hook, state, group))
+    parent = units[0].group_of(stage)
+    group = None if parent is None else hook_group_of(parent, mesh_info.device)
+    hooked = HookedUnits(CommHook(hook, state, group), said)
     names = {id(below): name for name, below in module.named_modules()}
     hooks = [unit.hooked_by(hooked, f"{name}." if (name := names.get(id(unit.modules[0]))) else "") for unit in units]
-    undo = partial(_change, units, [None] * len(units))
+    undo = partial(_change, units, [None] * len(units), stage)
     try:
-        _change(units, hooks)
+        _change(units, hooks, stage)
     except BaseException:
         undo()
         raise
@@ -137,15 +141,15 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
 _Unit = Replicas | Shards
 
 
-def _units_of(module: nn.Module) -> tuple[Sequence[_Unit], tuple[str, ...]]:
-    """The unit of `module`, those of the same verb inside, and the stages in which their gradients are reduced."""
+def _units_of(module: nn.Module) -> Sequence[_Unit]:
+    """The unit of `module`, and those of the same verb inside."""
     annotations = registry(module)
     if REPLICATE in annotations:
         replicated = dict.fromkeys([annotations[REPLICATE].state, *get_replicated_states(module)])
-        return [Replicas(state.averaging) for state in replicated], ("all_reduce",)
+        return [Replicas(state.averaging) for state in replicated]
     if SHARD in annotations:
         sharded = dict.fromkeys([annotations[SHARD].state, *get_all_sharded_states(module)])
-        return [Shards(state) for state in sharded], ("reduce_scatter",)
+        return [Shards(state) for state in sharded]
     raise NotAnnotatedError(
         f"{_VERB}: {describe_module(module, find_fqn(module))} is not annotated; call replicate(module) or fully_shard(module) "
         "first. Of units without a module around them, each takes a hook of its own"
@@ -175,29 +179,40 @@ def _refused_by_all(name: str, communicator: Communicator) -> Iterator[None]:
             )
 
 
-def _refuse_arguments(hook: Any, stage: Any, stages: Sequence[str]) -> None:
+def _checked(hook: Any, stage: Any, unit: _Unit) -> str:
+    """The stage, if there is such a one in which gradients of `unit` are reduced."""
+    stages = unit.stages
     if not callable(hook):
         raise AnnotationError(
             f"{_VERB}: a hook is called as hook(state, bucket), and {type(hook).__name__} cannot be called. It stands before "
             "its state: register_comm_hook(module, hook, state)"
         )
-    if stage is None or stage in stages:
-        return
-    if stage in _STAGES:
+    if stage in stages:
+        return str(stage)
+    if len(stages) > 1 and stage is None:
+        raise AnnotationError(
+            f"{_VERB}: gradients of unit '{unit.name}' are reduced in two stages: 'reduce_scatter' among the ranks that hold "
+            "one replica together, and 'all_reduce' of shards among the replicas. Say which of them the hook replaces: "
+            "stage='all_reduce', for example. A hook for the other one is registered by itself"
+        )
+    if stage in STAGES:
         kind = "replicated" if stages == ("all_reduce",) else "sharded"
         raise AnnotationError(f"{_VERB}: {kind} gradients are reduced in one stage, '{stages[0]}'; leave stage= out")
     near = "".join(f"; did you mean '{name}'?" for name in closest(str(stage), stages))
-    raise AnnotationError(f"{_VERB}: stage must be '{stages[0]}' or None, got {stage!r}{near}")
+    known = " or ".join([*(f"'{name}'" for name in stages), *(["None"] if len(stages) == 1 else [])])
+    raise AnnotationError(f"{_VERB}: stage must be {known}, got {stage!r}{near}")
 
 
-def _refuse_unit(unit: _Unit, mesh_info: MeshInfo) -> None:
-    if unit.hook is not None:
+def _refuse_unit(unit: _Unit, mesh_info: MeshInfo, stage: str) -> None:
+    hook = unit.hook_of(stage)
+    if hook is not None:
+        where = f" for {hook.units.stage}" if hook.units.stage else ""
         raise AlreadyAnnotatedError(
-            f"{_VERB}: unit '{unit.name}' has the communication hook '{unit.hook.name}' already. Remove it first, by the "
+            f"{_VERB}: unit '{unit.name}' has the communication hook '{hook.name}'{where} already. Remove it first, by the "
             "handle that registering it returned"
         )
     unit.refuse_gradients()
-    if unit.mesh_info.place != mesh_info.place:
+    if (unit.mesh_info.place, unit.mesh_info.replicas) != (mesh_info.place, mesh_info.replicas):
         raise MeshError(
             f"{_VERB}: unit '{unit.name}' is on another mesh than the module that the hook is for. Register a hook for each, "
             "with a state of its own"
@@ -219,10 +234,10 @@ def _refuse_moment(what: str, unit: _Unit) -> None:
         raise PhaseError(f"{what}: unit '{unit.name}' is {when}. Do it between two steps")
 
 
-def _change(units: Sequence[_Unit], hooks: Sequence[UnitHook | None]) -> None:
+def _change(units: Sequence[_Unit], hooks: Sequence[UnitHook | None], stage: str) -> None:
     for unit, hook in zip(units, hooks, strict=True):
         if unit.is_there:
-            unit.put(hook)
+            unit.put(hook, stage)
 
 
 def _remove(units: Sequence[_Unit], undo: Callable[[], None]) -> None:

@@ -16,12 +16,7 @@ from composable.device.held_gradients import refuse_hooks_again
 from composable.device.host_home import LeavingSums
 from composable.device.kept_gradients import GradientUsers
 from composable.device.parameter_forms import like_parameter
-from composable.device.private import (
-    as_tensors,
-    chunk_cat,
-    gradient_hooks,
-    local_of,
-)
+from composable.device.private import as_tensors, chunk_cat, gradient_hooks, local_of
 from composable.device.row_pairs import pair_rows
 from composable.device.unused_parameters import UseFlags
 from composable.device.user_hooks import hooked, with_hooks
@@ -176,6 +171,15 @@ def _own_stretches(slots: Sequence[Slot], rank: int) -> list[tuple[int, int]]:
     return [(start, end) for start, end in stretches if end > start]
 
 
+def landed_in(shards: GradientShards, plan: ReduceLayout, flat: FlatParameters) -> dict[int, Tensor]:
+    """What of each sum is this rank's, where it lands, by the number of its parameter: flat, in the order of memory."""
+    landed = dict(zip(plan.direct, shards.direct, strict=True))
+    for column in plan.columns:
+        end = column.start + flat.layout.slots[column.slot].local_numel(flat.rank)
+        landed[column.slot] = shards.row[column.start : end]
+    return landed
+
+
 class GradientShards:
     """The gradients of sharded parameters: DTensors over one flat buffer, made once and used again when nobody kept them.
 
@@ -324,11 +328,8 @@ class GradientShards:
 
     def add_shards(self, shards: Sequence[Tensor | None], factor: float) -> None:
         """Add shards, each times `factor`, to what has landed; one per slot, laid out as the parameter's."""
-        slots, row = self._flat.layout.slots, self.row
-        landed = dict(zip(self._plan.direct, self.direct, strict=True))
-        landed |= {c.slot: row[c.start : c.start + slots[c.slot].local_numel(self._flat.rank)] for c in self._plan.columns}
-        for index, target in landed.items():
-            shard, order = shards[index], slots[index].order
+        for index, target in landed_in(self, self._plan, self._flat).items():
+            shard, order = shards[index], self._flat.layout.slots[index].order
             if shard is not None and shard.numel():
                 target.add_((shard.permute(order) if order else shard).reshape(-1).to(target.device), alpha=factor)
 

@@ -230,7 +230,7 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
         checkpointed="checkpoint" in verbs,
         grad_reduce=grad_reduce_in_words(None if unit.recipe is None else unit.recipe.divisor),
         offload=_offload(unit),
-        comm_hook="" if handle.gradients.hook is None else handle.gradients.hook.name,
+        comm_hook="" if handle.gradients.comm_hooks is None else handle.gradients.comm_hooks.name,
     )
 
 

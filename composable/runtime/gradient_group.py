@@ -17,7 +17,7 @@ from composable.device.parameter_forms import summand_over_replicas_like
 from composable.device.sharded_gradients import take_gradients
 from composable.device.user_hooks import call_hooks_after_accumulation
 from composable.runtime.hooked_reduction import HookedReduction
-from composable.runtime.hooked_units import UnitHook
+from composable.runtime.hooked_stages import StageHooks, hooked_reduction
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.reduction import Reduction
 from composable.runtime.terms import Terms
@@ -35,14 +35,14 @@ class GradientGroup:
         nbytes: of the gradients that a backward brings.
         terms: these, as they go into sums.
         reductions: by what is trainable, the dtype of its gradients, whether these are held afterwards, and the divisor.
-        hook: of a user's, which sums; see `reduce_by`.
+        hooks: of the user's, which make stages of reductions; see `reduce_by`.
         undecided: whether gradients that have been reduced wait for `decide`.
         large_reductions: reductions whose gradients' memory is large enough.
     """
 
     __slots__ = (
         "_alone", "_communicator", "_flat", "_held", "_like_summands", "_reduction", "_replicas", "_unsharded", "_wanted",
-        "hook", "large_reductions", "nbytes", "reductions", "sharded", "terms", "trainable", "trains", "undecided"
+        "hooks", "large_reductions", "nbytes", "reductions", "sharded", "terms", "trainable", "trains", "undecided"
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +65,7 @@ class GradientGroup:
         self.trains = False
         self.nbytes = 0
         self.undecided = False
-        self.hook: UnitHook | None = None
+        self.hooks: StageHooks | None = None
         self.large_reductions: list[Reduction | HookedReduction] = []
         self.reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool, float | None], Reduction | HookedReduction] = {}
         self._reduction: Reduction | HookedReduction | None = None  # of what is trainable now
@@ -165,10 +165,8 @@ class GradientGroup:
         reduction = self.reductions.get((trainable, source, held, divisor))
         if reduction is None:
             replicas, like = (None, self._like_summands) if held else (self._replicas, None)
-            if self.hook is None:
-                reduction = Reduction(self._flat, self.sharded, self._communicator, trainable, source, replicas, like, divisor)
-            else:
-                reduction = HookedReduction(self._flat, self.sharded, self._communicator, trainable, self.hook)
+            of_these = self._flat, self.sharded, self._communicator, trainable, source, replicas, like
+            reduction = Reduction(*of_these, divisor) if self.hooks is None else hooked_reduction(self.hooks, *of_these)
             self.reductions[trainable, source, held, divisor] = reduction
             if reduction.worth_releasing:
                 self.large_reductions.append(reduction)
@@ -205,11 +203,11 @@ class GradientGroup:
             reduction.drop()
 
 
-def reduce_by(group: GradientGroup, hook: UnitHook | None) -> None:
-    """From here on `hook` sums, or the communicator again. Nothing is in flight; the terms are to be weighed anew."""
-    group.hook = hook
+def reduce_by(group: GradientGroup, hooks: StageHooks | None) -> None:
+    """From here on `hooks` reduce, or the communicators again. Nothing is in flight; the terms are to be weighed anew."""
+    group.hooks = hooks
     group.reductions.clear()
     group.large_reductions.clear()
-    group.terms.become(means=hook is not None)
+    group.terms.become(means=hooks is not None)
     if group.trainable:
         group.follow(group.trainable)

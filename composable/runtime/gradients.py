@@ -14,7 +14,7 @@ from composable.runtime.early_steps import refuse_again
 from composable.runtime.gradient_group import GradientGroup
 from composable.runtime.gradient_group import reduce_by as reduce_group_by
 from composable.runtime.gradient_hooks import Watch
-from composable.runtime.hooked_units import UnitHook
+from composable.runtime.hooked_stages import StageHooks
 
 
 class UnitGradients:
@@ -23,7 +23,7 @@ class UnitGradients:
     Attributes:
         accumulation: whether what arrives is reduced now.
         on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
-        hook: of a user's, which sums; see `reduce_by`.
+        comm_hooks: of the user's, which make stages of the reduction; see `reduce_by`.
         watch: what autograd calls when a gradient is there.
         hooks: of the user's, to be called when this backward has ended: they find all of its gradients there.
         tags, replica_tags: of the two hops; the second is for hybrid meshes only.
@@ -35,8 +35,8 @@ class UnitGradients:
         "_label",
         "_reduced",
         "accumulation",
+        "comm_hooks",
         "groups",
-        "hook",
         "hooks",
         "on_unexpected",
         "phase",
@@ -51,7 +51,7 @@ class UnitGradients:
         self.phase = GradPhase.EMPTY
         self.on_unexpected: Callable[[], object] = _ignore
         self.groups: tuple[GradientGroup, ...] = ()
-        self.hook: UnitHook | None = None
+        self.comm_hooks: StageHooks | None = None
         self.tags: TagSequence | None = None
         self.replica_tags: TagSequence | None = None
         self.unit = ""
@@ -111,8 +111,8 @@ class UnitGradients:
         """The unit's parameters have been taken into other buffers."""
         self.groups = groups
         for each in groups:
-            if self.hook is not None:
-                reduce_group_by(each, self.hook)
+            if self.comm_hooks is not None:
+                reduce_group_by(each, self.comm_hooks)
             each.terms.weigh(self.accumulation.weight)
         if self.accumulation.passes:
             for each in groups:
@@ -278,14 +278,14 @@ def decide(gradients: UnitGradients) -> None:
             gradients.hooks.add(found)
 
 
-def reduce_by(gradients: UnitGradients, hook: UnitHook | None) -> None:
-    """From the next backward on `hook` sums, or the library again."""
+def reduce_by(gradients: UnitGradients, hooks: StageHooks | None) -> None:
+    """From the next backward on `hooks` reduce, or the library again."""
     if gradients.phase is not GradPhase.EMPTY:
         gradients.finish()
     decide(gradients)
-    gradients.hook = hook
+    gradients.comm_hooks = hooks
     for each in gradients.groups:
-        reduce_group_by(each, hook)
+        reduce_group_by(each, hooks)
         each.terms.weigh(gradients.accumulation.weight)
 
 

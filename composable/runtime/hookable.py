@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
+import torch.distributed as dist
 from torch import nn
 
 from composable.errors import AnnotationError
 from composable.runtime.accumulation import Accumulation
 from composable.runtime.averaging import Averaging
 from composable.runtime.gradients import UnitGradients, reduce_by
-from composable.runtime.hooked_units import HookedUnits, UnitHook, refuse_sparse
+from composable.runtime.hooked_stages import StageHooks
+from composable.runtime.hooked_units import ALL_REDUCE, REDUCE_SCATTER, HookedUnits, UnitHook, refuse_sparse
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.sharded_unit import ShardedUnit
+
+STAGES: Final = (REDUCE_SCATTER, ALL_REDUCE)
 
 
 class Replicas:
@@ -42,7 +47,15 @@ class Replicas:
         return any(forwards.left for forwards in self._unit.forwards)
 
     @property
-    def hook(self) -> UnitHook | None:
+    def stages(self) -> tuple[str, ...]:
+        """In which its gradients are reduced."""
+        return (ALL_REDUCE,)
+
+    def group_of(self, stage: str) -> dist.ProcessGroup | None:
+        """The ranks that a stage is made over; None for one alone."""
+        return _group_of_all(self.mesh_info)
+
+    def hook_of(self, stage: str) -> UnitHook | None:
         return self._unit.hook
 
     def hooked_by(self, hooked: HookedUnits, prefix: str) -> UnitHook:
@@ -53,7 +66,7 @@ class Replicas:
         """
         return hooked.add_replicas(self._unit, prefix)
 
-    def put(self, hook: UnitHook | None) -> None:
+    def put(self, hook: UnitHook | None, stage: str) -> None:
         """From the next backward on."""
         self._unit.hook = hook
         self._unit.renew(self._unit.parameters.registered)
@@ -91,19 +104,34 @@ class Shards:
         return False  # nothing was made in forward that a hook would change
 
     @property
-    def hook(self) -> UnitHook | None:
-        return self._gradients.hook
+    def stages(self) -> tuple[str, ...]:
+        """In which its gradients are reduced: two on a hybrid mesh."""
+        mesh = self.mesh_info.mesh
+        return (REDUCE_SCATTER,) if mesh is None or mesh.ndim == 1 else (REDUCE_SCATTER, ALL_REDUCE)
+
+    def group_of(self, stage: str) -> dist.ProcessGroup | None:
+        """The ranks that a stage is made over; None for one alone."""
+        mesh_info = self.mesh_info
+        mesh = mesh_info.mesh
+        if mesh is None or mesh.ndim == 1:
+            return _group_of_all(mesh_info)
+        dim = mesh_info.shard_dim if stage == REDUCE_SCATTER else 1 - mesh_info.shard_dim
+        return None if mesh.size(dim) == 1 else mesh.get_group(dim)
+
+    def hook_of(self, stage: str) -> UnitHook | None:
+        hooks = self._gradients.comm_hooks
+        return None if hooks is None else hooks.at(stage)
 
     def hooked_by(self, hooked: HookedUnits, prefix: str) -> UnitHook:
         """Its part of a registration, as `Replicas.hooked_by`."""
         return hooked.add_shards(self._gradients, prefix)
 
-    def put(self, hook: UnitHook | None) -> None:
+    def put(self, hook: UnitHook | None, stage: str) -> None:
         """From the next backward on."""
         root = self._unit.root
         if root is not None and root.backward.is_open:
             root.abort("its backward did not finish")
-        reduce_by(self._gradients, hook)
+        reduce_by(self._gradients, (self._gradients.comm_hooks or StageHooks()).changed(stage, hook))
 
     def refuse_gradients(self) -> None:
         """Raise if hooks could not take them."""
@@ -112,8 +140,7 @@ class Shards:
                 f"register_comm_hook: parameters of unit '{self.name}' rest on the host (offload_policy), and hooks do not go "
                 "with that so far. Leave one of them out"
             )
-        if self.mesh_info.replicate is not None:
-            raise AnnotationError(
-                f"register_comm_hook: gradients of unit '{self.name}' are reduced in two stages, over shards and over "
-                "replicas, and hooks are for one so far. Shard over all ranks (a mesh of one dimension), or leave the hook out"
-            )
+
+
+def _group_of_all(mesh_info: MeshInfo) -> dist.ProcessGroup | None:
+    return None if mesh_info.group is None or mesh_info.all.size == 1 else mesh_info.group()

@@ -10,7 +10,7 @@ order, see Note [When hooks are called].
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -20,8 +20,10 @@ from torch import Tensor, nn
 from composable.device.collectives import Communicator, ReducePart, Scratch, TagSequence
 from composable.device.comm_hooks import GradientBucketForHooks
 from composable.device.flat_parameters import FlatParameters
+from composable.device.parameter_forms import cut
 from composable.device.unused_parameters import UseFlags
 from composable.runtime.hooked_hop import HookedHop, Start
+from composable.runtime.hooked_replicas import HookedReplicas
 from composable.runtime.hooked_units import UnitHook
 from composable.runtime.reduction import Reduction
 
@@ -55,11 +57,15 @@ class _TakesOwn:
 
 
 class HookedReduction:
-    """A `Reduction` whose sum over the shards a hook makes."""
+    """A `Reduction` whose sum over the shards a hook makes.
+
+    Args:
+        replicas, like, by_hook: `Reduction`'s, of which one follows.
+    """
 
     __slots__ = (
-        "_at_launch", "_communicator", "_fqns", "_hook", "_hop", "_indices", "_message", "_missing", "_numbers", "_pending",
-        "_reduction", "_shapes", "_sharded", "_start", "_uses", "divided", "flat"
+        "_at_launch", "_carried", "_communicator", "_fqns", "_hook", "_hop", "_indices", "_message", "_missing", "_numbers",
+        "_pending", "_reduction", "_shapes", "_sharded", "_start", "_uses", "divided", "flat"
     )  # fmt: skip
 
     def __init__(
@@ -69,6 +75,9 @@ class HookedReduction:
         communicator: Communicator,
         trainable: Sequence[bool],
         hook: UnitHook,
+        replicas: Communicator | None = None,
+        like: Callable[[Tensor, Tensor], Tensor] | None = None,
+        by_hook: HookedReplicas | None = None,
     ) -> None:
         self.flat = flat
         self.divided = False
@@ -83,7 +92,9 @@ class HookedReduction:
         self._start = Start(communicator, hook.units.hook.group)
         self._hop = HookedHop(hook.units.hook, self._start, self._says, self._bucket_of, at_launch=self._at_launch)
         own: Communicator = _TakesOwn(communicator)  # type: ignore[assignment]  # all that a reduction asks for
-        self._reduction = Reduction(flat, sharded, own, trainable, flat.reduce_dtype, divisor=1.0)
+        divisor = 1.0 if replicas is None else float(replicas.size)
+        self._reduction = Reduction(flat, sharded, own, trainable, flat.reduce_dtype, replicas, like, divisor, by_hook)
+        self._carried: Sequence[Tensor | None] = ()
         self._pending: tuple[TagSequence, str] | None = None  # of a launch that has not come to the shards
         self._missing: list[int] = []
         self._message = self._numbers = _NOWHERE
@@ -102,6 +113,7 @@ class HookedReduction:
         self._missing = [index for index, gradient in zip(self._indices, found, strict=True) if gradient is None]
         self._message = torch.cat(pieces)
         self._numbers = self._uses.without(self._missing).clone()
+        self._carried = carried
         self._pending = tags, label
         self._hop.all_reduce(self._message, label, None, tags)
         if not self._at_launch:
@@ -136,8 +148,16 @@ class HookedReduction:
         for index, piece, shape in zip(self._indices, pieces, self._shapes, strict=True):
             if index not in unused:
                 reduced[index] = piece.view(shape)
+        self._add_carried(reduced)
         self._message = _NOWHERE
         self._reduction.launch(reduced, tags, label)
+
+    def _add_carried(self, reduced: Sequence[Tensor | None]) -> None:
+        """They are means, as what the hook made, of the rows that this rank takes."""
+        carried, self._carried = self._carried, ()
+        for whole, shard, slot in zip(reduced, carried, self.flat.layout.slots, strict=False):
+            if whole is not None and shard is not None:
+                cut(whole, slot, self.flat.rank).add_(shard)
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         self._reduction.keep(gradients)
@@ -146,7 +166,9 @@ class HookedReduction:
         """The hook may still read the message."""
 
     def all_reduce(self, tags: TagSequence, label: str) -> None:
-        """There is no second hop."""
+        """Wait for the hook, and launch the second hop if there is one."""
+        self._land()
+        self._reduction.all_reduce(tags, label)
 
     def finish(self) -> list[nn.Parameter]:
         """Wait, and put the means on the sharded parameters; returns what `Reduction.finish` does."""
@@ -170,7 +192,7 @@ class HookedReduction:
 
     def drop(self) -> None:
         """Forget what is in flight."""
-        self._pending = None
+        self._pending, self._carried = None, ()
         try:
             self._hop.abort()
         finally:

@@ -5,24 +5,31 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 from weakref import ref
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import Communicator, TagSequence
 from composable.device.comm_hooks import CommHook, GradientBucketForHooks
 from composable.device.gradient_buckets import GradientBucket
+from composable.device.private import local_of
 from composable.errors import AnnotationError
 from composable.runtime.gradient_hooks import weakly
 from composable.runtime.hooked_hop import HookedHop, Start
 from composable.runtime.trailer import Trailer
+
+REDUCE_SCATTER: Final = "reduce_scatter"
+ALL_REDUCE: Final = "all_reduce"
 
 
 class Trains(Protocol):
     """Some gradients of a sharded unit."""
 
     trains: bool
+    trainable: tuple[bool, ...]
+    sharded: Sequence[nn.Parameter]
 
 
 class Shards(Protocol):
@@ -44,13 +51,17 @@ class Replicas(Protocol):
 class HookedUnits:
     """The units of one registration.
 
+    Args:
+        stage: where there are two, the one that the hook makes.
+
     Attributes:
         hook: of all of them.
         digest: a number for it that is not zero: ranks with different hooks exchange different messages.
     """
 
-    def __init__(self, hook: CommHook) -> None:
+    def __init__(self, hook: CommHook, stage: str = "") -> None:
         self.hook = hook
+        self.stage = stage
         self.digest: int = 1 + zlib.crc32(hook.name.encode()) % (TagSequence.DIGESTS - 1)
         self._shards: list[ref[Shards]] = []
         self._replicas: list[ref[Replicas]] = []
@@ -83,7 +94,8 @@ class HookedUnits:
         if key in self._called:
             self._called = {}
         self._called[key] = None
-        expected = sum(group.trains for each in self._shards if (found := each()) is not None for group in found.groups)
+        groups = [group for each in self._shards if (found := each()) is not None for group in found.groups]
+        expected = sum(group.trains and (self.stage != ALL_REDUCE or _trains_rows(group)) for group in groups)
         last = len(self._called) >= expected
         if last:
             self._called = {}
@@ -93,6 +105,16 @@ class HookedUnits:
         """Whether no other one launches after it."""
         places = [found.place_in_backward for each in self._replicas if (found := each()) is not None]
         return unit.place_in_backward == max((place for place in places if place is not None), default=None)
+
+
+def _trains_rows(group: Trains) -> bool:
+    return any(wanted and has_rows(each) for each, wanted in zip(group.sharded, group.trainable, strict=True))
+
+
+def has_rows(parameter: nn.Parameter) -> bool:
+    """Whether this rank owns any of a sharded parameter."""
+    assert isinstance(parameter, DTensor)
+    return local_of(parameter).numel() > 0
 
 
 class UnitHook:

@@ -24,10 +24,11 @@ from composable.device.flat_parameters import FlatParameters
 from composable.device.host_home import settle_traffic
 from composable.device.parameter_forms import gradient_like
 from composable.device.private import gradient_hooks
-from composable.device.sharded_gradients import GradientRows, GradientShards
+from composable.device.sharded_gradients import GradientRows, GradientShards, landed_in
 from composable.device.user_hooks import hooked, with_hooks
 from composable.plan.layout import plan_reduction
 from composable.plan.scaling import scaling_of
+from composable.runtime.hooked_replicas import HookedReplicas
 from composable.runtime.hop import Hop
 
 
@@ -39,6 +40,7 @@ class Reduction:
         source: the dtype of the gradients that are launched.
         replicas: of the second hop, if the parameters are not only sharded but replicated, too.
         divisor: what sums are divided by; None for the number of ranks, which makes them means.
+        by_hook: in place of `replicas`: their mean is made by a hook of the user's.
 
     Attributes:
         divided: whether it is launched in two parts, of which `give_back` waits for the first.
@@ -47,6 +49,7 @@ class Reduction:
     """
 
     __slots__ = (
+        "_by_hook",
         "_carried",
         "_casts",
         "_dtype",
@@ -79,6 +82,7 @@ class Reduction:
         replicas: Communicator | None = None,
         like: Callable[[Tensor, Tensor], Tensor] | None = None,
         divisor: float | None = None,
+        by_hook: HookedReplicas | None = None,
     ) -> None:
         self.flat = flat
         self._sharded = sharded
@@ -93,14 +97,16 @@ class Reduction:
         )
         self.divided = self._plan.first > 0
         ranks = communicator.size * (1 if replicas is None else replicas.size)
-        self._rows = GradientRows(flat, self._plan, communicator.size, source) if ranks > 1 or like is not None else None
+        alone = ranks == 1 and like is None and by_hook is None
+        self._rows = None if alone else GradientRows(flat, self._plan, communicator.size, source)
         self._dtype = flat.reduce_dtype
         self._casts = self._dtype != source
         reads = replicas is None or replicas.capabilities.reads_scaled_inputs
         self._scaling = scaling_of(flat.precision.reduce, ranks, divisor=divisor, reads_inputs=reads)
         self._over_shards = Hop(communicator)
         self._over_replicas = None if replicas is None else Hop(replicas)
-        self._last_hop = self._over_replicas or self._over_shards
+        self._by_hook = by_hook
+        self._last_hop: Hop | HookedReplicas = by_hook or self._over_replicas or self._over_shards
         # What parts of the first hop are multiplied by, and whether the terms may be; see Note [One division].
         last = replicas is None
         self._scale = (1.0 / self._scaling.after, self._scaling.input_factor is not None) if last else (1.0, False)
@@ -127,6 +133,8 @@ class Reduction:
             carried: means over the shards from earlier backwards, to be averaged over the replicas with this one's.
         """
         self._carried = carried
+        if self._by_hook is not None:
+            self._by_hook.shard_tags = tags
         rows = self._rows
         if rows is None:
             self.keep(gradients)
@@ -183,13 +191,20 @@ class Reduction:
 
     def all_reduce(self, tags: TagSequence, label: str) -> None:
         """Wait for the first hop, and launch the second. Nothing happens without a `launch`."""
-        if not self._over_shards.in_flight or self._rows is None or self._over_replicas is None:
+        if not self._over_shards.in_flight or self._rows is None or self._last_hop is self._over_shards:
             return
         self._over_shards.wait()
         self._rows.buffer.free()
         if self._carried:
-            self._shards.add_shards(self._carried, self._over_shards.communicator.size / self._scaling.before)
+            # What has landed are sums over the shards, divided by what they are before the last hop, or their means.
+            landed = self._over_shards.communicator.size / self._scaling.before * self._scale[0]
+            self._shards.add_shards(self._carried, landed)
             self._carried = ()
+        if self._by_hook is not None:
+            flags = self._shards.row[self._plan.flags_start :][: len(self._plan.flagged)]
+            self._by_hook.launch(landed_in(self._shards, self._plan, self.flat), flags, tags, label)
+            return
+        assert self._over_replicas is not None
         factor = self._scaling.input_factor
         for sums in self._shards.reduced:
             self._over_replicas.all_reduce(sums, label, None if factor is None else (sums, factor), tags)

@@ -190,8 +190,9 @@ class ShardedUnit:
     def __reduce__(self) -> tuple[Any, ...]:
         """What a copy has, too. The copied modules are not whole yet: it makes its handle at its first use."""
         fqn = self.spare_name if self._handle is None else self._handle.fqn
-        if self._handle is not None and self._handle.gradients.hook is not None:
-            self._handle.gradients.hook.refuse_copy("fully_shard", self.name)
+        hooks = None if self._handle is None else self._handle.gradients.comm_hooks
+        if hooks is not None:
+            hooks.each[0].refuse_copy("fully_shard", self.name)
         copied = {
             "modules": self.modules,
             "guards": self.guards,

@@ -66,7 +66,6 @@ FOUR_RANKS: Final = {"neighbours", "experts"}  # on two they are nothing of thei
 
 # What is refused, by name: each pair is a test, too.
 REFUSED: Final[dict[tuple[str, str], str]] = {
-    ("verbs=hybrid", "hooks=in place of sums"): "stage",
     ("verbs=experts", "hooks=in place of sums"): "on another mesh",
     ("verbs=replicate", "offloaded=parameters"): "offload_policy",
     ("verbs=replicate", "offloaded=both"): "offload_policy",
@@ -226,7 +225,8 @@ def annotate(model: Model, combination: Combination) -> None:
     if combination.hooks == "in place of sums":
         below = {"replicate in shard": [1], "shard in replicate": [0, 2]}.get(combination.verbs, [])
         for module in (model, *(model.blocks[index] for index in below)):
-            register_comm_hook(module, _mean)
+            for stage in ("reduce_scatter", "all_reduce") if combination.verbs == "hybrid" else (None,):
+                register_comm_hook(module, _mean, stage=stage)
     for parameter in model.parameters():
         hook_on(parameter, combination)
 

@@ -17,7 +17,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     fp16_compress_wrapper,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable import (
@@ -240,13 +239,22 @@ def test_sharded_and_replicated_modules_of_one_model_have_hooks_side_by_side(poo
     pool.run(2, _mixed, device=device)
 
 
+def _alone() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(Model(), grad_reduce="sum")
+    with register_comm_hook(model, noop_hook):
+        _loss(model, 0, spare=True).backward()
+    assert all(gradient is not None for gradient in full_gradients(model).values())
+
+
+def test_one_rank_alone_calls_no_hook(pool: Pool) -> None:
+    pool.run(1, _alone)
+
+
 # --- what is refused, and what fails --------------------------------------------------------------------------------------
 
 
 def _refusals(which: str) -> str:
-    if which == "hybrid":
-        model = _model(mesh=init_device_mesh(current_device().type, (2, 2)))
-        return refusal(lambda: register_comm_hook(model, noop_hook))
     model = _model(offload_policy=CPUOffloadPolicy()) if which == "offload" else _model()
     if which == "offload":
         return refusal(lambda: register_comm_hook(model, noop_hook))
@@ -262,8 +270,6 @@ def _refusals(which: str) -> str:
 
 
 _TEXTS: Final = {
-    "hybrid": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced in two stages, over shards and over "
-    "replicas, and hooks are for one so far. Shard over all ranks (a mesh of one dimension), or leave the hook out",
     "offload": "AnnotationError: register_comm_hook: parameters of unit '(root)' rest on the host (offload_policy), and hooks "
     "do not go with that so far. Leave one of them out",
     "stage": "AnnotationError: register_comm_hook: sharded gradients are reduced in one stage, 'reduce_scatter'; leave "
@@ -280,7 +286,7 @@ _TEXTS: Final = {
 
 @pytest.mark.parametrize("which", _TEXTS)
 def test_what_cannot_be_is_refused_by_name(pool: Pool, which: str) -> None:
-    assert same_on_all(pool.run(4 if which == "hybrid" else 2, _refusals, which)) == _TEXTS[which]
+    assert same_on_all(pool.run(2, _refusals, which)) == _TEXTS[which]
 
 
 class _Fails:
