@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import (
     MixedPrecisionPolicy,
@@ -24,7 +25,7 @@ from composable import (
 from tests.helpers import compiled
 from tests.helpers.compare import full, full_gradients, full_parameters
 from tests.helpers.refusals import refusal, refused
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, current_device
 
 BF16: Final = torch.bfloat16
 F32: Final = torch.float32
@@ -90,7 +91,16 @@ def _seat() -> tuple[int, int]:
 # --- classes that keep their dtype ------------------------------------------------------------------------------------
 
 
-def _train_as_written(annotate: Callable[[nn.Module], object]) -> None:
+def _hybrid(**options: Any) -> Callable[[nn.Module], object]:
+    mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    return lambda model: fully_shard(model, policy={Part}, mesh=mesh, **options)
+
+
+def _replicas(ranks: int, replicas: int) -> list[tuple[int, int]]:
+    return [(first, first + ranks // replicas) for first in range(0, ranks, ranks // replicas)]
+
+
+def _train_as_written(annotate: Callable[[nn.Module], object], replicas: int = 1) -> None:
     ranks, rank = _seat()
     expected, model = parts(), parts()
     annotate(model)
@@ -106,7 +116,8 @@ def _train_as_written(annotate: Callable[[nn.Module], object]) -> None:
         output.float().square().mean().backward()
         gradients = [[p.grad.float() for p in low.parameters()] for low in lows]  # type: ignore[union-attr]
         for parameter, *terms in zip(expected.parameters(), *gradients, strict=True):
-            parameter.grad = sum(terms[1:], terms[0]) / ranks
+            sums = [sum(terms[first:last], torch.zeros(())) for first, last in _replicas(ranks, replicas)]
+            parameter.grad = sum(sums, torch.zeros(())) / ranks
         for (name, found), parameter in zip(full_gradients(model).items(), expected.parameters(), strict=True):
             assert torch.equal(found, parameter.grad), name  # type: ignore[arg-type]
         for each in (expected, model):
@@ -135,6 +146,8 @@ _SCHEMES: Final[dict[str, Callable[[nn.Module], object]]] = {
 def _classes_keep_their_dtype() -> None:
     for annotate in _SCHEMES.values():
         _train_as_written(annotate)
+    if _seat()[0] == 4:
+        _train_as_written(_hybrid(mp_policy=KEPT), replicas=2)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -316,6 +329,8 @@ def _evaluates() -> None:
         lambda model, policy: fully_shard(model, mp_policy=policy, reshard_after_forward=False),
     ):
         _evaluation_is_exact_and_training_goes_on(annotate)
+    if _seat()[0] == 4:
+        _evaluation_is_exact_and_training_goes_on(lambda model, policy: _hybrid(mp_policy=policy)(model))
 
 
 def _gradients_of_evaluation_are_those_of_full_precision() -> None:
