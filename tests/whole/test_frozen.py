@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import checkpoint, fully_shard, no_sync, replicate
+from composable import MixedPrecisionPolicy, checkpoint, fully_shard, no_sync, replicate
 from composable.model.traversal import get_handles
 from composable.plan.phases import Phase
 from tests.helpers.compare import full
@@ -47,14 +49,14 @@ def _sharded(model: nn.Module) -> None:
     fully_shard(model, policy={Adapted, Base})
 
 
-def _kept(model: nn.Module) -> None:
-    fully_shard(model, policy={Adapted, Base}, reshard_after_forward=False)
+def _kept(model: nn.Module, **options: Any) -> None:
+    fully_shard(model, policy={Adapted, Base}, reshard_after_forward=False, **options)
 
 
-def _hybrid(model: nn.Module) -> None:
+def _hybrid(model: nn.Module, **options: Any) -> None:
     shape = (2, dist.get_world_size() // 2)
     mesh = init_device_mesh(current_device().type, shape, mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, policy={Adapted, Base}, mesh=mesh)
+    fully_shard(model, policy={Adapted, Base}, mesh=mesh, **options)
 
 
 def _checkpointed(model: nn.Module) -> None:
@@ -70,8 +72,8 @@ def _adapters_replicated(model: nn.Module) -> None:
     _kept(model)
 
 
-def _replicated(model: nn.Module) -> None:
-    replicate(model)
+def _replicated(model: nn.Module, **options: Any) -> None:
+    replicate(model, **options)
 
 
 def _batch(rank: int, turn: int) -> Tensor:
@@ -97,6 +99,35 @@ def test_adapters_train_as_in_one_process() -> None:
                 optimizer.zero_grad()
         for (name, expected), actual in zip(plain.named_parameters(), model.named_parameters(), strict=True):
             torch.testing.assert_close(full(actual[1]), expected.detach(), msg=f"{name} of {annotate}")
+
+
+@spmd(ranks=[2, 4])
+def test_adapters_train_in_bfloat16_as_the_casts_mean_written_out() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    for annotate in (_kept, _replicated) if size == 2 else (_kept, _hybrid):
+        rested, model = _model(), _model()
+        annotate(model, mp_policy=MixedPrecisionPolicy("bf16", "fp32"))
+        sums: dict[str, Tensor] = {}
+        for each in range(size):
+            low = copy.deepcopy(rested)
+            for parameter in low.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
+            output = low(_batch(each, 0).to(torch.bfloat16))
+            output.float().square().mean().backward()
+            for name, parameter in low.named_parameters():
+                if parameter.grad is not None:
+                    sums[name] = sums.get(name, 0) + parameter.grad.float()
+            if each == rank:
+                wanted = output
+        found = model(_batch(rank, 0))
+        assert torch.equal(found, wanted)
+        found.float().square().mean().backward()
+        gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        assert list(gradients) == list(sums)
+        for name, gradient in gradients.items():
+            near = 0.0 if size == 2 else 1e-6
+            torch.testing.assert_close(full(gradient), sums[name] / size, rtol=near, atol=near, msg=f"{name} of {annotate}")
 
 
 @spmd(ranks=2)
