@@ -276,7 +276,7 @@ def _unfreezes() -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_unfrozen_between_steps_is_summed_in_dtypes_of_its_own(pool: Pool, ranks: int) -> None:
+def test_what_is_unfrozen_between_steps_is_summed_bit_by_bit_in_dtypes_of_its_own(pool: Pool, ranks: int) -> None:
     pool.run(ranks, _unfreezes)
 
 

@@ -137,7 +137,7 @@ def test_training_is_bit_by_bit_what_the_casts_mean_written_out(pool: Pool, rank
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_what_is_unfrozen_between_steps_is_summed_in_dtypes_of_its_own(pool: Pool, ranks: int) -> None:
+def test_what_is_unfrozen_between_steps_is_summed_bit_by_bit_in_dtypes_of_its_own(pool: Pool, ranks: int) -> None:
     pool.run(ranks, unfreezes_between_steps, _in_units, POLICIES["bf16, summed in float32"])
 
 
