@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from composable.device.memory import MemoryPool
-from composable.device.private import view_without_memory
+from composable.device.private import swap_memory, view_without_memory
 
 _STORAGES: Final[WeakValueDictionary[int, torch.UntypedStorage]] = WeakValueDictionary()  # of all buffers, by their ids
 
@@ -32,12 +32,13 @@ def is_elastic(storage: torch.UntypedStorage) -> bool:
 class ElasticBuffer:
     """A 1-D tensor whose memory comes and goes while its views stay valid; there is none at first."""
 
-    __slots__ = ("_held", "_nbytes", "_shelf", "_storage", "tensor")
+    __slots__ = ("_block", "_held", "_nbytes", "_shelf", "_storage", "tensor")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: MemoryPool) -> None:
         self._nbytes = numel * dtype.itemsize
         self._shelf = pool.free_list(self._nbytes, device)
         self._held = False
+        self._block: torch.UntypedStorage | None = None  # empty: what it lent its memory from
         with torch.inference_mode(False):
             start = torch.empty(0, dtype=dtype, device=device)
             self._storage = start.untyped_storage()
@@ -74,10 +75,20 @@ class ElasticBuffer:
 
     def allocate(self) -> None:
         if not self._held:
-            self._shelf.fill(self._storage)
+            if self._shelf.blocks:  # what `fill` does, without the calls: it is done ten times per unit and step
+                self._block = block = self._shelf.blocks.pop()
+                swap_memory(self._storage, block)
+            else:
+                self._shelf.fill(self._storage)
             self._held = True  # last, and first below: after an interrupt in between there may be more memory, never less
 
     def free(self) -> None:
         if self._held:
             self._held = False
-            self._shelf.drain(self._storage)
+            block = self._block
+            if block is None:
+                self._shelf.drain(self._storage)
+            else:
+                self._block = None
+                swap_memory(self._storage, block)
+                self._shelf.blocks.append(block)

@@ -136,7 +136,8 @@ class FlatParameters:
     """
 
     __slots__ = (
-        "_casts", "_columns", "_late", "_own", "_packed_copies", "_sent", "_staging", "coming", "compute_dtype", "device",
+        "_casts", "_columns", "_late", "_messages", "_own",
+        "_packed_copies", "_sent", "_staging", "coming", "compute_dtype", "device",
         "dtype", "full", "full_views", "gather_plan", "gradient_dtype", "home", "layout", "pool", "precision", "rank",
         "reduce_dtype", "shard", "unsharded"
     )  # fmt: skip
@@ -188,6 +189,7 @@ class FlatParameters:
         self._staging: ElasticBuffer | None = None
         if layout.packed_numel:
             self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, self.compute_dtype, device, pool)
+        self._messages = tuple([buffer for buffer in (self._staging, self._sent) if buffer is not None])
         wide = communicator.capabilities.wide_copies
         self._columns: tuple[list[int], list[Tensor]] | None = None if wide else self._plan_columns()
         if wide or (self._columns is None and layout.packed_numel):
@@ -332,14 +334,12 @@ class FlatParameters:
     @property
     def has_messages(self) -> bool:
         """Whether `begin_gather` and `end_gather` have anything to do."""
-        return bool(self._casts[0]) or self._staging is not None or self.coming is not None
+        return bool(self._casts[0] or self._messages) or self.coming is not None
 
     def begin_gather(self) -> None:
         """Make what a gather needs besides the buffers: memory for packed messages, and casts of the shards."""
-        if self._staging is not None:
-            self._staging.allocate()
-        if self._sent is not None:
-            self._sent.allocate()
+        for buffer in self._messages:
+            buffer.allocate()
         targets, sources = self._casts
         if self.coming is not None:
             self.coming.bring(targets, sources)
@@ -347,16 +347,14 @@ class FlatParameters:
             torch._foreach_copy_(targets, sources)
 
     def end_gather(self) -> None:
-        """What was sent has arrived and was copied out, or will not be."""
+        """What was sent is no longer read, and what was to arrive is not wanted."""
         if self.coming is not None:
             self.coming.end()
-        if self._sent is not None:
-            self._sent.free()
-        if self._staging is not None:
-            self._staging.free()
+        for buffer in self._messages:
+            buffer.free()
 
-    def copy_out(self) -> None:
-        """Copy the packed parameters from where their message landed to where modules read them."""
+    def land(self) -> None:
+        """What was gathered has arrived: copy the packed parameters to where modules read them, and end the gather."""
         targets, sources = self._packed_copies
         if self._late is not None:
             self._late.allocate()
@@ -366,6 +364,10 @@ class FlatParameters:
             torch.split_with_sizes_copy(rows, numels, dim=1, out=wholes)
         elif targets:
             torch._foreach_copy_(targets, sources)
+        if self.coming is not None:
+            self.coming.end()
+        for buffer in self._messages:
+            buffer.free()
 
 
 def _read_by_device(flat: FlatParameters, start: int, numel: int) -> Tensor:

@@ -32,7 +32,10 @@ class GradientUsers:
         if not CAN_COUNT_USERS or storage_users(self._storage) != self._of_memory:
             return True
         if indices is None:
-            return _references([*self._gradients]) != (self._by_python, self._by_graphs)
+            gradients = [*self._gradients]
+            if list(map(sys.getrefcount, gradients)) != self._by_python:
+                return True
+            return list(map(tensor_users, gradients)) != self._by_graphs
         before = [self._by_python[index] for index in indices], [self._by_graphs[index] for index in indices]
         return _references([self._gradients[index] for index in indices]) != before
 

@@ -44,10 +44,11 @@ class FreeList:
 class Resizing:
     """No free lists: an accelerator's caching allocator is a pool already, and a torch that cannot swap has no other way."""
 
-    __slots__ = ("_nbytes",)
+    __slots__ = ("_nbytes", "blocks")
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
+        self.blocks: list[torch.UntypedStorage] = []  # always
 
     def fill(self, storage: torch.UntypedStorage) -> None:
         """Give `storage`, which is empty, memory with undefined contents."""

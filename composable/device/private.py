@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial, wraps
 from operator import attrgetter
 from threading import get_ident
-from types import SimpleNamespace
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -36,9 +35,8 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def backward_id() -> int:
-    """The number of the backward pass that this thread is in, -1 outside of one; nested passes have their own."""
-    return int(torch._C._current_graph_task_id())
+# The number of the backward pass that this thread is in, -1 outside of one; nested passes have their own.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 # The node of a backward that this thread runs, None outside of them: a backward that ends there is inside of another one.
@@ -221,13 +219,9 @@ STATES_OF_VERBS: Final[str | None] = getattr(_contract, "STATE_KEY", None)
 NAMES_OF_VERBS: Final[str | None] = getattr(_contract, "REGISTRY_KEY", None)
 
 
-_profiler: Final[Any] = profiler if hasattr(profiler, "_is_profiler_enabled") else SimpleNamespace(_is_profiler_enabled=False)
-
-
-def profiled() -> bool:
-    """Whether a profiler of torch's runs in this process: labels cost 2 us each whether or not somebody reads them. There is no
-    public way to ask; a torch that does not tell gets none."""
-    return _profiler._is_profiler_enabled  # type: ignore[no-any-return]
+# Whether a profiler of torch's runs in this process: labels cost 2 us each whether or not somebody reads them. There is no
+# public way to ask; a torch that does not tell gets none. Made in C, because it is asked for every launch and every wait.
+profiled: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled", False)
 
 
 def flattened_by_torch(parameter: torch.Tensor) -> bool:
@@ -240,12 +234,9 @@ def as_real(tensor: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def chunk_cat(tensors: Sequence[torch.Tensor], num_chunks: int, out: torch.Tensor) -> None:
-    """Cut each tensor's dimension 0 into `num_chunks` chunks, pad them, and lay chunk i of all tensors into row i of `out`.
-
-    Public operations need a view, or two, and a copy per tensor: 16 us for the 12 tensors of a block, against 5 us.
-    """
-    torch._chunk_cat(list(tensors), 0, num_chunks, out=out)
+# `chunk_cat(tensors, dim, num_chunks, out=)` cuts each tensor into `num_chunks` chunks, pads them, and lays chunk i of all
+# tensors into row i of `out`. Public operations need a view, or two, and a copy per tensor: 16 us for the 12 of a block, not 5.
+chunk_cat: Callable[..., torch.Tensor] = torch._chunk_cat
 
 
 def _cannot_swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:

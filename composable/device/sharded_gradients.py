@@ -16,7 +16,7 @@ from composable.device.held_gradients import refuse_hooks_again
 from composable.device.host_home import LeavingSums
 from composable.device.kept_gradients import GradientUsers
 from composable.device.parameter_forms import like_parameter
-from composable.device.private import as_tensors, chunk_cat, gradient_hooks, local_of
+from composable.device.private import as_tensors, chunk_cat, gradient_hooks, hooks_after_accumulation, local_of
 from composable.device.row_pairs import pair_rows
 from composable.device.unused_parameters import UseFlags
 from composable.device.user_hooks import hooked, with_hooks
@@ -110,7 +110,7 @@ class GradientRows:
         """
         complete = not missing_in(self._pick_flagged(gradients))
         if complete and self._as_they_are:
-            chunk_cat(self._pick_row((*gradients, *self._constants)), self._num_shards, self._rows)
+            chunk_cat(self._pick_row((*gradients, *self._constants)), 0, self._num_shards, out=self._rows)
             return []
         missing = [] if complete else [slot for slot in self.plan.flagged if gradients[slot] is None]
         self._copy_in_carefully(gradients, missing)
@@ -126,7 +126,7 @@ class GradientRows:
             wanted[column.slot] = gradient.expand(self._num_shards, *slot.shape) if whole else gradient
         flags = self.flags.without(missing)
         if self._cut_together:
-            chunk_cat(self._pick_row((*wanted, flags, *self._fillers.values())), self._num_shards, self._rows)
+            chunk_cat(self._pick_row((*wanted, flags, *self._fillers.values())), 0, self._num_shards, out=self._rows)
             return
         starts = [self.plan.flags_start, *self._fillers]
         sources = [flags, *self._fillers.values()]
@@ -190,12 +190,13 @@ class GradientShards:
             called for them.
 
     Attributes:
+        in_place: whether sums land where gradients are, so that `take_from_row` and `close` have nothing to do.
         slots: where the gradients lie in their buffer, by the number of their parameter; none that are frozen.
     """
 
     __slots__ = (
         "_belongs", "_buffer", "_dtensors", "_flat", "_holds", "_landed", "_landing", "_leaving", "_like", "_numel", "_places",
-        "_plan", "_released", "_sharded", "_shelf", "_straight", "_users", "direct", "reduced", "row", "slots",
+        "_plan", "_released", "_sharded", "_shelf", "_straight", "_users", "direct", "in_place", "reduced", "row", "slots",
         "worth_releasing"
     )  # fmt: skip
 
@@ -216,6 +217,7 @@ class GradientShards:
         self.direct: list[Tensor] = []  # where direct gradients belong, in the plan's order
         self.row = torch.empty(0)  # where the reduced row lands: in the buffer itself if it can
         self.reduced: list[Tensor] = []  # all of these, in as few stretches as they lie in
+        self.in_place = False
         self._landed: list[Tensor] = []  # otherwise: where its columns are, ...
         self._belongs: list[Tensor] = []  # ... and where they belong
         self._landing: ElasticBuffer | None = None  # of these, if they are cast on the way; memory of a reduction only
@@ -265,6 +267,7 @@ class GradientShards:
         self.direct = [shards[index] for index in plan.direct]
         stretches = _stretches([self.slots[index] for index in plan.direct], self._straight, self._numel)
         self.reduced = [buffer[start:end] for start, end in stretches]
+        self.in_place = landing is None and self._straight is not None and self._leaving is None
         if landing is None and self._straight is not None:
             self.row = buffer[self._straight :]
             return
@@ -282,10 +285,6 @@ class GradientShards:
         self._landed = [self.row[start : start + shards[c.slot].numel()] for start, c in zip(starts, plan.columns, strict=True)]
         self._landed += self.direct if landing is not None else []
 
-    def _kept_by_somebody(self) -> bool:
-        """Whether a gradient handed out earlier may still be read: it must not change under its reader."""
-        return self._buffer is None or self._users.keep_any()
-
     def refresh(self) -> bool:
         """Make `buffer`, which is laid out like the shard buffer, ready for the next gradients; True if it is another one."""
         if self._landing is not None:
@@ -294,16 +293,16 @@ class GradientShards:
             self._shelf.fill(self.buffer.untyped_storage())
             self._released = False
             return False
-        if not self._kept_by_somebody():
-            if self._leaving is not None:
-                self._leaving.refresh()
-            return False
-        self._make()
-        return True
+        if self._buffer is None or self._users.keep_any():
+            self._make()
+            return True
+        if self._leaving is not None:
+            self._leaving.refresh()
+        return False
 
     def release(self) -> None:
         """Give the memory back if nobody holds a gradient in it: during forward, activations need it more."""
-        if not self._released and not self._kept_by_somebody():
+        if not self._released and self._buffer is not None and not self._users.keep_any():
             self._released = True  # first: after an interrupt there may be more memory, never less
             self._shelf.drain(self.buffer.untyped_storage())
 
@@ -357,7 +356,7 @@ class GradientShards:
             if not have_hooks and set(gradients) == {None}:
                 for parameter, more in zip(parameters, fresh, strict=True):
                     parameter.grad = more
-                return with_hooks(parameters)
+                return with_hooks(parameters) if any(map(hooks_after_accumulation, parameters)) else []
         if have_hooks:
             fresh = list(map(hooked, parameters, fresh))
             gradients = list(map(gradient_of, parameters))  # hooks of the user's may have changed them

@@ -92,18 +92,18 @@ GRAD_NEXT: Final[dict[tuple[GradPhase, GradEvent], GradPhase]] = {
 
 def advance(phase: Phase, event: Event, *, unit: str) -> Phase:
     """The phase after `event`, or a `PhaseError` that names the unit and what would have been legal."""
-    after = NEXT.get((phase, event))
-    if after is None:
-        raise PhaseError(_refusal(unit, phase, event, [e for p, e in NEXT if p is phase]))
-    return after
+    try:
+        return NEXT[phase, event]
+    except KeyError:
+        raise PhaseError(_refusal(unit, phase, event, [e for p, e in NEXT if p is phase])) from None
 
 
 def advance_gradients(phase: GradPhase, event: GradEvent, *, unit: str) -> GradPhase:
     """The gradients' phase after `event`, or a `PhaseError` that names the unit and what would have been legal."""
-    after = GRAD_NEXT.get((phase, event))
-    if after is None:
-        raise PhaseError(_refusal(unit, phase, event, [e for p, e in GRAD_NEXT if p is phase]))
-    return after
+    try:
+        return GRAD_NEXT[phase, event]
+    except KeyError:
+        raise PhaseError(_refusal(unit, phase, event, [e for p, e in GRAD_NEXT if p is phase])) from None
 
 
 def _refusal(unit: str, phase: Enum, event: Enum, legal: list[Event] | list[GradEvent]) -> str:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import compress
-from operator import add, and_, attrgetter, ne
+from operator import add, and_, attrgetter, gt, ne
 from typing import Final
 
 import torch
@@ -138,20 +138,13 @@ class DtypeGroup:
     def wait_for_unshard(self, *, post_forward: bool) -> None:
         """What was gathered has arrived: put it where modules read it."""
         if not post_forward:
-            self.flat.copy_out()
             if self._has_messages:
-                self.flat.end_gather()
+                self.flat.land()
         elif self._post_forward_shard is not None:
             self._post_forward_shard.free()
         if not self._there:
             set_versions(self._coming, self._versions)
             self._there = True  # last, and first below: after an interrupt in between they count as absent
-
-    def _vanish(self) -> None:
-        """Their memory is about to go."""
-        if self._there:
-            self._there = False
-            set_versions(self._coming, self._absent)
 
     def gather_exact(self, tags: TagSequence, label: str) -> Sequence[Tensor]:
         """Gather all of every parameter in the dtype that it rests in, beside what modules compute with."""
@@ -167,8 +160,7 @@ class DtypeGroup:
             with nullcontext() if exact.coming is None else exact.coming.here():
                 work = communicator.all_gather(exact.gather_plan, label=label, tags=tags)
             work.wait()
-        exact.copy_out()
-        exact.end_gather()
+        exact.land()
         return exact.full_views
 
     def moved(self) -> bool:
@@ -195,8 +187,10 @@ class DtypeGroup:
     def outdate(self, before: Sequence[int], now: Sequence[int]) -> None:
         """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""
         written = _written(before, now)
-        live = written if self._there else [each and not comes for each, comes in zip(written, self._comes, strict=True)]
-        increment_version(list(compress(self.unsharded, live)))
+        if self._there:
+            increment_version(list(compress(self.unsharded, written)))
+        elif len(self._coming) < len(self.unsharded):
+            increment_version(list(compress(self.unsharded, map(gt, written, self._comes))))
         self._versions = tuple(map(add, self._versions, compress(written, self._comes)))
 
     def written_since(self, before: Sequence[int], now: Sequence[int]) -> list[str]:
@@ -217,12 +211,16 @@ class DtypeGroup:
 
     def free(self) -> Sequence[str]:
         """Only the shards remain. Names the parameters whose unsharded ones were written to in place: that is lost."""
-        written = self.look_for_writes()
-        self._vanish()
+        written: Sequence[str] = ()
+        if self._there:
+            if tuple(map(version_of, self._coming)) != self._versions:
+                written = self.look_for_writes()
+            self._there = False
+            set_versions(self._coming, self._absent)
+        elif self._has_messages:
+            self.flat.end_gather()  # of what has not landed
         for buffer in self.flat.unsharded:
             buffer.free()
-        if self._has_messages:
-            self.flat.end_gather()
         if self._post_forward_shard is not None:
             self._post_forward_shard.free()
         return written
@@ -232,7 +230,9 @@ class DtypeGroup:
         """Only the shards and the coarse shard remain. Names what `free` names."""
         written = self.look_for_writes()
         if self._post_forward_shard is not None:
-            self._vanish()
+            if self._there:
+                self._there = False
+                set_versions(self._coming, self._absent)
             self._post_forward_shard.allocate()
             self._post_forward_shard.tensor.data.copy_(self._coarse_of_whole.data)
             self._full.free()

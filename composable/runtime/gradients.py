@@ -180,7 +180,8 @@ class UnitGradients:
         """Wait for the reduction, if there is one; the sharded parameters have their gradients afterwards."""
         if self.phase is not GradPhase.REDUCING and self.phase is not GradPhase.ALL_REDUCING:
             return
-        self.all_reduce()
+        if self.replica_tags is not None:
+            self.all_reduce()
         if profiled():
             labelled(f"wait for the {self._label}", _land, self.groups, self.hooks)
         else:

@@ -75,12 +75,13 @@ class ReductionsInFlight:
         """Go on with the oldest until at most `first` are in their first hop, and `second` in their second one."""
         while len(self._first_hop) > first:
             oldest = self._first_hop.pop(0)
-            if not oldest.all_reduce():
+            if oldest.replica_tags is None or not oldest.all_reduce():
                 oldest.finish()
                 continue
             self._second_hop.append(oldest)
             self._finish_second(1)
-        self._finish_second(second)
+        if self._second_hop:
+            self._finish_second(second)
 
     def _finish_second(self, left: int) -> None:
         while len(self._second_hop) > left:

@@ -40,7 +40,8 @@ class LastUnits(threading.local):
         """The module of `handle` is about to be called: what is left of others is not the last any more."""
         gathers = handle.phase is not Phase.UNSHARDED and handle.parameters.takes_all_ranks
         if (gathers or handle.is_last) and not handle.kept_by:
-            self._free()
+            if self._left:
+                self._free()
             if handle.is_last:
                 free(handle)  # it was left in another thread
 
@@ -56,8 +57,8 @@ class LastUnits(threading.local):
         left = self._left
         while left:
             handle = left[-1]()
-            if handle is not None and not handle.calls.depth:
-                free(handle)
+            if handle is not None and handle.is_last and not handle.calls.depth and not handle.kept_by:
+                handle.reshard()
             left.pop()  # last: after an interrupt, or an error, it is done again
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +14,9 @@ from composable.device.collectives import TagSequence
 from composable.device.memory import MemoryPool
 from composable.device.parameter_forms import keep_gradients_in, trainability
 from composable.device.parameter_swap import ShardedParam
-from composable.device.private import as_tensors
 from composable.device.term_factors import Factor
 from composable.plan.precision import Precision
-from composable.runtime.dtype_group import version_of
+from composable.runtime.dtype_group import DtypeGroup, version_of
 from composable.runtime.gradient_group import GradientGroup
 from composable.runtime.group_builder import GroupBuilder
 from composable.runtime.mesh_info import MeshInfo
@@ -26,7 +26,7 @@ from composable.runtime.term_hooks import TermHooks
 from composable.runtime.unit_precision import UnitPrecision
 from composable.runtime.whole_parameters import restore
 
-Versions = list[list[int]]  # of each group's shards
+Versions = list[int]  # of all groups' shards
 
 
 class UnitParameters:
@@ -39,6 +39,7 @@ class UnitParameters:
         precision: in which dtypes they are computed with.
         registered: the parameters as they were left with the modules, to be compared with what these hold later.
         trainable: whether any of them is.
+        counted: whose version counters change whenever somebody writes to a shard; see Note [Stale parameters].
         takes_all_ranks: whether to unshard them takes all ranks that have parts of them.
         on_meta: names of those that have no values yet.
         term_hooks: on those that have no group.
@@ -46,7 +47,8 @@ class UnitParameters:
     """
 
     __slots__ = (
-        "_builder", "_divisor", "_in_place", "_mesh_info", "gradient_groups", "groups", "on_meta", "params", "precision",
+        "_builder", "_divisor", "_in_place", "_mesh_info", "_places", "counted",
+        "gradient_groups", "groups", "on_meta", "params", "precision",
         "registered", "swap", "takes_all_ranks", "term_hooks", "trainable", "unit"
     )  # fmt: skip
 
@@ -78,6 +80,7 @@ class UnitParameters:
         """(Re)build the groups around the parameters as they are now: plain tensors, or DTensors of our placement."""
         self.precision.follow_mode()
         groups = self.groups = self._builder.build()
+        self._count(groups)
         alone = self._mesh_info.all.size == 1
         self.takes_all_ranks = any(alone or group.flat.layout.gathered for group in groups)
         self.gradient_groups = tuple(
@@ -90,6 +93,11 @@ class UnitParameters:
         self.swap = swap_of(two_forms, self.precision.holders)
         self._note_registered()
         self.follow()
+
+    def _count(self, groups: Sequence[DtypeGroup]) -> None:
+        ends = list(accumulate([len(group.counted) for group in groups], initial=0))
+        self._places = list(map(slice, ends, ends[1:]))
+        self.counted = tuple([each for group in groups for each in group.counted])
 
     def _note_registered(self) -> None:
         if self._in_place:
@@ -131,21 +139,20 @@ class UnitParameters:
         """The parameters whose gradients no group takes."""
         return [param.sharded for param in self.params if self._in_place and param.unsharded is param.sharded]
 
-    def versions(self) -> Versions:
-        """Changes whenever somebody wrote to a shard; see Note [Stale parameters]."""
-        with as_tensors():
-            return [list(map(version_of, group.counted)) for group in self.groups]
-
     def outdate(self, before: Versions, now: Versions) -> None:
         """Unsharded parameters count as written to where the sharded ones were."""
-        for group, former, versions in zip(self.groups, before, now, strict=False):  # none of a unit that was built anew
-            if former != versions:
-                group.outdate(former, versions)
+        if len(before) == len(self.counted):  # or else the unit was built anew
+            for group, place in zip(self.groups, self._places, strict=True):
+                if before[place] != now[place]:
+                    group.outdate(before[place], now[place])
 
     def written_since(self, before: Versions) -> list[str]:
         """Names of the parameters that were written to."""
-        pairs = zip(self.groups, before, self.versions(), strict=False)
-        return [name for group, former, versions in pairs for name in group.written_since(former, versions)]
+        if len(before) != len(self.counted):
+            return []
+        now = list(map(version_of, self.counted))
+        places = zip(self.groups, self._places, strict=True)
+        return [name for group, place in places for name in group.written_since(before[place], now[place])]
 
     def aliased_by(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, an unsharded parameter."""
@@ -186,5 +193,6 @@ class UnitParameters:
         """The parameters are somebody else's."""
         self.term_hooks.remove()
         self.groups = ()
+        self._count(())
         self.gradient_groups = ()
         self._note_registered()

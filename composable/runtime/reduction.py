@@ -232,7 +232,8 @@ class Reduction:
         self._last_hop.wait()
         if self._over_replicas is not None and self._scaling.input_factor is None and self._scaling.after != 1.0:
             torch._foreach_mul_(self._shards.reduced, 1.0 / self._scaling.after)
-        self._shards.take_from_row()
+        if not self._shards.in_place:
+            self._shards.take_from_row()
         delivered: Sequence[int] = self._plan.flagged
         if self._missing:
             flags = self._shards.row[self._plan.flags_start :]
@@ -243,7 +244,8 @@ class Reduction:
                 delivered = [i for i in delivered if i not in self._missing]
                 self.undecided = self._missing, flags.clone()
         self._rows.buffer.free()
-        self._shards.close()
+        if not self._shards.in_place:
+            self._shards.close()
         return self._shards.deliver(delivered)
 
     def _unused(self, missing: Sequence[int], flags: Tensor) -> list[int]:

@@ -88,7 +88,9 @@ class RootBackward:
     def enter(self, index: int, builds_graph: bool) -> None:
         """Backward is about to go through an output of unit `index`."""
         try:
-            iteration, handle = self._open(), self._handles[index]
+            iteration, handle = self.iteration, self._handles[index]
+            if iteration is None or iteration.backward is None or iteration.backward() is None:
+                iteration = self._open()
             entering = index not in iteration.active
             if entering:
                 iteration.finished.enter(index)

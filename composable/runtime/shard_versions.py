@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from composable.device.private import as_tensors
 from composable.errors import PhaseError, few
+from composable.runtime.dtype_group import version_of
 from composable.runtime.gradients import UnitGradients
 from composable.runtime.parameters import UnitParameters, Versions
 
@@ -31,7 +33,8 @@ class ShardVersions:
         Returns:
             The edition of the shards: what is gathered of another one is out of date.
         """
-        now = self._unit_parameters.versions()
+        with as_tensors():
+            now = list(map(version_of, self._unit_parameters.counted))
         if now != self.seen:
             self._unit_parameters.outdate(self.seen, now)
             self.seen = now

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from composable.compilation import untraced
-from composable.device.private import in_backward, next_node
+from composable.device.private import backward_id, in_backward, next_node
 from composable.runtime.divergence import say_farewell
 from composable.runtime.dtype_notes import note_of_dtypes
 from composable.runtime.inputs import on_device
@@ -62,7 +62,7 @@ class ShardedBracket:
         self._calls.append(call)
         unit = self._unit
         handle = unit.handle
-        if in_backward():
+        if backward_id() != -1:
             # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
             call.stage = Stage.ENTERING_AGAIN
             handle.unshard_in_step()

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from composable.device.elastic_buffer import ElasticBuffer
 from composable.device.memory import FreeList, Resizing
 
 COMPUTE = "compute"
@@ -212,6 +213,7 @@ def watched(streams: ClockedStreams) -> Iterator[RaceWatch]:
     with ExitStack() as patches:
         for kind in (FreeList, Resizing):
             patches.enter_context(mock.patch.multiple(kind, **_noting(kind, watch)))
+        patches.enter_context(mock.patch.multiple(ElasticBuffer, **_noting_buffers(watch)))
         patches.enter_context(watch)
         yield watch
 
@@ -229,6 +231,24 @@ def _noting(kind: type[FreeList | Resizing], watch: RaceWatch) -> dict[str, Call
         drain(free_list, storage)
 
     return {"fill": noted_fill, "drain": noted_drain}
+
+
+def _noting_buffers(watch: RaceWatch) -> dict[str, Callable[..., None]]:
+    """Buffers exchange memory with a pool by themselves: the same word to `watch`."""
+    allocate, free = ElasticBuffer.allocate, ElasticBuffer.free
+
+    def noted_allocate(buffer: ElasticBuffer) -> None:
+        held = buffer.held
+        allocate(buffer)
+        if not held:
+            watch.filled(buffer.tensor.untyped_storage())
+
+    def noted_free(buffer: ElasticBuffer) -> None:
+        if buffer.held:
+            watch.drained(buffer.tensor.untyped_storage())
+        free(buffer)
+
+    return {"allocate": noted_allocate, "free": noted_free}
 
 
 def _is_view(function: Any) -> bool:

@@ -74,8 +74,7 @@ def _unshard(flats: Sequence[FlatParameters]) -> None:
         flat.begin_gather()
     gather([flat.gather_plan for flat in flats])
     for flat in flats:
-        flat.copy_out()
-        flat.end_gather()
+        flat.land()
 
 
 def _free(flat: FlatParameters) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives.base import GroupCommunicator, alive
+from composable.device.collectives.base import GroupCommunicator
 from composable.device.collectives.communicator import (
     Capabilities,
     CompositeWork,
@@ -49,7 +49,12 @@ class GenericCommunicator(GroupCommunicator):
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         is_mean = self._is_mean(parts)
         launcher = self._mean if is_mean else self._sum
-        calls = [(as_real(part.out), as_real(part.source), launcher.options) for part in parts]
+        calls = []
+        for part in parts:
+            out, source = part.out, part.source
+            if out.dtype.is_complex:
+                out, source = as_real(out), as_real(source)
+            calls.append((out, source, launcher.options))
         finish = None if is_mean else partial(scale_sums, parts)
         return self._run(label, launcher.single, calls, finish)
 
@@ -69,7 +74,7 @@ class GenericCommunicator(GroupCommunicator):
     ) -> PollableWork:
         """Call a method of the group's own, by name, once for each part."""
         try:
-            launch = getattr(alive(self._group), method)
+            launch = getattr(self._group() or self.group, method)  # the latter raises
             return CompositeWork(list(starmap(launch, calls)), label, self.names[self.rank], finish)
         except RuntimeError as error:
             raise_failed(label, self.names[self.rank], error)
