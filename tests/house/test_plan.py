@@ -72,7 +72,7 @@ USED_IN: Final = {
     "api/devices.py": "_buffers",
     "device/buffer_swap.py": "_buffers",
     "device/cast_parameters.py": "_parameters _version",
-    "device/elastic_buffer.py": "untyped_storage UntypedStorage view_without_memory swap_memory",  # a call less than the pool's own
+    "device/elastic_buffer.py": "untyped_storage UntypedStorage view_without_memory swap_memory",
     "device/host_copies.py": "untyped_storage UntypedStorage _version",
     "device/means_apart.py": "_version",
     "device/memory.py": "resize_ set_ untyped_storage UntypedStorage swap_memory",
