@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, replicate
+from composable import fully_shard, remove, replicate
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
@@ -137,3 +137,17 @@ def test_a_model_that_a_mesh_of_accelerators_moved_there_may_be_moved_there_agai
     fully_shard(model, policy={Block}, mesh=init_device_mesh("sim", (2,)))
     model.to(current_device())
     _train(model)
+
+
+@spmd(ranks=2)
+def test_removal_brings_what_was_trained_also_where_somebody_kept_the_parameters_of_the_host() -> None:
+    model = _model()
+    kept = dict(model.named_parameters())
+    fully_shard(model, policy={Block}, mesh=init_device_mesh("sim", (2,)))
+    _train(model)
+    trained = {name: full(parameter).cpu() for name, parameter in model.named_parameters()}
+    remove(model, fully_shard)
+    for name, parameter in model.named_parameters():
+        assert parameter.device.type == "sim", name
+        assert torch.equal(parameter.detach().cpu(), trained[name]), name
+        assert not torch.equal(kept[name].detach().cpu(), trained[name]) or kept[name] is parameter, "before training"
