@@ -1,7 +1,8 @@
 """Claim: little Python stands between the user and the hardware. Counts the host's instructions per unit; times nothing.
 
 `overhead.py` times the same work, and needs a machine that does nothing else. Instructions come out the same on a busy one, to
-a few in a thousand. They leave out what time has beside them: memory that is not in the caches.
+a few in a thousand. They leave out what time has beside them: memory that is not in the caches. Clipping and the optimizer's
+step, between a backward and the next forward, are done and not counted.
 
     python benchmarks/instructions.py                      # 16 transformer blocks, forward and backward; takes some minutes
 
@@ -23,8 +24,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from contenders import CONTENDERS, LOCAL, scale
 from harness import join_group
+from models import adamw
 from options import parser
 from overhead import make_task
 from publish import table
@@ -42,13 +45,17 @@ def count_here(contender: str, switch: Path, options: argparse.Namespace) -> Non
     join_group(options, 0, "")
     task = make_task(options)
     model = scale(contender, task.model, task.units, device=next(task.model.parameters()).device, world=options.fake_world)
+    parameters = list(model.parameters())
+    optimizer = adamw(parameters, "foreach", rate=1e-6)
     library = ctypes.CDLL(str(switch))
 
     def step(toggle: Callable[[], object]) -> None:
         toggle()
         task.loss(model, 0).backward()
         toggle()
-        model.zero_grad()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
 
     for _ in range(3):
         step(lambda: None)
