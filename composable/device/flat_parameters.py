@@ -347,14 +347,14 @@ class FlatParameters:
             torch._foreach_copy_(targets, sources)
 
     def end_gather(self) -> None:
-        """What was sent is no longer read, and what was to arrive is not wanted."""
+        """What was sent has arrived and was copied out, or will not be."""
         if self.coming is not None:
             self.coming.end()
         for buffer in self._messages:
             buffer.free()
 
-    def land(self) -> None:
-        """What was gathered has arrived: copy the packed parameters to where modules read them, and end the gather."""
+    def copy_out(self) -> None:
+        """Copy the packed parameters from where their message landed to where modules read them."""
         targets, sources = self._packed_copies
         if self._late is not None:
             self._late.allocate()
@@ -364,10 +364,6 @@ class FlatParameters:
             torch.split_with_sizes_copy(rows, numels, dim=1, out=wholes)
         elif targets:
             torch._foreach_copy_(targets, sources)
-        if self.coming is not None:
-            self.coming.end()
-        for buffer in self._messages:
-            buffer.free()
 
 
 def _read_by_device(flat: FlatParameters, start: int, numel: int) -> Tensor:

@@ -11,13 +11,17 @@ from composable.device.private import CAN_SWAP, swap_memory
 
 
 class FreeList:
-    """Blocks of host memory of one size, for storages that take turns; gone with the last of those who use it."""
+    """Blocks of host memory of one size, for storages that take turns; gone with the last of those who use it.
+
+    Attributes:
+        blocks: that nobody uses. Buffers take theirs from here, and put it back, without a call.
+    """
 
     __slots__ = ("__weakref__", "_husks", "blocks", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.blocks: list[torch.UntypedStorage] = []  # that nobody uses
+        self.blocks: list[torch.UntypedStorage] = []
         self._husks: list[torch.UntypedStorage] = []  # empty ones, left when a block's memory went elsewhere
 
     def fill(self, storage: torch.UntypedStorage) -> None:
@@ -48,7 +52,7 @@ class Resizing:
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
-        self.blocks: list[torch.UntypedStorage] = []  # always
+        self.blocks: list[torch.UntypedStorage] = []  # nobody leaves any
 
     def fill(self, storage: torch.UntypedStorage) -> None:
         """Give `storage`, which is empty, memory with undefined contents."""

@@ -138,8 +138,9 @@ class DtypeGroup:
     def wait_for_unshard(self, *, post_forward: bool) -> None:
         """What was gathered has arrived: put it where modules read it."""
         if not post_forward:
+            self.flat.copy_out()
             if self._has_messages:
-                self.flat.land()
+                self.flat.end_gather()
         elif self._post_forward_shard is not None:
             self._post_forward_shard.free()
         if not self._there:
@@ -160,7 +161,8 @@ class DtypeGroup:
             with nullcontext() if exact.coming is None else exact.coming.here():
                 work = communicator.all_gather(exact.gather_plan, label=label, tags=tags)
             work.wait()
-        exact.land()
+        exact.copy_out()
+        exact.end_gather()
         return exact.full_views
 
     def moved(self) -> bool:
@@ -215,10 +217,10 @@ class DtypeGroup:
         if self._there:
             if tuple(map(version_of, self._coming)) != self._versions:
                 written = self.look_for_writes()
-            self._there = False
-            set_versions(self._coming, self._absent)
         elif self._has_messages:
             self.flat.end_gather()  # of what has not landed
+        self._there = False
+        set_versions(self._coming, self._absent)  # also where they count as absent: an interrupt may have come in between
         for buffer in self.flat.unsharded:
             buffer.free()
         if self._post_forward_shard is not None:
@@ -230,9 +232,8 @@ class DtypeGroup:
         """Only the shards and the coarse shard remain. Names what `free` names."""
         written = self.look_for_writes()
         if self._post_forward_shard is not None:
-            if self._there:
-                self._there = False
-                set_versions(self._coming, self._absent)
+            self._there = False
+            set_versions(self._coming, self._absent)
             self._post_forward_shard.allocate()
             self._post_forward_shard.tensor.data.copy_(self._coarse_of_whole.data)
             self._full.free()

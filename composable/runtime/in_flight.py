@@ -13,8 +13,8 @@ gradients. To wait is a rank's own affair, so it waits earlier: when three quart
 is given back before the last quarter comes. What is large travels in two parts, launched one after the other where all was
 launched before: then the first part is waited for when a third of the gradients are there, and the second has as much time as
 ever. Where units stayed unsharded nothing is gathered ahead, and no gather keeps the links busy meanwhile: then what travels in
-one part is waited for when seven eighths are there. Beside the last unit nobody waits: no other one takes room there, and what
-is left of it hides the message.
+one part is waited for when seven eighths are there. Beside the last unit of a root nobody waits: no unit after it takes room,
+and the rest of its own backward hides the message. Where a backward goes on into another root that message stays until the end.
 docs/decisions/0002-flat-storages.md has the figures, and what else was tried.
 """
 

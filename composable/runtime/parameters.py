@@ -79,8 +79,8 @@ class UnitParameters:
     def rebuild(self) -> None:
         """(Re)build the groups around the parameters as they are now: plain tensors, or DTensors of our placement."""
         self.precision.follow_mode()
-        groups = self.groups = self._builder.build()
-        self._count(groups)
+        groups = self._builder.build()
+        self._adopt(groups)
         alone = self._mesh_info.all.size == 1
         self.takes_all_ranks = any(alone or group.flat.layout.gathered for group in groups)
         self.gradient_groups = tuple(
@@ -94,10 +94,10 @@ class UnitParameters:
         self._note_registered()
         self.follow()
 
-    def _count(self, groups: Sequence[DtypeGroup]) -> None:
+    def _adopt(self, groups: tuple[DtypeGroup, ...]) -> None:
         ends = list(accumulate([len(group.counted) for group in groups], initial=0))
-        self._places = list(map(slice, ends, ends[1:]))
-        self.counted = tuple([each for group in groups for each in group.counted])
+        counted = tuple([each for group in groups for each in group.counted])
+        self.groups, self._places, self.counted = groups, list(map(slice, ends, ends[1:])), counted
 
     def _note_registered(self) -> None:
         if self._in_place:
@@ -192,7 +192,6 @@ class UnitParameters:
     def forget(self) -> None:
         """The parameters are somebody else's."""
         self.term_hooks.remove()
-        self.groups = ()
-        self._count(())
+        self._adopt(())
         self.gradient_groups = ()
         self._note_registered()

@@ -151,7 +151,8 @@ class Reduction:
             rows.buffer.allocate()
             self._missing = rows.copy_in(gradients)
             del gradients
-        if self._shards.refresh() and self._plan.flagged:
+        self._shards.refresh()
+        if self._plan.flagged and (not self._packed or self._packed[0].out is not self._shards.row):
             self._packed = (ReducePart(rows.buffer.tensor, self._plan.row_numel, self._shards.row, *self._scale),)
         if by_rows:
             self._over_shards.reduce_scatter(self._packed, self.flat.pool, label, tags)

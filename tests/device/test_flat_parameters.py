@@ -74,7 +74,8 @@ def _unshard(flats: Sequence[FlatParameters]) -> None:
         flat.begin_gather()
     gather([flat.gather_plan for flat in flats])
     for flat in flats:
-        flat.land()
+        flat.copy_out()
+        flat.end_gather()
 
 
 def _free(flat: FlatParameters) -> None:
