@@ -374,13 +374,14 @@ def explain_mismatches(generator: Any, explain: Callable[[BaseException], None])
     check = getattr(type(holder), "check_recomputed_tensors_match", None)
     if check is None:
         return
-    known = weakref.ref(holder)  # it must not hold itself, and with it the inputs of a forward
+    # Weakly: it must not hold itself, and with it the inputs of a forward.
+    holder.check_recomputed_tensors_match = partial(_explained, check, weakref.ref(holder), explain)
 
-    def checked(run: int) -> None:
-        try:
-            check(known(), run)
-        except RuntimeError as error:
-            explain(error)
-            raise
 
-    holder.check_recomputed_tensors_match = checked
+@untraced
+def _explained(check: Callable[[Any, int], None], holder: Any, explain: Callable[[BaseException], None], run: int) -> None:
+    try:
+        check(holder(), run)
+    except RuntimeError as error:
+        explain(error)
+        raise
