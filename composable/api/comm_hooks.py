@@ -46,7 +46,8 @@ class CommHookHandle:
         self._undo: Callable[[], None] | None = undo
 
     def remove(self) -> None:
-        """Reduce gradients as before the hook, from the next backward on. All ranks do so together; done twice is done once."""
+        """Reduce gradients as before the hook, from the next backward on. All ranks do so together; done twice is done once.
+        Where one rank does so alone, the next backward fails on all ranks of a host; elsewhere nobody compares."""
         if self._undo is not None:
             self._undo()
             self._undo = None
@@ -93,8 +94,8 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
         module: a replicated or a fully sharded module. The hook is for its unit, and for those of the same verb inside.
         hook: what reduces. The same on all ranks.
         state: its first argument. One state is for one registration, if it remembers something by `bucket.index()`.
-        stage: of the reduction: "all_reduce" of replicated gradients, "reduce_scatter" of sharded ones, either for hybrid
-            sharding, where it must be said; None is the only one that there is.
+        stage: of the reduction. Replicated gradients have one stage, "all_reduce", and so do sharded ones,
+            "reduce_scatter": leave it out there. Hybrid sharding has both, so say which one.
 
     Returns:
         A handle whose `remove()` takes the hook away.

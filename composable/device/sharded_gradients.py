@@ -172,7 +172,8 @@ def _own_stretches(slots: Sequence[Slot], rank: int) -> list[tuple[int, int]]:
 
 
 def landed_in(shards: GradientShards, plan: ReduceLayout, flat: FlatParameters) -> dict[int, Tensor]:
-    """What of each sum is this rank's, where it lands, by the number of its parameter: flat, in the order of memory."""
+    """For each parameter, by its number, the memory where this rank's part of the sum lands: 1-D, in the order in which its
+    elements lie there."""
     landed = dict(zip(plan.direct, shards.direct, strict=True))
     for column in plan.columns:
         end = column.start + flat.layout.slots[column.slot].local_numel(flat.rank)

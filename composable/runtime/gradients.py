@@ -25,6 +25,7 @@ class UnitGradients:
         on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
         comm_hooks: of the user's, which make stages of the reduction; see `reduce_by`.
         watch: what autograd calls when a gradient is there.
+        digest: of `comm_hooks`; 0 if there are none. A rank that alone has, or lacks, one of them must not meet the others.
         hooks: of the user's, to be called when this backward has ended: they find all of its gradients there.
         tags, replica_tags: of the two hops; the second is for hybrid meshes only.
         rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
@@ -36,6 +37,7 @@ class UnitGradients:
         "_reduced",
         "accumulation",
         "comm_hooks",
+        "digest",
         "groups",
         "hooks",
         "on_unexpected",
@@ -52,6 +54,7 @@ class UnitGradients:
         self.on_unexpected: Callable[[], object] = _ignore
         self.groups: tuple[GradientGroup, ...] = ()
         self.comm_hooks: StageHooks | None = None
+        self.digest = 0
         self.tags: TagSequence | None = None
         self.replica_tags: TagSequence | None = None
         self.unit = ""
@@ -65,7 +68,8 @@ class UnitGradients:
     def rename(self, unit: str) -> None:
         """Take the unit's name for messages."""
         self.unit = unit
-        self._label = f"gradient reduction of unit '{unit}'"
+        by = "" if self.comm_hooks is None else f" by {self.comm_hooks.name}"
+        self._label = f"gradient reduction of unit '{unit}'{by}"
 
     def expect(self) -> None:
         """Backward has reached the unit, which is going to be reduced whatever arrives until then."""
@@ -143,7 +147,7 @@ class UnitGradients:
         label, accumulation = self._label, self.accumulation
         passes = accumulation.passes
         if self.replica_tags is not None:
-            self.replica_tags.decisions = passes
+            self.replica_tags.decisions = tags.decisions
         if passes:
             label = f"{label} after {passes} {'backward' if passes == 1 else 'backwards'} under no_sync"
         if passes or accumulation.holds:
@@ -160,7 +164,7 @@ class UnitGradients:
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self.unit)
         self.watch.expecting = False
         assert self.tags is not None, "no forward has opened it"
-        self.tags.decisions = self.accumulation.passes
+        self.tags.decisions = self.accumulation.passes + self.digest
         return self.tags
 
     def all_reduce(self) -> bool:
@@ -285,6 +289,8 @@ def reduce_by(gradients: UnitGradients, hooks: StageHooks | None) -> None:
         gradients.finish()
     decide(gradients)
     gradients.comm_hooks = hooks
+    gradients.digest = 0 if hooks is None else hooks.digest
+    gradients.rename(gradients.unit)
     for each in gradients.groups:
         reduce_group_by(each, hooks)
         each.terms.weigh(gradients.accumulation.weight)

@@ -12,7 +12,7 @@ from composable.device.collectives import Communicator
 from composable.device.flat_parameters import FlatParameters
 from composable.runtime.hooked_reduction import HookedReduction
 from composable.runtime.hooked_replicas import HookedReplicas
-from composable.runtime.hooked_units import ALL_REDUCE, UnitHook
+from composable.runtime.hooked_units import ALL_REDUCE, UnitHook, digest_of
 from composable.runtime.reduction import Reduction
 
 Like = Callable[[Tensor, Tensor], Tensor]
@@ -42,6 +42,11 @@ class StageHooks:
     @property
     def each(self) -> list[UnitHook]:
         return [hook for hook in (self.over_shards, self.over_replicas) if hook is not None]
+
+    @property
+    def digest(self) -> int:
+        """A number for the hooks and their stages that is not zero."""
+        return digest_of(self.name)
 
     @property
     def name(self) -> str:

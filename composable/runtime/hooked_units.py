@@ -48,6 +48,12 @@ class Replicas(Protocol):
         """Who has a higher one launches later; None for one that launches nothing."""
 
 
+def digest_of(hooks: str) -> int:
+    """A number for the names of a unit's hooks that is not zero. It is in the tags of the unit's gradients: ranks with other
+    hooks exchange other messages, of which none must be taken for another."""
+    return 1 + zlib.crc32(hooks.encode()) % (TagSequence.DIGESTS - 1)
+
+
 class HookedUnits:
     """The units of one registration.
 
@@ -56,13 +62,13 @@ class HookedUnits:
 
     Attributes:
         hook: of all of them.
-        digest: a number for it that is not zero: ranks with different hooks exchange different messages.
+        digest: a number for it that is not zero.
     """
 
     def __init__(self, hook: CommHook, stage: str = "") -> None:
         self.hook = hook
         self.stage = stage
-        self.digest: int = 1 + zlib.crc32(hook.name.encode()) % (TagSequence.DIGESTS - 1)
+        self.digest = digest_of(hook.name)
         self._shards: list[ref[Shards]] = []
         self._replicas: list[ref[Replicas]] = []
         self._called: dict[tuple[str, ...], None] = {}  # for which shards, in this backward

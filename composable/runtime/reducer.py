@@ -149,7 +149,8 @@ class Reducer:
                 apart=summed is not None,
                 dtype=dtype,
             )
-            label = f"gradient all-reduce of unit '{self.unit}' ('{names[members[0]]}' to '{names[members[-1]]}')"
+            by = "" if hook is None else f" by {hook.name}"
+            label = f"gradient all-reduce of unit '{self.unit}' ('{names[members[0]]}' to '{names[members[-1]]}'){by}"
             hop = None if summed is None else summed.hop(gradients, [names[i] for i in members], trailer, self.refuse_others)
             buckets.append(Bucket(members, gradients, self._communicator, label, held, hop))
         return Buckets(self.local, self._round, buckets, trailer, capabilities, hooked=hook is not None)

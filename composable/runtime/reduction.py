@@ -197,7 +197,8 @@ class Reduction:
         self._over_shards.wait()
         self._rows.buffer.free()
         if self._carried:
-            # What has landed are sums over the shards, divided by what they are before the last hop, or their means.
+            # Means of earlier backwards are brought to the scale of what has landed: sums over the shards, divided before this
+            # hop, and multiplied after it if no hop of ours follows. In front of a hook both together make means.
             landed = self._over_shards.communicator.size / self._scaling.before * self._scale[0]
             self._shards.add_shards(self._carried, landed)
             self._carried = ()

@@ -79,7 +79,8 @@ def _part(calls: tuple[int, ...], lost: int) -> tuple[dict[int, float], dict[int
 _MUTUAL: Final = re.compile(
     r"CommunicationError: rank \d: the (all-gather|gradient reduction) of unit '[a-z0-9.()]+' failed: rank \d waits for the "
     r"(all-gather|gradient reduction) of unit '[a-z0-9.()]+', and neither rank comes to what the other waits for: in this step "
-    r"they run different units, or run them in another order or another number of times, or one of them has cast the model\n"
+    r"they run different units, or run them in another order or another number of times, or one of them has cast the model, "
+    r"or has other communication hooks\n"
 )
 _TOLD: Final = re.compile(r"CommunicationError: rank \d: the .* of unit '[a-z0-9.()]+' failed: rank \d has left this step: ")
 

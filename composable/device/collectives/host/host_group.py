@@ -155,8 +155,8 @@ class HostGroup:
         def check(pending: Sequence[int]) -> None:
             nonlocal shown
             self.presence.refuse_if_gone_on(peer, tag, pending)
-            if label and time.monotonic() - start > _LONG:
-                if not shown:
+            if time.monotonic() - start > _LONG:
+                if label and not shown:
                     shown = True
                     self._board.write(tag, label)
                 self.presence.refuse_if_hopeless(peer, tag)

@@ -178,7 +178,7 @@ class HostPresence:
             raise WentOn(
                 f"rank {self._names[peer]} waits for the {label}, and neither rank comes to what the other waits for: in this "
                 "step they run different units, or run them in another order or another number of times, or one of them has "
-                "cast the model"
+                "cast the model, or has other communication hooks"
             )
 
 

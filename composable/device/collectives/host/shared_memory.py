@@ -229,7 +229,7 @@ class Outbox:
     A rank waits for the readers of a block only if it has itself received what that collective brought it, and if all ranks
     receive that at the same point of the program: then the others will get as far without anything that this rank has yet to
     send. Buckets of gradients are received when they happen to be there, or else at the end of backward; nobody waits for
-    the readers of those.
+    the readers of those. Ranks that differ may wait for each other all the same, and are told like others who do.
     """
 
     def __init__(self, arena: Arena) -> None:
