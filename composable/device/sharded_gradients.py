@@ -16,7 +16,7 @@ from composable.device.held_gradients import refuse_hooks_again
 from composable.device.host_home import LeavingSums
 from composable.device.kept_gradients import GradientUsers
 from composable.device.parameter_forms import like_parameter
-from composable.device.private import as_tensors, chunk_cat, gradient_hooks, hooks_after_accumulation, local_of
+from composable.device.private import as_tensors, chunk_cat, gradient_hooks, local_of
 from composable.device.row_pairs import pair_rows
 from composable.device.unused_parameters import UseFlags
 from composable.device.user_hooks import hooked, with_hooks
@@ -357,7 +357,7 @@ class GradientShards:
             if not have_hooks and set(gradients) == {None}:
                 for parameter, more in zip(parameters, fresh, strict=True):
                     parameter.grad = more
-                return with_hooks(parameters) if any(map(hooks_after_accumulation, parameters)) else []
+                return with_hooks(parameters)
         if have_hooks:
             fresh = list(map(hooked, parameters, fresh))
             gradients = list(map(gradient_of, parameters))  # hooks of the user's may have changed them

@@ -35,14 +35,14 @@ class GradientGroup:
         nbytes: of the gradients that a backward brings.
         terms: these, as they go into sums.
         reductions: by what is trainable, the dtype of its gradients, whether these are held afterwards, and the divisor.
-        hooks: of the user's, which make stages of reductions; see `reduce_by`.
+        comm_hooks: of the user's, which make stages of reductions; see `reduce_by`.
         undecided: whether gradients that have been reduced wait for `decide`.
         large_reductions: reductions whose gradients' memory is large enough.
     """
 
     __slots__ = (
         "_alone", "_communicator", "_flat", "_held", "_like_summands", "_reduction", "_replicas", "_unsharded", "_wanted",
-        "hooks", "large_reductions", "nbytes", "reductions", "sharded", "terms", "trainable", "trains", "undecided"
+        "comm_hooks", "large_reductions", "nbytes", "reductions", "sharded", "terms", "trainable", "trains", "undecided"
     )  # fmt: skip
 
     def __init__(
@@ -65,7 +65,7 @@ class GradientGroup:
         self.trains = False
         self.nbytes = 0
         self.undecided = False
-        self.hooks: StageHooks | None = None
+        self.comm_hooks: StageHooks | None = None
         self.large_reductions: list[Reduction | HookedReduction] = []
         self.reductions: dict[tuple[tuple[bool, ...], torch.dtype, bool, float | None], Reduction | HookedReduction] = {}
         self._reduction: Reduction | HookedReduction | None = None  # of what is trainable now
@@ -166,7 +166,9 @@ class GradientGroup:
         if reduction is None:
             replicas, like = (None, self._like_summands) if held else (self._replicas, None)
             of_these = self._flat, self.sharded, self._communicator, trainable, source, replicas, like
-            reduction = Reduction(*of_these, divisor) if self.hooks is None else hooked_reduction(self.hooks, *of_these)
+            reduction = (
+                Reduction(*of_these, divisor) if self.comm_hooks is None else hooked_reduction(self.comm_hooks, *of_these)
+            )
             self.reductions[trainable, source, held, divisor] = reduction
             if reduction.worth_releasing:
                 self.large_reductions.append(reduction)
@@ -205,7 +207,7 @@ class GradientGroup:
 
 def reduce_by(group: GradientGroup, hooks: StageHooks | None) -> None:
     """From here on `hooks` reduce, or the communicators again. Nothing is in flight; the terms are to be weighed anew."""
-    group.hooks = hooks
+    group.comm_hooks = hooks
     group.reductions.clear()
     group.large_reductions.clear()
     group.terms.become(means=hooks is not None)

@@ -25,7 +25,6 @@ class UnitGradients:
         on_unexpected: called at a gradient of a backward that has not reached the unit, or has left it.
         comm_hooks: of the user's, which make stages of the reduction; see `reduce_by`.
         watch: what autograd calls when a gradient is there.
-        digest: of `comm_hooks`; 0 if there are none. A rank that alone has, or lacks, one of them must not meet the others.
         hooks: of the user's, to be called when this backward has ended: they find all of its gradients there.
         tags, replica_tags: of the two hops; the second is for hybrid meshes only.
         rounds: backwards in which the unit was reduced; the same on every rank, because all take part in that.
@@ -37,7 +36,6 @@ class UnitGradients:
         "_reduced",
         "accumulation",
         "comm_hooks",
-        "digest",
         "groups",
         "hooks",
         "on_unexpected",
@@ -54,7 +52,6 @@ class UnitGradients:
         self.on_unexpected: Callable[[], object] = _ignore
         self.groups: tuple[GradientGroup, ...] = ()
         self.comm_hooks: StageHooks | None = None
-        self.digest = 0
         self.tags: TagSequence | None = None
         self.replica_tags: TagSequence | None = None
         self.unit = ""
@@ -164,7 +161,9 @@ class UnitGradients:
         self.phase = advance_gradients(self.phase, GradEvent.REDUCE, unit=self.unit)
         self.watch.expecting = False
         assert self.tags is not None, "no forward has opened it"
-        self.tags.decisions = self.accumulation.passes + self.digest
+        self.tags.decisions = self.accumulation.passes
+        if self.comm_hooks is not None:  # a rank that alone has, or lacks, one of them must not meet the others
+            self.tags.decisions += self.comm_hooks.digest
         return self.tags
 
     def all_reduce(self) -> bool:
@@ -289,7 +288,6 @@ def reduce_by(gradients: UnitGradients, hooks: StageHooks | None) -> None:
         gradients.finish()
     decide(gradients)
     gradients.comm_hooks = hooks
-    gradients.digest = 0 if hooks is None else hooks.digest
     gradients.rename(gradients.unit)
     for each in gradients.groups:
         reduce_group_by(each, hooks)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from composable.device.collectives import Communicator, ReducePart, Scratch, TagSequence
-from composable.device.comm_hooks import GradientBucketForHooks
 from composable.device.flat_parameters import FlatParameters
 from composable.device.parameter_forms import cut
 from composable.device.unused_parameters import UseFlags
@@ -64,8 +64,8 @@ class HookedReduction:
     """
 
     __slots__ = (
-        "_at_launch", "_carried", "_communicator", "_fqns", "_hook", "_hop", "_indices", "_message", "_missing", "_numbers",
-        "_pending", "_reduction", "_shapes", "_sharded", "_start", "_uses", "divided", "flat"
+        "_at_launch", "_carried", "_hop", "_indices", "_message", "_missing", "_numbers", "_pending", "_reduction", "_shapes",
+        "_start", "_uses", "divided", "flat"
     )  # fmt: skip
 
     def __init__(
@@ -81,16 +81,15 @@ class HookedReduction:
     ) -> None:
         self.flat = flat
         self.divided = False
-        self._hook = hook
-        self._communicator = communicator
         self._indices = [index for index, wanted in enumerate(trainable) if wanted]
-        self._sharded = [sharded[index] for index in self._indices]
-        self._shapes = [parameter.shape for parameter in self._sharded]
-        self._fqns = [hook.prefix + flat.layout.slots[index].name for index in self._indices]
+        of_these = [sharded[index] for index in self._indices]
+        self._shapes = [parameter.shape for parameter in of_these]
+        fqns = [hook.prefix + flat.layout.slots[index].name for index in self._indices]
         self._at_launch = not communicator.capabilities.looked_after
         self._uses = UseFlags(self._indices, torch.float32, flat.device)
         self._start = Start(communicator, hook.units.hook.group)
-        self._hop = HookedHop(hook.units.hook, self._start, self._says, self._bucket_of, at_launch=self._at_launch)
+        bucket_of = partial(hook.bucket_of_shards, of_these, self._shapes, fqns, communicator.size)
+        self._hop = HookedHop(hook.units.hook, self._start, self._says, bucket_of, at_launch=self._at_launch)
         own: Communicator = _TakesOwn(communicator)  # type: ignore[assignment]  # all that a reduction asks for
         divisor = 1.0 if replicas is None else float(replicas.size)
         self._reduction = Reduction(flat, sharded, own, trainable, flat.reduce_dtype, replicas, like, divisor, by_hook)
@@ -121,19 +120,6 @@ class HookedReduction:
 
     def _says(self) -> Tensor:
         return self._numbers
-
-    def _bucket_of(self, flat: Tensor) -> GradientBucketForHooks:
-        units = self._hook.units
-        return GradientBucketForHooks(
-            flat,
-            self._sharded,
-            self._shapes,
-            self._fqns,
-            units.index_of(self._fqns),
-            last=units.is_last_reduction(self._fqns),
-            scale=1.0 / self._communicator.size,
-            group=units.hook.group,
-        )
 
     @torch.no_grad()
     def _land(self) -> None:

@@ -15,6 +15,7 @@ waits for the hop: whose hook failed tells them that it left.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import Communicator, TagSequence
-from composable.device.comm_hooks import GradientBucketForHooks
 from composable.device.flat_parameters import FlatParameters
 from composable.device.private import local_of
 from composable.runtime.hooked_hop import HookedHop, Start
@@ -45,8 +45,8 @@ class HookedReplicas:
     """
 
     __slots__ = (
-        "_at_launch", "_flags", "_fqns", "_hook", "_hop", "_indices", "_message", "_numbers", "_orders", "_pending",
-        "_replicas", "_returned", "_shapes", "_sharded", "_start", "_views", "in_flight", "shard_tags"
+        "_at_launch", "_flags", "_hop", "_indices", "_message", "_numbers", "_orders", "_pending", "_returned", "_shapes",
+        "_start", "_views", "in_flight", "shard_tags"
     )  # fmt: skip
 
     def __init__(
@@ -58,17 +58,16 @@ class HookedReplicas:
         replicas: Communicator,
         shards: Communicator,
     ) -> None:
-        self._hook = hook
-        self._replicas = replicas
         slots = flat.layout.slots
         self._indices = [index for index, wanted in enumerate(trainable) if wanted and has_rows(sharded[index])]
-        self._sharded = [sharded[index] for index in self._indices]
-        self._shapes = [local_of(parameter).shape for parameter in self._sharded if isinstance(parameter, DTensor)]
+        of_these = [sharded[index] for index in self._indices]
+        self._shapes = [local_of(parameter).shape for parameter in of_these if isinstance(parameter, DTensor)]
         self._orders = [slots[index].order for index in self._indices]
-        self._fqns = [hook.prefix + slots[index].name for index in self._indices]
+        fqns = [hook.prefix + slots[index].name for index in self._indices]
         self._at_launch = not replicas.capabilities.looked_after
         self._start = Start(replicas, hook.units.hook.group)
-        self._hop = HookedHop(hook.units.hook, self._start, self._says, self._bucket_of, at_launch=self._at_launch)
+        bucket_of = partial(hook.bucket_of_shards, of_these, self._shapes, fqns, replicas.size)
+        self._hop = HookedHop(hook.units.hook, self._start, self._says, bucket_of, at_launch=self._at_launch)
         self._returned = None if self._at_launch or shards.size == 1 else Hop(shards)
         self.shard_tags: TagSequence | None = None
         self._pending = False  # the hook has not been waited for
@@ -101,19 +100,6 @@ class HookedReplicas:
 
     def _says(self) -> Tensor:
         return self._numbers
-
-    def _bucket_of(self, flat: Tensor) -> GradientBucketForHooks:
-        units = self._hook.units
-        return GradientBucketForHooks(
-            flat,
-            self._sharded,
-            self._shapes,
-            self._fqns,
-            units.index_of(self._fqns),
-            last=units.is_last_reduction(self._fqns),
-            scale=1.0 / self._replicas.size,
-            group=units.hook.group,
-        )
 
     @torch.no_grad()
     def _land(self) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Final, Protocol
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -138,6 +139,26 @@ class UnitHook:
     def summed_by(self, communicator: Communicator) -> HookedSums:
         """For the buckets of one reducer."""
         return HookedSums(self, communicator)
+
+    def bucket_of_shards(
+        self, parameters: Sequence[nn.Parameter], shapes: Sequence[torch.Size], fqns: Sequence[str], ranks: int, flat: Tensor
+    ) -> GradientBucketForHooks:
+        """What is handed over of sharded parameters, for the mean over `ranks` ranks; when it is launched, not before.
+
+        Args:
+            shapes: of their gradients in `flat`.
+        """
+        units = self.units
+        return GradientBucketForHooks(
+            flat,
+            parameters,
+            shapes,
+            fqns,
+            units.index_of(fqns),
+            last=units.is_last_reduction(fqns),
+            scale=1.0 / ranks,
+            group=units.hook.group,
+        )
 
     def is_last(self) -> bool:
         """Whether no other unit launches after this one."""

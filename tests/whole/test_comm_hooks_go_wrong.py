@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from composable import no_sync, register_comm_hook, replicate
 from composable.errors import CommHookError, CommunicationError
 from tests.helpers.compare import full_gradients
+from tests.helpers.hooked_models import fail
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device
 
@@ -163,12 +164,8 @@ class _Fails:
             return None
         future = allreduce_hook(group, bucket)
         if self._how == "raises afterwards" and fails:
-            return future.then(_fail)
+            return future.then(fail)
         return bucket.buffer()[1:] if self._how == "wrong afterwards" and fails and future.wait() is not None else future
-
-
-def _fail(_: object) -> None:
-    raise MemoryError("as planned")
 
 
 def _fails_and_goes_on(how: str) -> str:
@@ -180,7 +177,7 @@ def _fails_and_goes_on(how: str) -> str:
     if how == "elsewhere":
         loss = _loss(models[1], 0)
         if dist.get_rank() == 1:
-            models[1][2].weight.register_hook(_fail)  # type: ignore[union-attr]
+            models[1][2].weight.register_hook(fail)  # type: ignore[union-attr]
     try:
         (_loss(models[1], 0) if how != "elsewhere" else loss).backward()
     except (MemoryError, CommHookError, CommunicationError) as error:

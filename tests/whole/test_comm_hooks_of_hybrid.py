@@ -31,9 +31,9 @@ from composable import (
     weighted_gradients,
 )
 from composable.device.collectives import communicators_wrapped_by
-from composable.errors import CommHookError, CommunicationError
 from tests.helpers.communicators import all_accelerators, all_ordered, all_shared, all_sockets
 from tests.helpers.compare import full_gradients
+from tests.helpers.hooked_models import FAILURES, Fails, Model, assert_same, fails_and_goes_on, loss_of, wanted
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device, need_devices
 
@@ -42,61 +42,21 @@ _BOTH: Final = ("reduce_scatter", "all_reduce")
 _STAGES: Final = [("all_reduce",), ("reduce_scatter",), _BOTH]
 
 
-class Head(nn.Module):
-    """Some ranks leave out its `spare`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.spare = nn.Linear(7, 3), nn.Linear(7, 3)
-        self.last.bias.requires_grad_(False)
-
-    def forward(self, x: Tensor, spare: bool) -> Tensor:
-        return self.last(x) + self.spare(x) if spare else self.last(x)  # type: ignore[no-any-return]
-
-
-class Model(nn.Module):
-    """Rows that do not divide evenly, one in another order of dimensions, and a unit of one row: a rank has nothing of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 7)
-        self.first.weight = nn.Parameter(self.first.weight.detach().t().contiguous().t())
-        self.head = Head()
-        self.scale = nn.Parameter(torch.tensor([0.7]))
-
-    def forward(self, x: Tensor, spare: bool = False) -> Tensor:
-        x = self.second(self.first(x).tanh()).tanh() * self.scale
-        return self.head(x, spare)  # type: ignore[no-any-return]
-
-
-def _wanted(module: nn.Module) -> bool:
-    return isinstance(module, Head) or (isinstance(module, nn.Linear) and module.out_features == 7)
-
-
 def _mesh(replicas: int = 2) -> Any:
     shape = (replicas, dist.get_world_size() // replicas)
     return init_device_mesh(current_device().type, shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _model(mesh: Any = None, **options: Any) -> Model:
+def _plain() -> Model:
     torch.manual_seed(0)
-    model = Model().to(current_device())
-    return fully_shard(model, policy=_wanted, mesh=mesh or _mesh(), **options)
+    model = Model()
+    model.first.weight = nn.Parameter(model.first.weight.detach().t().contiguous().t())  # another order of dimensions
+    model.head.last.bias.requires_grad_(False)
+    return model.to(current_device())
 
 
-def _loss(model: nn.Module, step: int, **options: Any) -> Tensor:
-    torch.manual_seed(10 * step + dist.get_rank())
-    outputs: Tensor = model(torch.randn(5, 6).to(current_device()), **options)
-    return outputs.float().square().mean()
-
-
-def _assert_same(models: list[Model], where: object, tolerance: float = 0.0) -> None:
-    expected, actual = (full_gradients(model) for model in models)
-    for name, gradient in expected.items():
-        other = actual[name]
-        assert (gradient is None) == (other is None), f"{where}: {name}"
-        if gradient is not None and other is not None:
-            assert torch.allclose(gradient, other, rtol=0, atol=tolerance), f"{where}: {name} {gradient} {other}"
+def _model(mesh: Any = None, **options: Any) -> Model:
+    return fully_shard(_plain(), policy=wanted, mesh=mesh or _mesh(), **options)
 
 
 class _Calls:
@@ -140,9 +100,9 @@ def _same_as_without(way: str, stages: tuple[str, ...], precision: MixedPrecisio
         spare = [True, True, rank == 0, False, rank == 3, True, True, False][step]
         for model in models:
             with no_sync(model, enabled=step in (1, 4), level="replicate" if step == 4 else "all"):
-                _loss(model, step, spare=spare).backward()
+                loss_of(model, step, spare=spare).backward()
         if step not in (1, 4):
-            _assert_same(models, step)
+            assert_same(models, step)
             assert (full_gradients(models[1])["head.spare.bias"] is None) == (step in (3, 7))
             for model in models:
                 model.zero_grad()
@@ -206,12 +166,11 @@ def _over_replicas(name: str) -> None:
     models = [_model(mesh) for _ in range(2)]
     register_comm_hook(models[0], noop_hook, stage="all_reduce")
     register_comm_hook(models[1], hook, stage="all_reduce")
-    torch.manual_seed(0)
-    plain = Model().to(current_device())
+    plain = _plain()
     for step in range(3):
         for model in (*models, plain):
             model.zero_grad()
-            _loss(model, step, spare=True).backward()
+            loss_of(model, step, spare=True).backward()
         given = [{name: parameter.grad for name, parameter in model.named_parameters()} for model in models]
         for name, parameter in plain.named_parameters():
             left, made = (shards[name] for shards in given)
@@ -239,8 +198,8 @@ def _low_rank(stage: str) -> None:
     for step in range(5):
         for model in models:
             model.zero_grad()
-            _loss(model, step, spare=True).backward()
-        _assert_same(models, step, 1e-5)  # of full rank it is the mean
+            loss_of(model, step, spare=True).backward()
+        assert_same(models, step, 1e-5)  # of full rank it is the mean
     assert state.process_group is None
     without_rows = stage == "all_reduce" and dist.get_rank() % 2
     assert len(state.error_dict) == len(describe(models[1]).rows) - without_rows
@@ -267,12 +226,12 @@ def _scaled(what: str) -> None:
             for model in models:
                 if what == "weights":
                     with weighted_gradients(model, weight=dist.get_rank() + 1, more=number < 2):
-                        _loss(model, number, spare=True).backward()
+                        loss_of(model, number, spare=True).backward()
                 elif what == "explicitly":
                     with no_sync(model, level="replicate" if number else "all"):
-                        _loss(model, number, spare=True).backward()
+                        loss_of(model, number, spare=True).backward()
                 else:
-                    _loss(model, number, spare=True).backward()
+                    loss_of(model, number, spare=True).backward()
         for model in models:
             if what == "explicitly":
                 reduce_gradients(model)
@@ -282,7 +241,7 @@ def _scaled(what: str) -> None:
                 stepped = second.requires_grad and second.to_local().numel() > 0
                 assert second.to_local().equal(was.to_local()) != stepped, what
             continue
-        _assert_same(models, what, 1e-6 if what == "weights" else 0.0)
+        assert_same(models, what, 1e-6 if what == "weights" else 0.0)
         for handle in handles:
             handle.remove()
 
@@ -300,8 +259,8 @@ def _on_thin_meshes() -> None:
         for stage, hook in calls.items():
             register_comm_hook(models[1], hook, stage=stage)
         for model in models:
-            _loss(model, 0, spare=True).backward()
-        _assert_same(models, replicas)
+            loss_of(model, 0, spare=True).backward()
+        assert_same(models, replicas)
         called = {stage: len(hook.backwards) - 1 for stage, hook in calls.items()}
         assert called == {"reduce_scatter": 2 - replicas, "all_reduce": replicas - 1}
 
@@ -366,61 +325,17 @@ def test_ranks_that_name_different_stages_are_told(pool: Pool) -> None:
         )
 
 
-class _Fails:
-    """Fails at its second call, on rank 1 alone."""
-
-    def __init__(self, how: str) -> None:
-        self._how = how
-        self._calls = 0
-
-    def __call__(self, group: dist.ProcessGroup, bucket: Any) -> Any:
-        self._calls += 1
-        if self._calls == 2 and dist.get_rank() == 1:
-            if self._how == "raises":
-                raise MemoryError("as planned")
-            if self._how == "returns nothing":
-                return None
-        return allreduce_hook(group, bucket)
-
-
-def _fail(_: object) -> None:
-    raise MemoryError("as planned")
-
-
 def _fails_and_goes_on(how: str, stage: str) -> str:
     models = [_model() for _ in range(2)]
     for each in _BOTH:
         register_comm_hook(models[0], allreduce_hook, stage=each)
-        register_comm_hook(models[1], _Fails(how) if each == stage else allreduce_hook, stage=each)
-    said = ""
-    loss = _loss(models[1], 0, spare=True) if how != "elsewhere" else _spoiled(models[1])
-    try:
-        loss.backward()
-    except (MemoryError, CommHookError, CommunicationError) as error:
-        said = type(error).__name__
-    for step in range(1, 4):
-        for model in models:
-            model.zero_grad()
-            _loss(model, step, spare=True).backward()
-        _assert_same(models, step)
-    return said
-
-
-def _spoiled(model: Model) -> Tensor:
-    def spoil(module: nn.Module, args: object, output: Tensor) -> None:
-        if dist.get_rank() == 1:
-            output.register_hook(_fail)
-
-    with model.second.register_forward_hook(spoil):
-        return _loss(model, 0, spare=True)
-
-
-_OUTCOMES: Final = {"raises": "MemoryError", "returns nothing": "CommHookError", "elsewhere": "MemoryError"}
+        register_comm_hook(models[1], Fails(how) if each == stage else allreduce_hook, stage=each)
+    return fails_and_goes_on(models, how)
 
 
 @pytest.mark.host
 @pytest.mark.parametrize("stage", _BOTH)
-@pytest.mark.parametrize("how", _OUTCOMES)
+@pytest.mark.parametrize("how", FAILURES)
 def test_where_a_hook_fails_on_one_rank_the_others_are_told_and_all_train_on(pool: Pool, how: str, stage: str) -> None:
     told = ["CommunicationError"] * 4
-    assert pool.run(4, _fails_and_goes_on, how, stage, device="cpu") == [told[0], _OUTCOMES[how], *told[2:]]
+    assert pool.run(4, _fails_and_goes_on, how, stage, device="cpu") == [told[0], FAILURES[how], *told[2:]]

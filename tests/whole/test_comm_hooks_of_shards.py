@@ -9,7 +9,6 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -31,61 +30,18 @@ from composable import (
     weighted_gradients,
 )
 from composable.device.collectives import communicators_wrapped_by
-from composable.errors import CommHookError, CommunicationError
 from tests.helpers.communicators import all_accelerators, all_ordered, all_shared, all_sockets
 from tests.helpers.compare import full_gradients
+from tests.helpers.hooked_models import FAILURES, Fails, Head, Model, assert_same, fails_and_goes_on, loss_of, wanted
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device, need_devices
 
 _WIRES: Final = {"tags": all_shared, "sockets": all_sockets, "ordered": all_ordered, "accelerator": all_accelerators}
 
 
-class Head(nn.Module):
-    """Some ranks leave out its `spare`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last, self.spare = nn.Linear(7, 3), nn.Linear(7, 3)
-
-    def forward(self, x: Tensor, spare: bool) -> Tensor:
-        return self.last(x) + self.spare(x) if spare else self.last(x)  # type: ignore[no-any-return]
-
-
-class Model(nn.Module):
-    """Rows that do not divide evenly."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 7), nn.Linear(7, 7)
-        self.head = Head()
-        self.scale = nn.Parameter(torch.tensor([0.7]))
-
-    def forward(self, x: Tensor, spare: bool = False) -> Tensor:
-        x = self.second(self.first(x).tanh()).tanh() * self.scale
-        return self.head(x, spare)  # type: ignore[no-any-return]
-
-
-def _wanted(module: nn.Module) -> bool:
-    return isinstance(module, Head) or (isinstance(module, nn.Linear) and module.out_features == 7)
-
-
 def _model(**options: Any) -> Model:
     torch.manual_seed(0)
-    return fully_shard(Model().to(current_device()), policy=_wanted, **options)  # type: ignore[no-any-return]
-
-
-def _loss(model: nn.Module, step: int, **options: Any) -> Tensor:
-    torch.manual_seed(10 * step + dist.get_rank())
-    return model(torch.randn(5, 6).to(current_device()), **options).square().mean()  # type: ignore[no-any-return]
-
-
-def _assert_same(models: list[Model], where: object, tolerance: float = 0.0) -> None:
-    expected, actual = (full_gradients(model) for model in models)
-    for name, gradient in expected.items():
-        other = actual[name]
-        assert (gradient is None) == (other is None), f"{where}: {name}"
-        if gradient is not None and other is not None:
-            assert torch.allclose(gradient, other, rtol=0, atol=tolerance), f"{where}: {name} {gradient} {other}"
+    return fully_shard(Model().to(current_device()), policy=wanted, **options)  # type: ignore[no-any-return]
 
 
 class _Calls:
@@ -117,9 +73,9 @@ def _same_as_without(way: str) -> None:
         spare = [True, True, rank == 0, False, True, True, False][step]
         for model in models:
             with no_sync(model, enabled=step == 1):
-                _loss(model, step, spare=spare).backward()
+                loss_of(model, step, spare=spare).backward()
         if step != 1:
-            _assert_same(models, step, 1e-7)
+            assert_same(models, step, 1e-7)
             assert (full_gradients(models[1])["head.spare.bias"] is None) == (step in (3, 6))
             for model in models:
                 model.zero_grad()
@@ -149,9 +105,9 @@ def _as_replicas(name: str) -> None:
     register_comm_hook(sharded, hook, state())
     for step in range(5):
         for model in (plain, sharded):
-            _loss(model, step, spare=True).backward()
+            loss_of(model, step, spare=True).backward()
         if step:
-            _assert_same([plain, sharded], step)
+            assert_same([plain, sharded], step)
         for model in (plain, sharded):
             model.zero_grad()
 
@@ -176,8 +132,8 @@ def _low_rank() -> None:
     for step in range(5):
         for model in models:
             model.zero_grad()
-            _loss(model, step, spare=True).backward()
-        _assert_same(models, step, 1e-5)  # of full rank it is the mean
+            loss_of(model, step, spare=True).backward()
+        assert_same(models, step, 1e-5)  # of full rank it is the mean
     assert state.process_group is None
     assert len(state.error_dict) == len(describe(models[1]).rows)
     assert state.iter == 5
@@ -198,15 +154,15 @@ def _scaled(what: str) -> None:
         for number in range(2):
             for model in models:
                 if what != "weights":
-                    _loss(model, number, spare=True).backward()
+                    loss_of(model, number, spare=True).backward()
                     continue
                 with weighted_gradients(model, weight=dist.get_rank() + 1, more=number == 0):
-                    _loss(model, number, spare=True).backward()
-        _assert_same(models, what, 1e-6)
+                    loss_of(model, number, spare=True).backward()
+        assert_same(models, what, 1e-6)
     for model in models:
         model.zero_grad()
-        _loss(model, 5, spare=True).backward()
-    _assert_same(models, "afterwards")
+        loss_of(model, 5, spare=True).backward()
+    assert_same(models, "afterwards")
 
 
 @pytest.mark.parametrize("what", ["a sum", "weights", "precision"])
@@ -228,10 +184,10 @@ def _mixed() -> None:
     for step in range(3):
         for model in models:
             with no_sync(model, enabled=step == 1):
-                _loss(model, step, spare=dist.get_rank() == 0).backward()
+                loss_of(model, step, spare=dist.get_rank() == 0).backward()
             if step == 1:
                 reduce_gradients(model)
-        _assert_same(models, step, 1e-7)
+        assert_same(models, step, 1e-7)
 
 
 def test_sharded_and_replicated_modules_of_one_model_have_hooks_side_by_side(pool: Pool, device: str) -> None:
@@ -243,7 +199,7 @@ def _alone() -> None:
     torch.manual_seed(0)
     model = fully_shard(Model(), grad_reduce="sum")
     with register_comm_hook(model, noop_hook):
-        _loss(model, 0, spare=True).backward()
+        loss_of(model, 0, spare=True).backward()
     assert all(gradient is not None for gradient in full_gradients(model).values())
 
 
@@ -289,62 +245,14 @@ def test_what_cannot_be_is_refused_by_name(pool: Pool, which: str) -> None:
     assert same_on_all(pool.run(2, _refusals, which)) == _TEXTS[which]
 
 
-class _Fails:
-    """Fails at its second call, on rank 1 alone."""
-
-    def __init__(self, how: str) -> None:
-        self._how = how
-        self._calls = 0
-
-    def __call__(self, group: dist.ProcessGroup, bucket: Any) -> Any:
-        self._calls += 1
-        if self._calls == 2 and dist.get_rank() == 1:
-            if self._how == "raises":
-                raise MemoryError("as planned")
-            if self._how == "returns nothing":
-                return None
-        return allreduce_hook(group, bucket)
-
-
-def _fail(_: object) -> None:
-    raise MemoryError("as planned")
-
-
 def _fails_and_goes_on(how: str) -> str:
     models = [_model() for _ in range(2)]
     register_comm_hook(models[0], allreduce_hook)
-    register_comm_hook(models[1], _Fails(how))
-    said = ""
-    loss = _loss(models[1], 0, spare=True) if how != "elsewhere" else _spoiled(models[1])
-    try:
-        loss.backward()
-    except (MemoryError, CommHookError, CommunicationError) as error:
-        said = type(error).__name__
-    for step in range(1, 4):
-        for model in models:
-            model.zero_grad()
-            _loss(model, step, spare=True).backward()
-        _assert_same(models, step)
-    return said
-
-
-def _spoiled(model: Model) -> Tensor:
-    def spoil(module: nn.Module, args: object, output: Tensor) -> None:
-        if dist.get_rank() == 1:
-            output.register_hook(_fail)
-
-    with model.second.register_forward_hook(spoil):
-        return _loss(model, 0, spare=True)
-
-
-_OUTCOMES: Final = {
-    "raises": ["CommunicationError", "MemoryError", "CommunicationError"],
-    "returns nothing": ["CommunicationError", "CommHookError", "CommunicationError"],
-    "elsewhere": ["CommunicationError", "MemoryError", "CommunicationError"],
-}
+    register_comm_hook(models[1], Fails(how))
+    return fails_and_goes_on(models, how)
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("how", _OUTCOMES)
+@pytest.mark.parametrize("how", FAILURES)
 def test_where_a_hook_fails_on_one_rank_the_others_are_told_and_all_train_on(pool: Pool, how: str) -> None:
-    assert pool.run(3, _fails_and_goes_on, how, device="cpu") == _OUTCOMES[how]
+    assert pool.run(3, _fails_and_goes_on, how, device="cpu") == ["CommunicationError", FAILURES[how], "CommunicationError"]
