@@ -10,8 +10,9 @@ nor saved. So a sharded parameter does not hold a view of the shard buffer, but 
 of its own, as DLPack makes it: a saved shard is as large as the shard. Its version counter is the buffer's.
 
 Note [Late memory]
-Where memory comes and goes at no price, packed parameters have an unsharded buffer of their own, which gets its memory when
-their message has landed: until then nobody reads it, and a gather that is launched ahead takes no more than its message.
+Packed parameters have an unsharded buffer of their own, which gets its memory when their message has landed: until then nobody
+reads it, and a gather that is launched ahead takes no more than its message. On a host it is, more often than not, memory that
+the unit before has just given back, and that is still in the caches.
 
 Note [What is sent]
 Where modules compute in another dtype than parameters rest in, shards are cast before they are sent, into a buffer that lives
@@ -136,7 +137,7 @@ class FlatParameters:
     """
 
     __slots__ = (
-        "_casts", "_columns", "_late", "_messages", "_own",
+        "_at_launch", "_casts", "_columns", "_late", "_messages", "_own",
         "_packed_copies", "_sent", "_staging", "coming", "compute_dtype", "device",
         "dtype", "full", "full_views", "gather_plan", "gradient_dtype", "home", "layout", "pool", "precision", "rank",
         "reduce_dtype", "shard", "unsharded"
@@ -175,7 +176,7 @@ class FlatParameters:
         self.coming = None if home is None else ComingShards(self.shard, home, pool)
         self._late: ElasticBuffer | None = None
         late_numel = 0
-        if layout.packed_numel and communicator.capabilities.saves_memory and not in_one:
+        if layout.packed_numel and not in_one:
             start, end = layout.landing
             late_numel = end - start
             self._late = ElasticBuffer(late_numel, self.compute_dtype, device, pool)
@@ -190,6 +191,7 @@ class FlatParameters:
         if layout.packed_numel:
             self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, self.compute_dtype, device, pool)
         self._messages = tuple([buffer for buffer in (self._staging, self._sent) if buffer is not None])
+        self._at_launch = (self.full, *self._messages) if self.full.nbytes else self._messages
         wide = communicator.capabilities.wide_copies
         self._columns: tuple[list[int], list[Tensor]] | None = None if wide else self._plan_columns()
         if wide or (self._columns is None and layout.packed_numel):
@@ -331,14 +333,9 @@ class FlatParameters:
             sources.append(_read_by_device(self, 0, self.layout.cut_numel))
         return targets, sources
 
-    @property
-    def has_messages(self) -> bool:
-        """Whether `begin_gather` and `end_gather` have anything to do."""
-        return bool(self._casts[0] or self._messages) or self.coming is not None
-
     def begin_gather(self) -> None:
-        """Make what a gather needs besides the buffers: memory for packed messages, and casts of the shards."""
-        for buffer in self._messages:
+        """Make what a gather needs: memory for what it writes to, and casts of the shards."""
+        for buffer in self._at_launch:
             buffer.allocate()
         targets, sources = self._casts
         if self.coming is not None:
@@ -347,14 +344,14 @@ class FlatParameters:
             torch._foreach_copy_(targets, sources)
 
     def end_gather(self) -> None:
-        """What was sent has arrived and was copied out, or will not be."""
+        """What was sent has arrived and was copied out, or will not be. Done twice is done once."""
         if self.coming is not None:
             self.coming.end()
         for buffer in self._messages:
             buffer.free()
 
     def copy_out(self) -> None:
-        """Copy the packed parameters from where their message landed to where modules read them."""
+        """What was sent has arrived: copy packed parameters to where modules read them. Then `end_gather` is done, too."""
         targets, sources = self._packed_copies
         if self._late is not None:
             self._late.allocate()
@@ -364,6 +361,10 @@ class FlatParameters:
             torch.split_with_sizes_copy(rows, numels, dim=1, out=wholes)
         elif targets:
             torch._foreach_copy_(targets, sources)
+        if self.coming is not None:
+            self.coming.end()
+        for buffer in self._messages:
+            buffer.free()
 
 
 def _read_by_device(flat: FlatParameters, start: int, numel: int) -> Tensor:

@@ -263,7 +263,8 @@ class GuardRow:
 
     def step_aside(self) -> None:
         for hooks, key, _ in self._places:
-            hooks.pop(key, None)
+            if key in hooks:
+                del hooks[key]
 
     def stand(self) -> None:
         for hooks, key, guard in self._places:

@@ -137,10 +137,12 @@ class Layout:
 
     @property
     def landing(self) -> tuple[int, int]:
-        """Where in the unsharded buffer the packed slots start and end."""
+        """Where in the unsharded buffer the packed slots start and end, with what nobody uses behind the last of all."""
         packed = self.of(Route.PACKED)
-        starts = [slot.full_start for slot in packed]
-        return min(starts, default=0), max((slot.full_start + slot.full_numel for slot in packed), default=0)
+        start = min((slot.full_start for slot in packed), default=0)
+        end = max((slot.full_start + slot.full_numel for slot in packed), default=0)
+        last = packed and all(slot.full_start < end for slot in self.slots)
+        return start, self.full_numel if last else end
 
     @property
     def cut_numel(self) -> int:

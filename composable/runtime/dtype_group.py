@@ -50,7 +50,7 @@ class DtypeGroup:
 
     __slots__ = (
         "_absent", "_addresses", "_aliased", "_coarse_of_whole", "_comes", "_coming", "_communicator", "_for_user", "_full",
-        "_gathered", "_has_messages", "_names", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
+        "_gathered", "_names", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
         "_shards_coming", "_tensors", "_there", "_versions", "_watched", "counted", "flat", "sharded", "unsharded"
     )  # fmt: skip
 
@@ -88,7 +88,6 @@ class DtypeGroup:
         self._addresses: dict[tuple[int, ...], list[int]] = {}  # by those of the buffers
         self._gathered = flat.layout.gathered
         self._aliased = flat.layout.aliased
-        self._has_messages = flat.has_messages
         self._shards_coming = flat.coming
         self._post_forward = mesh_info.post_forward
         self._post_forward_shard: ElasticBuffer | None = None
@@ -118,9 +117,7 @@ class DtypeGroup:
         if self._aliased:
             return None
         self._for_user = for_user
-        self._full.allocate()
-        if self._has_messages:
-            self.flat.begin_gather()
+        self.flat.begin_gather()
         if not self._gathered:
             return None
         if self._shards_coming is not None:
@@ -139,8 +136,6 @@ class DtypeGroup:
         """What was gathered has arrived: put it where modules read it."""
         if not post_forward:
             self.flat.copy_out()
-            if self._has_messages:
-                self.flat.end_gather()
         elif self._post_forward_shard is not None:
             self._post_forward_shard.free()
         if not self._there:
@@ -155,14 +150,12 @@ class DtypeGroup:
             flat.layout, precision=precision, device=flat.device, communicator=communicator, pool=flat.pool, shard=flat.shard,
             home=flat.home,
         )  # fmt: skip
-        exact.full.allocate()
         exact.begin_gather()
         if exact.gather_plan is not None:
             with nullcontext() if exact.coming is None else exact.coming.here():
                 work = communicator.all_gather(exact.gather_plan, label=label, tags=tags)
             work.wait()
         exact.copy_out()
-        exact.end_gather()
         return exact.full_views
 
     def moved(self) -> bool:
@@ -188,10 +181,14 @@ class DtypeGroup:
 
     def outdate(self, before: Sequence[int], now: Sequence[int]) -> None:
         """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""
+        all_come = len(self._coming) == len(self.unsharded)
+        if before[-1] != now[-1] and all_come and not self._there:  # an optimizer has stepped: nearly always it is this
+            self._versions = tuple([version + 1 for version in self._versions])
+            return
         written = _written(before, now)
         if self._there:
             increment_version(list(compress(self.unsharded, written)))
-        elif len(self._coming) < len(self.unsharded):
+        elif not all_come:
             increment_version(list(compress(self.unsharded, map(gt, written, self._comes))))
         self._versions = tuple(map(add, self._versions, compress(written, self._comes)))
 
@@ -217,7 +214,7 @@ class DtypeGroup:
         if self._there:
             if tuple(map(version_of, self._coming)) != self._versions:
                 written = self.look_for_writes()
-        elif self._has_messages:
+        else:
             self.flat.end_gather()  # of what has not landed
         self._there = False
         set_versions(self._coming, self._absent)  # also where they count as absent: an interrupt may have come in between

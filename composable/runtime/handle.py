@@ -233,6 +233,14 @@ class Handle:
 HANDLES: Final[WeakSet[Handle]] = WeakSet()  # all that live
 
 
+def has_come(handle: Handle) -> bool:
+    """Whether `wait_for_unshard` would find everything there."""
+    for work in handle._works:  # noqa: SIM110 - a generator would cost more than what it asks
+        if not work.progress():
+            return False
+    return True
+
+
 def refuse_write(parameter: str, unit: str) -> NoReturn:
     raise PhaseError(
         f"parameter '{parameter}' of unit '{unit}' was written to in place while it was unsharded; such a write "

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from composable.device.collectives import Communicator, PollableWork, ReducePart, ScaledInput, Scratch, TagSequence
+from composable.device.collectives import Communicator, ReducePart, ScaledInput, Scratch, TagSequence, Work
 
 
 class Hop:
@@ -26,13 +26,13 @@ class Hop:
 
     def __init__(self, communicator: Communicator) -> None:
         self.communicator = communicator
-        self._works: list[PollableWork] = []
+        self._works: list[Work] = []
         self.in_flight = False
 
     def reduce_scatter(self, parts: Sequence[ReducePart], scratch: Scratch, label: str, tags: TagSequence) -> None:
         """Launch one more: each rank gets its chunk of the sums."""
         work = self.communicator.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
-        self._works.append(work)  # type: ignore[arg-type]  # it is never asked to progress
+        self._works.append(work)
         self.in_flight = True
 
     def all_reduce(

@@ -41,14 +41,15 @@ class ReductionsInFlight:
         self._first_hop: list[UnitGradients] = []
         self._second_hop: list[UnitGradients] = []
 
-    def launch(self, gradients: UnitGradients, *, saves_memory: bool) -> None:
+    def launch(self, gradients: UnitGradients, *, beside: int) -> None:
         """Reduce what has arrived in a unit, or hold it; what it has in flight is finished before.
 
         Args:
-            saves_memory: the gradients of the unit before are given back before this one's are copied for their message.
+            beside: how many others go on meanwhile. The rest is finished before, and this one's messages get the memory of theirs;
+                not on a hybrid mesh where some go on: to finish a first hop launches a second one, which is to come after.
         """
-        if saves_memory:
-            self.make_room(0, second=1)
+        if beside == 0 or gradients.replica_tags is None:
+            self.make_room(beside)
         for hop in (self._first_hop, self._second_hop):
             if gradients in hop:
                 hop.remove(gradients)

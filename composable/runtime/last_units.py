@@ -40,8 +40,12 @@ class LastUnits(threading.local):
         """The module of `handle` is about to be called: what is left of others is not the last any more."""
         gathers = handle.phase is not Phase.UNSHARDED and handle.parameters.takes_all_ranks
         if (gathers or handle.is_last) and not handle.kept_by:
-            if self._left:
-                self._free()
+            left = self._left
+            while left:  # they are not the last ones any more
+                last = left[-1]()
+                if last is not None and last.is_last and not last.calls.depth and not last.kept_by:
+                    last.reshard()
+                left.pop()  # last: after an interrupt, or an error, it is done again
             if handle.is_last:
                 free(handle)  # it was left in another thread
 
@@ -51,15 +55,6 @@ class LastUnits(threading.local):
             return
         handle.is_last = True
         self._left.append(ref(handle))
-
-    def _free(self) -> None:
-        """They are not the last ones any more."""
-        left = self._left
-        while left:
-            handle = left[-1]()
-            if handle is not None and handle.is_last and not handle.calls.depth and not handle.kept_by:
-                handle.reshard()
-            left.pop()  # last: after an interrupt, or an error, it is done again
 
 
 # By ranks, with their numbers among all, and device; gone with the last root there. Asked once per root: to hash many ranks

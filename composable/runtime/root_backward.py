@@ -149,7 +149,7 @@ class RootBackward:
         if iteration.builds_graph:
             refuse_graph(handle.gradients)
         elif handle.parameters.trainable or handle.gradients.due:
-            iteration.reducing.launch(handle.gradients, saves_memory=self._saves_memory)
+            iteration.reducing.launch(handle.gradients, beside=0 if self._saves_memory else REDUCTIONS_IN_FLIGHT)
 
     def launch_rest(self) -> None:
         """Backward is at its end: launch the reductions of whatever has not been left."""

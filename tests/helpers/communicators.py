@@ -22,7 +22,6 @@ from composable.device.collectives import (
     GenericCommunicator,
     LocalCommunicator,
     PointToPointCommunicator,
-    PollableWork,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -89,24 +88,27 @@ class Recording(_Around):
         super().__init__(inner)
         self._log = log
 
-    def _noted(self, label: str, work: Work) -> PollableWork:
+    def _noted(self, label: str, work: Work) -> Work:
         self._log.add("launch", label)
 
         def wait() -> None:
             self._log.add("wait", label)
             work.wait()
 
-        return _Later(wait, getattr(work, "progress", lambda: False))
+        return _Later(wait, work.progress)
 
     def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
-        return self._noted(label, self._inner.all_gather(prepared, label=label, tags=tags))
+        work = self._noted(label, self._inner.all_gather(prepared, label=label, tags=tags))
+        return _Later(
+            work.wait
+        )  # on its way until it is waited for: what has come lands earlier, and a log would go by the time
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         return self._noted(label, self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags))
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         return self._noted(label, self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags))
 
 
@@ -127,7 +129,7 @@ class Slow(_Around):
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         time.sleep(self._seconds)
         return self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags)
 
@@ -135,7 +137,7 @@ class Slow(_Around):
 class Impatient(_Around):
     """Waits for every collective at once: results are there before anybody asks."""
 
-    def _now(self, work: Work) -> PollableWork:
+    def _now(self, work: Work) -> Work:
         work.wait()
         return _Later(lambda: None, lambda: True)
 
@@ -147,7 +149,7 @@ class Impatient(_Around):
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         return self._now(self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags))
 
 
@@ -173,7 +175,7 @@ class LastMoment(_Around):
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         before = tensor.detach().clone()
         _spoil(tensor)
 
@@ -209,7 +211,7 @@ class Delayed(_Around):
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         return self._delayed(lambda: self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags))  # type: ignore[no-any-return]
 
 
@@ -287,7 +289,7 @@ class ThreadedAccelerator(AcceleratorCommunicator):
         super().__init__(group, torch.device("cpu"), HostStreams())
         self._thread = thread
 
-    def _on_stream(self, stream: str, label: str, launch: Any, call: tuple[Any, ...], finish: Any = None) -> PollableWork:
+    def _on_stream(self, stream: str, label: str, launch: Any, call: tuple[Any, ...], finish: Any = None) -> Work:
         run = partial(super()._on_stream, stream, label, launch, call, finish)
         return _Waiting(self._in_turn(lambda: run().wait()), call)
 

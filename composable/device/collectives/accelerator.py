@@ -15,7 +15,6 @@ from composable.device.collectives.base import GroupCommunicator, alive
 from composable.device.collectives.communicator import (
     ON_ACCELERATOR,
     GatherPart,
-    PollableWork,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -83,7 +82,7 @@ class AcceleratorCommunicator(GroupCommunicator):
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         put_scaled_input(tensor, scaled_input)
         return self._on_stream("all_reduce", label, self._launch_sum, (as_real(tensor),))
 
@@ -113,7 +112,7 @@ class AcceleratorCommunicator(GroupCommunicator):
         launch: Callable[..., None],
         call: tuple[Any, ...],
         finish: Callable[[], None] | None = None,
-    ) -> PollableWork:
+    ) -> Work:
         try:
             with self._streams.fork(stream):
                 launch(*call)

@@ -71,18 +71,14 @@ def put_scaled_input(tensor: Tensor, scaled_input: ScaledInput | None) -> None:
 class Work(Protocol):
     """A collective in flight."""
 
+    def progress(self) -> bool:
+        """Do this rank's part as far as no other rank has to be waited for; whether `wait` would return at once."""
+
     def wait(self) -> None:
         """Return when (on an accelerator: order the compute stream after) the result is there."""
 
     def abort(self) -> None:
         """The result is not wanted any more; afterwards nothing is written to it. Waits for others only where it has to."""
-
-
-class PollableWork(Work, Protocol):
-    """A collective in flight that can be looked after now and then."""
-
-    def progress(self) -> bool:
-        """Do this rank's part as far as no other rank has to be waited for; whether `wait` would return at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +196,7 @@ class Communicator(Protocol):
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         """Sums in place; with a `scaled_input`, `tensor` becomes the sum of everybody's instead.
 
         Args:
@@ -251,18 +247,28 @@ def _cure(error: Exception) -> str:
 
 
 class CompositeWork:
-    """Several works of one collective, and what follows their completion."""
+    """Several works of one collective, and what follows their completion.
 
-    __slots__ = ("_finish", "_label", "_rank", "_works")
+    Args:
+        over: they are, whatever they say of themselves.
+    """
 
-    def __init__(self, works: list[Any], label: str, rank: int, finish: Callable[[], None] | None = None) -> None:
+    __slots__ = ("_finish", "_label", "_over", "_rank", "_works")
+
+    def __init__(
+        self, works: list[Any], label: str, rank: int, finish: Callable[[], None] | None = None, *, over: bool = False
+    ) -> None:
         self._works = works
+        self._over = over
         self._label = label
         self._rank = rank
         self._finish = finish
 
     def progress(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        for work in self._works:  # noqa: SIM110 - a generator would cost more than what it asks
+            if not (work.is_completed() or self._over):
+                return False
+        return True
 
     def wait(self) -> None:
         try:

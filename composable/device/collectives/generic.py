@@ -16,7 +16,6 @@ from composable.device.collectives.communicator import (
     Capabilities,
     CompositeWork,
     GatherPart,
-    PollableWork,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -25,6 +24,7 @@ from composable.device.collectives.communicator import (
     raise_failed,
     scale_sums,
 )
+from composable.device.collectives.process_groups import backend_of
 from composable.device.collectives.tags import TagSequence
 from composable.device.private import as_real
 from composable.device.private_groups import launchers
@@ -39,6 +39,8 @@ class GenericCommunicator(GroupCommunicator):
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._gather, self._sum, self._mean = launchers(group, asynchronous=True)
+        # Torch's fake group is done with a collective when the call returns, and never says so.
+        self._over_at_launch = backend_of(group, device) == "fake"
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return [(as_real(part.whole), as_real(part.shard), self._gather.options) for part in parts]
@@ -60,7 +62,7 @@ class GenericCommunicator(GroupCommunicator):
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         put_scaled_input(tensor, scaled_input)
         work = self._launch(label, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
         return CompositeWork([work], label, self.names[self.rank])
@@ -71,10 +73,11 @@ class GenericCommunicator(GroupCommunicator):
         method: str,
         calls: Sequence[tuple[Any, ...]],
         finish: Callable[[], None] | None = None,
-    ) -> PollableWork:
+    ) -> Work:
         """Call a method of the group's own, by name, once for each part."""
         try:
             launch = getattr(self._group() or self.group, method)  # the latter raises
-            return CompositeWork(list(starmap(launch, calls)), label, self.names[self.rank], finish)
+            works = list(starmap(launch, calls))
+            return CompositeWork(works, label, self.names[self.rank], finish, over=self._over_at_launch)
         except RuntimeError as error:
             raise_failed(label, self.names[self.rank], error)

@@ -14,7 +14,6 @@ from composable.device.collectives.communicator import (
     Capabilities,
     CompositeWork,
     GatherPart,
-    PollableWork,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -88,7 +87,7 @@ class LocalCommunicator:
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         put_scaled_input(tensor, scaled_input)
         return CompositeWork([], label, 0)
 

@@ -19,7 +19,6 @@ from composable.device.collectives.communicator import (
     Capabilities,
     CompositeWork,
     GatherPart,
-    PollableWork,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -107,7 +106,7 @@ class PointToPointCommunicator(GroupCommunicator):
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         put_scaled_input(tensor, scaled_input)
         work = self._launch(label, lambda: dist.all_reduce(tensor, group=self.group, async_op=True))
         return CompositeWork([work], label, self.names[self.rank])

@@ -24,7 +24,6 @@ from composable.device.collectives.communicator import (
     FAILURES,
     Capabilities,
     GatherPart,
-    PollableWork,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -43,7 +42,7 @@ DIRECT_BYTES: Final = 32 << 10  # bytes in a shard from which copying it by itse
 
 Fill = Callable[[Block], object]
 # Of the messages of the peers, by rank; what it returns is the rest.
-Receive = Callable[[dict[int, Message]], PollableWork | None]
+Receive = Callable[[dict[int, Message]], Work | None]
 
 
 class _Transfer:
@@ -63,7 +62,7 @@ class _Transfer:
         in_step: bool,
         keeps: bool = False,
     ) -> None:
-        self._rest: PollableWork | None = None
+        self._rest: Work | None = None
         self._receive: Receive | None = None
         self._messages: dict[int, Message] = {}
         self._host_group = host_group
@@ -222,7 +221,7 @@ class HostCommunicator(GroupCommunicator):
 
     def all_reduce(
         self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
-    ) -> PollableWork:
+    ) -> Work:
         flat = tensor.detach().contiguous().view(-1)
         mine, factor = (scaled_input[0].detach().view(-1), scaled_input[1]) if scaled_input is not None else (flat, 1.0)
         # Adding a multiple rounds once where multiplying and adding rounds twice, so ranks would differ in what is not exact.
@@ -237,7 +236,7 @@ class HostCommunicator(GroupCommunicator):
         def fill(block: Block) -> None:
             _scale(mine, factor, out=view_of(block.memory, 0, flat.numel(), flat.dtype))
 
-        def receive(messages: dict[int, Message]) -> PollableWork | None:
+        def receive(messages: dict[int, Message]) -> Work | None:
             own, first = mine[start : start + chunk], start * flat.element_size()
             terms = {peer: view_of(block, first, sums.numel(), flat.dtype) for peer, block in self._blocks(messages)}
             if at_once:
