@@ -45,8 +45,8 @@ class ReductionsInFlight:
         """Reduce what has arrived in a unit, or hold it; what it has in flight is finished before.
 
         Args:
-            beside: how many others go on meanwhile. The rest is finished before, and this one's messages get the memory of theirs;
-                not on a hybrid mesh where some go on: to finish a first hop launches a second one, which is to come after.
+            beside: how many others go on meanwhile. The rest is finished before, and the message gets their memory; not on
+                a hybrid mesh where some go on: to finish a first hop launches a second one, which is to come after.
         """
         if beside == 0 or gradients.replica_tags is None:
             self.make_room(beside)
