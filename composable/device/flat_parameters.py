@@ -351,7 +351,7 @@ class FlatParameters:
             buffer.free()
 
     def copy_out(self) -> None:
-        """What was sent has arrived: copy packed parameters to where modules read them. Then `end_gather` is done, too."""
+        """Copy the packed parameters from where their message landed to where modules read them."""
         targets, sources = self._packed_copies
         if self._late is not None:
             self._late.allocate()
@@ -361,10 +361,6 @@ class FlatParameters:
             torch.split_with_sizes_copy(rows, numels, dim=1, out=wholes)
         elif targets:
             torch._foreach_copy_(targets, sources)
-        if self.coming is not None:
-            self.coming.end()
-        for buffer in self._messages:
-            buffer.free()
 
 
 def _read_by_device(flat: FlatParameters, start: int, numel: int) -> Tensor:

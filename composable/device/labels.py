@@ -12,10 +12,10 @@ from composable.device.private import profiled
 PREFIX: Final = "composable: "
 
 
-def labelled(label: str, function: Callable[..., Any], *args: Any) -> None:
+def labelled(label: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call `function`; a profiler that runs shows the call as `label`. Where it matters ask `profiled()` first."""
     with record_function(PREFIX + label):
-        function(*args)
+        return function(*args)
 
 
 __all__ = ["PREFIX", "labelled", "profiled"]

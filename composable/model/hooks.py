@@ -263,8 +263,7 @@ class GuardRow:
 
     def step_aside(self) -> None:
         for hooks, key, _ in self._places:
-            if key in hooks:
-                del hooks[key]
+            hooks.pop(key, None)
 
     def stand(self) -> None:
         for hooks, key, guard in self._places:

@@ -141,7 +141,7 @@ class Layout:
         packed = self.of(Route.PACKED)
         start = min((slot.full_start for slot in packed), default=0)
         end = max((slot.full_start + slot.full_numel for slot in packed), default=0)
-        last = packed and all(slot.full_start < end for slot in self.slots)
+        last = packed and all(slot.full_start < end for slot in self.slots if slot.full_numel and not slot.aliased)
         return start, self.full_numel if last else end
 
     @property

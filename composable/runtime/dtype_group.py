@@ -136,6 +136,7 @@ class DtypeGroup:
         """What was gathered has arrived: put it where modules read it."""
         if not post_forward:
             self.flat.copy_out()
+            self.flat.end_gather()
         elif self._post_forward_shard is not None:
             self._post_forward_shard.free()
         if not self._there:
@@ -156,6 +157,7 @@ class DtypeGroup:
                 work = communicator.all_gather(exact.gather_plan, label=label, tags=tags)
             work.wait()
         exact.copy_out()
+        exact.end_gather()
         return exact.full_views
 
     def moved(self) -> bool:

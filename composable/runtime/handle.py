@@ -234,11 +234,11 @@ HANDLES: Final[WeakSet[Handle]] = WeakSet()  # all that live
 
 
 def has_come(handle: Handle) -> bool:
-    """Whether `wait_for_unshard` would find everything there."""
-    for work in handle._works:  # noqa: SIM110 - a generator would cost more than what it asks
-        if not work.progress():
-            return False
-    return True
+    """Whether `wait_for_unshard` would find everything there. To ask may take what has come."""
+    works = handle._works
+    if works and profiled():
+        return bool(labelled(f"wait for the {handle._label}", _progress, works))
+    return _progress(works)
 
 
 def refuse_write(parameter: str, unit: str) -> NoReturn:
@@ -257,6 +257,13 @@ def _launch(handle: Handle, tags: TagSequence, for_user: bool) -> None:
             work = each.gather(tags, handle._label, for_user=for_user)
         if work is not None:
             handle._works.append(work)
+
+
+def _progress(works: Sequence[Work]) -> bool:
+    for work in works:  # noqa: SIM110 - a generator would cost more than what it asks
+        if not work.progress():
+            return False
+    return True
 
 
 def _land(handle: Handle, works: Sequence[Work]) -> None:

@@ -41,15 +41,14 @@ class ReductionsInFlight:
         self._first_hop: list[UnitGradients] = []
         self._second_hop: list[UnitGradients] = []
 
-    def launch(self, gradients: UnitGradients, *, beside: int) -> None:
+    def launch(self, gradients: UnitGradients, *, saves_memory: bool) -> None:
         """Reduce what has arrived in a unit, or hold it; what it has in flight is finished before.
 
         Args:
-            beside: how many others go on meanwhile. The rest is finished before, and the message gets their memory; not on
-                a hybrid mesh where some go on: to finish a first hop launches a second one, which is to come after.
+            saves_memory: the gradients of the unit before are given back before this one's are copied for their message.
         """
-        if beside == 0 or gradients.replica_tags is None:
-            self.make_room(beside)
+        if saves_memory:
+            self.make_room(0, second=1)
         for hop in (self._first_hop, self._second_hop):
             if gradients in hop:
                 hop.remove(gradients)
@@ -83,6 +82,17 @@ class ReductionsInFlight:
             self._finish_second(1)
         if self._second_hop:
             self._finish_second(second)
+
+    def make_room_before(self, first: int) -> None:
+        """`make_room`, before one more is launched, which gets the memory of what is over.
+
+        As far as that launches nothing, which is to come after, and steps nothing, which would keep it waiting.
+        """
+        while len(self._first_hop) > first:
+            oldest = self._first_hop[0]
+            if oldest.replica_tags is not None or oldest.accumulation.early:
+                return
+            self._first_hop.pop(0).finish()
 
     def _finish_second(self, left: int) -> None:
         while len(self._second_hop) > left:

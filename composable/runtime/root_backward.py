@@ -137,6 +137,7 @@ class RootBackward:
             if self._saves_memory:
                 _free(handle)
             if handle.outputs.pending <= 0 and index not in iteration.untracked:
+                iteration.reducing.make_room_before(REDUCTIONS_IN_FLIGHT)
                 self._reduce(iteration, index)
                 iteration.reducing.make_room(REDUCTIONS_IN_FLIGHT + 1)
             if not self._saves_memory:
@@ -149,7 +150,7 @@ class RootBackward:
         if iteration.builds_graph:
             refuse_graph(handle.gradients)
         elif handle.parameters.trainable or handle.gradients.due:
-            iteration.reducing.launch(handle.gradients, beside=0 if self._saves_memory else REDUCTIONS_IN_FLIGHT)
+            iteration.reducing.launch(handle.gradients, saves_memory=self._saves_memory)
 
     def launch_rest(self) -> None:
         """Backward is at its end: launch the reductions of whatever has not been left."""

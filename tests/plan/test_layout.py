@@ -268,6 +268,24 @@ def test_messages_land_apart_and_take_no_room_in_the_unsharded_buffer() -> None:
     assert layout.full_numel == sum(slot.full_numel for slot in layout.slots) + 2
 
 
+@pytest.mark.parametrize("others", [[], [ParamSpec("scalar", (), None)], [ParamSpec("empty", (0, 4), 0)]])
+def test_where_all_is_packed_the_padding_lands_with_it(others: list[ParamSpec]) -> None:
+    """Or else a buffer of padding alone would come and go with every gather."""
+    layout = plan_layout([ParamSpec("p", (5, 4), 0), *others], num_shards=2, direct_numel=99, align=16)
+    assert layout.landing == (0, layout.full_numel)
+
+
+def test_what_is_sent_by_itself_does_not_land_with_the_packed_ones() -> None:
+    layout = plan_layout(
+        [ParamSpec("large", (8, 16), 0), ParamSpec("small", (2, 2), 0)], num_shards=2, direct_numel=64, align=16
+    )
+    start, end = layout.landing
+    large, small = layout.slots
+    assert (large.route, small.route) == (Route.DIRECT, Route.PACKED)
+    assert start <= small.full_start < end
+    assert not start <= large.full_start < end
+
+
 def test_the_largest_parameters_get_the_messages_that_a_launch_takes_also_where_many_are_equal() -> None:
     specs = [ParamSpec(f"w{k}", (8, 64 + k % 2)) for k in range(10)]
 

@@ -77,8 +77,8 @@ def _blocks(come: bool) -> int:
     return sum(len(free_list.blocks) for free_list in list(HOST_MEMORY._free_lists.values()))
 
 
-@pytest.mark.parametrize(("come", "blocks"), [(True, 4), (False, 5)])
+@pytest.mark.parametrize(("come", "blocks"), [(True, 5), (False, 6)])
 def test_units_take_turns_in_few_blocks(pool: Pool, come: bool, blocks: int) -> None:
     """The fewer there are, the more of them stay in the caches: the parameters of the unit that computes and of the one that
-    stays for backward, a reduction, and the message of the next unit, and of this one if that is still on its way."""
+    stays for backward, two reductions, and the message of the next unit, and of this one if that is still on its way."""
     assert pool.run(2, _blocks, come) == [blocks, blocks]
