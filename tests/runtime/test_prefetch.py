@@ -77,6 +77,7 @@ def _blocks(come: bool) -> int:
     return sum(len(free_list.blocks) for free_list in list(HOST_MEMORY._free_lists.values()))
 
 
+@pytest.mark.beyond_sim("an accelerator's allocator keeps its memory")
 @pytest.mark.parametrize(("come", "blocks"), [(True, 5), (False, 6)])
 def test_units_take_turns_in_few_blocks(pool: Pool, come: bool, blocks: int) -> None:
     """The fewer there are, the more of them stay in the caches: the parameters of the unit that computes and of the one that
