@@ -122,7 +122,8 @@ def main() -> None:
     print(f"\nForward and backward of {found.units} transformer blocks, fake process group of {found.fake_world} ranks, cpu\n")
     heads = ["added per unit", "thousands of instructions", "of FSDP2's", "thousands of lines not in caches", "of FSDP2's"]
     print(table(heads, rows))
-    print(json.dumps({"benchmark": "instructions", "units": found.units, "whole": whole, "added_per_unit": added}))
+    counts = {name: dict(zip(("instructions", "lines"), each, strict=True)) for name, each in added.items()}
+    print(json.dumps({"benchmark": "instructions", "units": found.units, "whole": whole, "added_per_unit": counts}))
 
 
 if __name__ == "__main__":

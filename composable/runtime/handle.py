@@ -233,7 +233,7 @@ class Handle:
 HANDLES: Final[WeakSet[Handle]] = WeakSet()  # all that live
 
 
-def has_come(handle: Handle) -> bool:
+def gather_completed(handle: Handle) -> bool:
     """Whether `wait_for_unshard` would find everything there. To ask may take what has come."""
     works = handle._works
     if works and profiled():

@@ -83,17 +83,6 @@ class ReductionsInFlight:
         if self._second_hop:
             self._finish_second(second)
 
-    def make_room_before(self, first: int) -> None:
-        """`make_room`, before one more is launched, which gets the memory of what is over.
-
-        As far as that launches nothing, which is to come after, and steps nothing, which would keep it waiting.
-        """
-        while len(self._first_hop) > first:
-            oldest = self._first_hop[0]
-            if oldest.replica_tags is not None or oldest.accumulation.early:
-                return
-            self._first_hop.pop(0).finish()
-
     def _finish_second(self, left: int) -> None:
         while len(self._second_hop) > left:
             self._second_hop.pop(0).finish()

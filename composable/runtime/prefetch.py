@@ -7,7 +7,7 @@ from typing import Final
 
 from composable.plan.phases import Phase
 from composable.plan.schedule import BackwardOrder, ForwardOrder
-from composable.runtime.handle import Handle, has_come
+from composable.runtime.handle import Handle, gather_completed
 
 _AT_REST: Final = (Phase.SHARDED, Phase.SHARDED_POST_FORWARD)
 PREFETCH_DEPTH: Final = 1  # units gathered ahead of need; docs/decisions/0005 says what was measured
@@ -30,7 +30,7 @@ def gather_with_next(
     handle = handles[unit]
     if handle.phase in _AT_REST:
         handle.unshard_in_step()
-    first = saves_memory or has_come(handle)
+    first = saves_memory or gather_completed(handle)
     if first:
         handle.wait_for_unshard()
     ahead = False

@@ -137,7 +137,6 @@ class RootBackward:
             if self._saves_memory:
                 _free(handle)
             if handle.outputs.pending <= 0 and index not in iteration.untracked:
-                iteration.reducing.make_room_before(REDUCTIONS_IN_FLIGHT)
                 self._reduce(iteration, index)
                 iteration.reducing.make_room(REDUCTIONS_IN_FLIGHT + 1)
             if not self._saves_memory:

@@ -42,19 +42,14 @@ class UnitCalls:
 
     def begin(self) -> None:
         """`show`, for a call of one of its modules: the modules inside, too, are called as they should be."""
-        self.depth += 1
-        if self.depth == 1:
-            self._unit_parameters.swap.show()
+        self.show()
         self._running += 1
         if self._running == 1:
             self._guards.step_aside()
 
     def end(self) -> None:
         """`hide`, at the end of a call."""
-        if self.depth:
-            self.depth -= 1
-        if not self.depth:
-            self._unit_parameters.swap.hide()
+        self.hide()
         if self._running:
             self._running -= 1
         if not self._running:

@@ -98,10 +98,8 @@ class Recording(_Around):
         return _Later(wait, work.progress)
 
     def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
-        work = self._noted(label, self._inner.all_gather(prepared, label=label, tags=tags))
-        return _Later(
-            work.wait
-        )  # on its way until it is waited for: what has come lands earlier, and a log would go by the time
+        # On its way until it is waited for: what has come lands earlier, and the log would go by the time.
+        return _Later(self._noted(label, self._inner.all_gather(prepared, label=label, tags=tags)).wait)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
         return self._noted(label, self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags))

@@ -250,23 +250,23 @@ class CompositeWork:
     """Several works of one collective, and what follows their completion.
 
     Args:
-        over: they are, whatever they say of themselves.
+        completed: they are, whatever they say of themselves.
     """
 
-    __slots__ = ("_finish", "_label", "_over", "_rank", "_works")
+    __slots__ = ("_completed", "_finish", "_label", "_rank", "_works")
 
     def __init__(
-        self, works: list[Any], label: str, rank: int, finish: Callable[[], None] | None = None, *, over: bool = False
+        self, works: list[Any], label: str, rank: int, finish: Callable[[], None] | None = None, *, completed: bool = False
     ) -> None:
         self._works = works
-        self._over = over
+        self._completed = completed
         self._label = label
         self._rank = rank
         self._finish = finish
 
     def progress(self) -> bool:
         for work in self._works:  # noqa: SIM110 - a generator would cost more than what it asks
-            if not (work.is_completed() or self._over):
+            if not (work.is_completed() or self._completed):
                 return False
         return True
 

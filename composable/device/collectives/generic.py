@@ -40,7 +40,7 @@ class GenericCommunicator(GroupCommunicator):
         super().__init__(group, device)
         self._gather, self._sum, self._mean = launchers(group, asynchronous=True)
         # Torch's fake group is done with a collective when the call returns, and never says so.
-        self._over_at_launch = backend_of(group, device) == "fake"
+        self._completes_at_launch = backend_of(group, device) == "fake"
 
     def prepare(self, parts: Sequence[GatherPart]) -> Any:
         return [(as_real(part.whole), as_real(part.shard), self._gather.options) for part in parts]
@@ -78,6 +78,6 @@ class GenericCommunicator(GroupCommunicator):
         try:
             launch = getattr(self._group() or self.group, method)  # the latter raises
             works = list(starmap(launch, calls))
-            return CompositeWork(works, label, self.names[self.rank], finish, over=self._over_at_launch)
+            return CompositeWork(works, label, self.names[self.rank], finish, completed=self._completes_at_launch)
         except RuntimeError as error:
             raise_failed(label, self.names[self.rank], error)
