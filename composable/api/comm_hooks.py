@@ -73,7 +73,8 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     An index belongs to parameters in one order, and to no others when buckets are filled anew.
 
     Of a sharded unit the bucket has the whole gradients, in the dtype that they are summed in, and the hook returns them
-    reduced, on every rank, which takes its shards. `parameters()` are those that rest.
+    reduced, on every rank, which takes its shards. `parameters()` are those that rest: with an `offload_policy` on the host,
+    while the gradients are on the device, and what the hook returns must be there, too.
 
     Hybrid sharding reduces in two stages, each of which takes a hook. In place of "reduce_scatter" a hook reduces whole
     gradients over the ranks of one replica, as above. In place of "all_reduce" it reduces shards over the replicas: the bucket
@@ -104,7 +105,7 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
         NotAnnotatedError: `module` is neither replicated nor fully sharded.
         AlreadyAnnotatedError: a unit has a hook for this stage.
         AnnotationError: the hook cannot be called; there is no such stage, or there are two and none is said; a parameter has
-            sparse gradients, or rests on the host.
+            sparse gradients.
         MeshError: units are on different meshes.
         PhaseError: a forward waits for its backward; inside of a backward, or of `no_sync`.
         RanksDisagreeError: another rank refuses, or registers another hook.
@@ -212,7 +213,8 @@ def _refuse_unit(unit: _Unit, mesh_info: MeshInfo, stage: str) -> None:
             f"{_VERB}: unit '{unit.name}' has the communication hook '{hook.name}'{where} already. Remove it first, by the "
             "handle that registering it returned"
         )
-    unit.refuse_gradients()
+    if isinstance(unit, Replicas):  # a verb that shards takes no sparse ones
+        unit.refuse_gradients()
     if (unit.mesh_info.place, unit.mesh_info.replicas) != (mesh_info.place, mesh_info.replicas):
         raise MeshError(
             f"{_VERB}: unit '{unit.name}' is on another mesh than the module that the hook is for. Register a hook for each, "

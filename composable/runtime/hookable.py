@@ -8,7 +8,6 @@ from typing import Final
 import torch.distributed as dist
 from torch import nn
 
-from composable.errors import AnnotationError
 from composable.runtime.accumulation import Accumulation
 from composable.runtime.averaging import Averaging
 from composable.runtime.gradients import UnitGradients, reduce_by
@@ -132,14 +131,6 @@ class Shards:
         if root is not None and root.backward.is_open:
             root.abort("its backward did not finish")
         reduce_by(self._gradients, (self._gradients.comm_hooks or StageHooks()).changed(stage, hook))
-
-    def refuse_gradients(self) -> None:
-        """Raise if hooks could not take them."""
-        if self._unit.recipe is not None and self._unit.recipe.offload is not None:
-            raise AnnotationError(
-                f"register_comm_hook: parameters of unit '{self.name}' rest on the host (offload_policy), and hooks do not go "
-                "with that so far. Leave one of them out"
-            )
 
 
 def _group_of_all(mesh_info: MeshInfo) -> dist.ProcessGroup | None:

@@ -139,11 +139,11 @@ class HookedReduction:
         self._reduction.launch(reduced, tags, label)
 
     def _add_carried(self, reduced: Sequence[Tensor | None]) -> None:
-        """They are means, as what the hook made, of the rows that this rank takes."""
+        """They are means, as what the hook made, of the rows that this rank takes; on the host where shards rest there."""
         carried, self._carried = self._carried, ()
         for whole, shard, slot in zip(reduced, carried, self.flat.layout.slots, strict=False):
             if whole is not None and shard is not None:
-                cut(whole, slot, self.flat.rank).add_(shard)
+                cut(whole, slot, self.flat.rank).add_(shard.to(whole.device))
 
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         self._reduction.keep(gradients)

@@ -12,9 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 
-from composable import CPUOffloadPolicy, fully_shard
+from composable import CPUOffloadPolicy, fully_shard, register_comm_hook
 from composable.device import host_home
 from composable.device.host_home import COMING, LEAVING, ComingShards
 from composable.device.private import local_of
@@ -28,10 +29,13 @@ _COMES, _LEAVES = f"stream '{COMING}'", f"stream '{LEAVING}'"
 _TO_DEVICE, _TO_HOST = "copy to device", "copy to host"
 
 
-def _offloaded(**options: Any) -> nn.Module:
-    return fully_shard(
-        model_of(), policy={Block}, mesh=mesh_of(), reshard_after_forward=True, offload_policy=CPUOffloadPolicy(), **options
+def _offloaded(*, hooked: bool = False) -> nn.Module:
+    model = fully_shard(
+        model_of(), policy={Block}, mesh=mesh_of(), reshard_after_forward=True, offload_policy=CPUOffloadPolicy()
     )
+    if hooked:
+        register_comm_hook(model, allreduce_hook)
+    return model
 
 
 def _gather_before_shards_have_come() -> AbstractContextManager[Any]:
@@ -97,10 +101,11 @@ _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, s
         _launch("write", "free", COMPUTE),
     ),
 }
+_OF_SUMS: Final = ("sums leave before they are there", "the memory of sums is given back while they leave")
 
 
-def _train_with(fault: str | None) -> list[str]:
-    model, x = _offloaded(), x_of(0)
+def _train_with(fault: str | None, hooked: bool) -> list[str]:
+    model, x = _offloaded(hooked=hooked), x_of(0)
     for number in range(3):
         with _FAULTS[fault][0]() if fault is not None and number == 2 else nullcontext():
             model(x).square().sum().backward()
@@ -108,16 +113,16 @@ def _train_with(fault: str | None) -> list[str]:
     return watch.take_findings()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_without_a_fault_nothing_is_found(pool: Pool, ranks: int) -> None:
-    assert pool.run(ranks, _train_with, None, device="sim") == [[]] * ranks
+@pytest.mark.parametrize(("ranks", "hooked"), [(1, False), (2, False), (2, True)])
+def test_without_a_fault_nothing_is_found(pool: Pool, ranks: int, hooked: bool) -> None:
+    assert pool.run(ranks, _train_with, None, hooked, device="sim") == [[]] * ranks
 
 
-@pytest.mark.parametrize("fault", _FAULTS)
-def test_a_fault_is_found_and_both_launches_are_named(pool: Pool, fault: str) -> None:
+@pytest.mark.parametrize(("fault", "hooked"), [*((fault, False) for fault in _FAULTS), *((fault, True) for fault in _OF_SUMS)])
+def test_a_fault_is_found_and_both_launches_are_named(pool: Pool, fault: str, hooked: bool) -> None:
     _, ranks, first, second = _FAULTS[fault]
     pattern = re.compile(f"{first} is not ordered before {second}")
-    for found in pool.run(ranks, _train_with, fault, device="sim"):
+    for found in pool.run(ranks, _train_with, fault, hooked, device="sim"):
         assert any(pattern.match(each) for each in found), "\n".join([pattern.pattern, *found])
 
 
@@ -132,12 +137,13 @@ def _gradients_of_a_slow_device(model: nn.Module) -> list[Tensor]:
 
 
 @spmd(ranks=2)
-def test_gradients_have_arrived_when_backward_returns() -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_gradients_have_arrived_when_backward_returns(hooked: bool) -> None:
     expected = _gradients_of_a_slow_device(fully_shard(model_of(), policy={Block}, mesh=mesh_of()))
-    found = _gradients_of_a_slow_device(_offloaded())
+    found = _gradients_of_a_slow_device(_offloaded(hooked=hooked))
     assert all(torch.equal(one, other.cpu()) for one, other in zip(found, expected, strict=True))
     with mock.patch.object(root_backward, "settle_traffic"):
-        early = _gradients_of_a_slow_device(_offloaded())
+        early = _gradients_of_a_slow_device(_offloaded(hooked=hooked))
     assert not any(map(torch.equal, early, found)), "this test notices"
     host_home.settle_traffic()
 
@@ -164,8 +170,9 @@ def test_shards_may_be_written_to_when_forward_returns() -> None:
 
 
 @spmd(ranks=2)
-def test_the_host_waits_once_in_forward_and_once_for_each_direction_in_backward() -> None:
-    model, x = _offloaded(), x_of(0)
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_host_waits_once_in_forward_and_once_for_each_direction_in_backward(hooked: bool) -> None:
+    model, x = _offloaded(hooked=hooked), x_of(0)
 
     def step() -> None:
         model(x).square().sum().backward()

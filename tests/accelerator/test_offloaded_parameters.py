@@ -65,7 +65,7 @@ class Odd(nn.Module):
         return y if dist.get_rank() % 2 else y * self.even
 
 
-def _odd(policy: CPUOffloadPolicy | None) -> nn.Module:
+def odd(policy: CPUOffloadPolicy | None) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("cpu"):
         model = Odd()
@@ -79,7 +79,7 @@ def _odd(policy: CPUOffloadPolicy | None) -> nn.Module:
 
 @spmd(ranks=[1, 2, 4])
 def test_parameters_that_lie_otherwise_and_those_that_some_ranks_do_not_use() -> None:
-    train((_odd(None), _odd(CPUOffloadPolicy())), one_batch)
+    train((odd(None), odd(CPUOffloadPolicy())), one_batch)
 
 
 @spmd(ranks=2)
@@ -147,7 +147,7 @@ def _held_as_shards(model: nn.Module, step: int) -> None:
     one_batch(model, 2 * step + 1)
 
 
-_WINDOWS: Final = {
+WINDOWS: Final = {
     "added up": _two_batches,
     "held": _held,
     "held after reduced": _held_after_reduced,
@@ -157,12 +157,12 @@ _WINDOWS: Final = {
 
 
 @spmd(ranks=[2, 4])
-@pytest.mark.parametrize("window", _WINDOWS)
+@pytest.mark.parametrize("window", WINDOWS)
 def test_gradients_of_several_backwards_add_up(window: str) -> None:
     hybrid = dist.get_world_size() == 4
     if hybrid or window != "held as shards":
         mesh = mesh_of(2, 2) if hybrid else mesh_of()
-        train(twins_of(mesh=mesh, mp_policy="bf16" if window == "held" else None), _WINDOWS[window])
+        train(twins_of(mesh=mesh, mp_policy="bf16" if window == "held" else None), WINDOWS[window])
 
 
 # --- what works on gradients and parameters ---------------------------------------------------------------------------

@@ -69,8 +69,6 @@ REFUSED: Final[dict[tuple[str, str], str]] = {
     ("verbs=experts", "hooks=in place of sums"): "on another mesh",
     ("verbs=replicate", "offloaded=parameters"): "offload_policy",
     ("verbs=replicate", "offloaded=both"): "offload_policy",
-    ("offloaded=parameters", "hooks=in place of sums"): "offload_policy",
-    ("offloaded=both", "hooks=in place of sums"): "offload_policy",
 }
 
 
@@ -336,7 +334,7 @@ def by_hand(combination: Combination) -> Iterator[dict[str, Tensor | None]]:
 def differences(combination: Combination) -> list[str]:
     """What differs between the two, by name."""
     exact = 1e-9 if combination.mean != "tokens" else 1e-6  # accelerators count weights in float32
-    tolerance = exact if combination.precision == "full" else 8e-2  # 8 bits; what is lost or doubled is far more
+    tolerance = exact if combination.precision == "full" else 1e-1  # 8 bits, on both sides; what is lost is far more
     found = []
     places = [f"{what} of step {step}" for step in range(STEPS) for what in ("gradients", "parameters")]
     for place, actual, expected in zip(places, train(combination), by_hand(combination), strict=True):

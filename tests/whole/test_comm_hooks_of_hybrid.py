@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     apply_optimizer_in_backward,
     describe,
@@ -215,6 +216,8 @@ def test_power_sgd_compresses_either_stage(pool: Pool, stage: str, device: str) 
 
 def _scaled(what: str) -> None:
     options: dict[str, Any] = {"grad_reduce": "sum"} if what == "a sum" else {}
+    if what == "rest":
+        options["offload_policy"] = CPUOffloadPolicy()  # on a mesh of CPUs that means nothing
     for stages in _STAGES:
         models = [_model(**options) for _ in range(2)]
         handles = [register_comm_hook(models[1], allreduce_hook, stage=stage) for stage in stages]
@@ -246,8 +249,8 @@ def _scaled(what: str) -> None:
             handle.remove()
 
 
-@pytest.mark.parametrize("what", ["a sum", "weights", "explicitly", "steps in backward"])
-def test_what_scales_gradients_or_says_when_does_so_around_hooks(pool: Pool, what: str, device: str) -> None:
+@pytest.mark.parametrize("what", ["a sum", "weights", "explicitly", "rest", "steps in backward"])
+def test_what_scales_and_moves_gradients_or_says_when_does_so_around_hooks(pool: Pool, what: str, device: str) -> None:
     need_devices(device, 4)
     pool.run(4, _scaled, what, device=device)
 

@@ -147,6 +147,8 @@ def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(pool: Poo
 
 def _scaled(what: str) -> None:
     options: dict[str, Any] = {"grad_reduce": "sum"} if what == "a sum" else {}
+    if what == "rest":
+        options["offload_policy"] = CPUOffloadPolicy()  # on a mesh of CPUs that means nothing
     if what == "precision":
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     models = [_model(**options) for _ in range(2)]
@@ -165,8 +167,8 @@ def _scaled(what: str) -> None:
     assert_same(models, "afterwards")
 
 
-@pytest.mark.parametrize("what", ["a sum", "weights", "precision"])
-def test_what_scales_and_casts_gradients_does_so_around_a_hook(pool: Pool, what: str, device: str) -> None:
+@pytest.mark.parametrize("what", ["a sum", "weights", "precision", "rest"])
+def test_what_scales_casts_and_moves_gradients_does_so_around_a_hook(pool: Pool, what: str, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _scaled, what, device=device)
 
@@ -211,9 +213,7 @@ def test_one_rank_alone_calls_no_hook(pool: Pool) -> None:
 
 
 def _refusals(which: str) -> str:
-    model = _model(offload_policy=CPUOffloadPolicy()) if which == "offload" else _model()
-    if which == "offload":
-        return refusal(lambda: register_comm_hook(model, noop_hook))
+    model = _model()
     if which == "stage":
         return refusal(lambda: register_comm_hook(model, noop_hook, stage="all_reduce"))
     if which == "window":
@@ -226,8 +226,6 @@ def _refusals(which: str) -> str:
 
 
 _TEXTS: Final = {
-    "offload": "AnnotationError: register_comm_hook: parameters of unit '(root)' rest on the host (offload_policy), and hooks "
-    "do not go with that so far. Leave one of them out",
     "stage": "AnnotationError: register_comm_hook: sharded gradients are reduced in one stage, 'reduce_scatter'; leave "
     "stage= out",
     "window": "PhaseError: register_comm_hook: unit '(root)' is inside of a window of no_sync, whose gradients would be "
