@@ -168,6 +168,30 @@ def test_operators_compute_what_they_do_on_a_host(pool: Pool) -> None:
     pool.run(1, _computes, device="sim")
 
 
+def _normalises(parameters: torch.dtype) -> None:
+    """Devices keep statistics in float32, whatever the layer computes in; the host's kernels want them as they left them."""
+    makes: list[Callable[[], nn.Module]] = [
+        lambda: nn.BatchNorm1d(4),
+        lambda: nn.BatchNorm1d(4, affine=False),
+        lambda: nn.BatchNorm1d(4, track_running_stats=False),
+        lambda: nn.BatchNorm1d(4, affine=False, track_running_stats=False),
+        lambda: nn.BatchNorm1d(4).eval(),
+    ]
+    for number, make in enumerate(makes):
+        results = []
+        for device in (torch.device("cpu"), current_device()):
+            torch.manual_seed(number)
+            x = torch.randn(6, 4, device="cpu").bfloat16().to(device).requires_grad_()
+            module = make().to(device, parameters)
+            results.append([*_results(module, x), *(b.cpu() for b in module.buffers()), x.grad.cpu()])  # type: ignore[union-attr]
+        assert all(map(torch.equal, *results)), make()
+
+
+@pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
+def test_batch_norms_of_bfloat16_compute_what_they_do_on_a_host(pool: Pool, parameters: torch.dtype) -> None:
+    pool.run(1, _normalises, parameters, device="sim")
+
+
 def _look_alike(device: torch.device) -> list[Tensor]:
     """What comes out where arguments differ in one thing."""
     x = torch.arange(4.0, device=device).view(2, 2)

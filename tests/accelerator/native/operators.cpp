@@ -209,6 +209,25 @@ const c10::IValue& returned_argument(const c10::FunctionSchema& schema, size_t r
   TORCH_CHECK(false, "sim: nothing tells what ", schema, " returns");
 }
 
+// What the backward of a norm reads of its forward. CPU kernels keep it in the dtype of the layer; meta kernels say float, as
+// accelerators have it.
+struct Statistics {
+  std::vector<size_t> places;  // among the arguments
+  std::vector<size_t> like;    // arguments of the dtype that the kernel wants; the first that is there
+
+  void cast(Stack& arguments) const {
+    std::optional<c10::ScalarType> dtype;
+    for (size_t i : like)
+      each_tensor(arguments[i], [&](const at::Tensor& t) { dtype = dtype.value_or(t.scalar_type()); });
+    for (size_t i : places) arguments[i] = map_tensors(arguments[i], [&](const at::Tensor& t) { return t.to(*dtype); });
+  }
+};
+
+const Statistics* statistics_of(const std::string& name) {
+  static const Statistics of_layer{{3, 4}, {1}}, of_batch{{5, 6}, {2, 3, 4, 1}};
+  return name == "native_layer_norm_backward" ? &of_layer : name == "native_batch_norm_backward" ? &of_batch : nullptr;
+}
+
 void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
   const auto& schema = op.schema();
   const size_t count = schema.arguments().size(), begin = stack->size() - count;
@@ -281,11 +300,10 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
     }
   }
 
-  bool is_norm = name == "native_layer_norm_backward";
-  launch(here(), name, accesses, [op, is_norm, arguments = std::move(arguments), targets = std::move(targets)]() mutable {
+  const Statistics* statistics = statistics_of(name);
+  launch(here(), name, accesses, [op, statistics, arguments = std::move(arguments), targets = std::move(targets)]() mutable {
     at::AutoDispatchBelowADInplaceOrView below;
-    if (is_norm)  // CPU kernels keep statistics in the dtype of the layer; meta kernels say float, as accelerators have it
-      for (size_t i : {3, 4}) arguments[i] = arguments[i].toTensor().to(arguments[1].toTensor().scalar_type());
+    if (statistics) statistics->cast(arguments);
     call_kernel(op, arguments);
     for (auto& [r, into] : targets) {
       size_t next = 0;
