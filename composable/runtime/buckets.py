@@ -140,6 +140,13 @@ class Buckets:
         if self._local.accumulation.early:
             _step(self, bucket)
 
+    @property
+    def others(self) -> bool | None:
+        """All sums are there: whether some rank said that it keeps others; None if nothing was summed. Reads memory."""
+        if self._pass is not Pass.REDUCES or self.trailer is None:
+            return None
+        return self.trailer.others(self.each[-1].gradients.flags)
+
     def settle(self) -> bool:
         """All sums are there: decide about gradients that were missing on this rank. Reads memory.
 

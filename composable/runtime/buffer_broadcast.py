@@ -38,7 +38,7 @@ def share_buffers(units: Sequence[Buffered]) -> None:
             for unit in members:
                 unit.averaging.order.abort()  # if a backward raised
             order = members[0].averaging.order
-            if communicator.capabilities.ordered and (len(members) < len(order) or order.company.has_had_others(order.kin)):
+            if communicator.capabilities.ordered and (len(members) < len(order) or order.company.may_have_others(order.kin)):
                 _check_order(members[0].averaging)
             _share(buffers, communicator, members[0].averaging.name)
 

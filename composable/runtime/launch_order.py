@@ -10,7 +10,7 @@ Where messages carry tags a reducer is in an order of its own.
 A copy of a model communicates over the same, in an order of its own: the one that a backward came to first launches first.
 docs/decisions/0013-launch-points.md tells why units side by side cannot be in one. Where they share a communicator all the
 same, as on accelerators, each has an order of its own, and launches at the end of a backward only: what it could launch before
-depends on its gradients, and another one may be in a backward inside of this one.
+depends on its gradients, and another one may be in a backward inside of this one. See Note [Who else trains].
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Sequence, Sized
 from functools import partial
 from operator import methodcaller
 from typing import Any, Final, Protocol
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import ref
 
 import torch
 
@@ -31,6 +31,7 @@ from composable.runtime.accumulation import Accumulation
 from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
 from composable.runtime.bucket import Bucket
 from composable.runtime.buckets import Buckets
+from composable.runtime.company import company_of
 from composable.runtime.mesh_info import MeshInfo
 
 
@@ -47,10 +48,11 @@ class Member(Protocol):
     def buckets(self) -> Buckets:
         """What it launches in every backward."""
 
-    def begin(self, only: Container[Accumulation] | None = None) -> None:
+    def begin(self, others: bool, only: Container[Accumulation] | None = None) -> None:
         """A backward has been opened: what is not here at its end counts as zero.
 
         Args:
+            others: whether this rank keeps some that are in no order of this kin.
             only: there is no backward; those whose accumulation is among these launch what they hold.
         """
 
@@ -77,46 +79,6 @@ _LAUNCH_COMPLETE: Final = methodcaller("launch_complete")
 _LAUNCH_REST: Final = methodcaller("launch_rest")
 
 
-class Company:
-    """All that launch over one communicator.
-
-    Attributes:
-        line: backwards that have been opened and not closed, in the order in which that happened.
-    """
-
-    def __init__(self) -> None:
-        self._orders: WeakSet[LaunchOrder] = WeakSet()
-        self._members: dict[object, int] = {}  # how many reducers have been put into orders of a kin, and not been taken out
-        self._places = 0  # that have been given away
-        self.line: list[ref[OrderedBackward]] = []
-
-    def join(self, order: LaunchOrder) -> None:
-        self._orders.add(order)
-
-    def reserve(self, count: int) -> range:
-        """Places that no other reducer has. Every rank reserves the same."""
-        start = self._places
-        self._places += count
-        return range(start, start + count)
-
-    def count(self, kin: object, change: int) -> None:
-        self._members[kin] = self._members.get(kin, 0) + change
-
-    def has_had_others(self, kin: object) -> bool:
-        """Whether reducers were put into orders of another kin, and not taken out. Those whose model is gone count, too: all
-        ranks give the same answer, whatever their garbage collectors have found."""
-        return any(count for other, count in self._members.items() if other is not kin)
-
-    def has_others(self, kin: object) -> bool:
-        """Whether reducers train that are not in an order of this kin. Ranks may differ: one may still keep a model that nobody
-        uses."""
-        others = [order for order in self._orders if order.kin is not kin]
-        return any(member.hooks for order in others for member in order.members)
-
-
-_COMPANIES: Final[WeakKeyDictionary[Communicator, Company]] = WeakKeyDictionary()
-
-
 class LaunchOrder:
     """Some reducers that take part in each backward together, in the order in which they launch. See Note [One order].
 
@@ -129,27 +91,30 @@ class LaunchOrder:
         company: all that launch over that.
         backward: the one of this order that has been opened and not closed: it runs, or has raised and not been forgotten.
         kin: it and its copies have this in common.
+        settled: the last change in the company of which all ranks have said whether they keep others.
     """
 
     def __init__(self, communicator: Communicator, original: LaunchOrder | None = None) -> None:
         self.communicator = communicator
         self.kin: object = object() if original is None else original.kin
-        self.company = _COMPANIES.setdefault(communicator, Company())
+        self._is_copy = original is not None
+        self.company = company_of(communicator)
         self.company.join(self)
+        self.settled = -1
         self._places: dict[int, Member] = {}
         self.members: tuple[Member, ...] = ()
         self.backward: OrderedBackward | None = None
 
     def put(self, place: int, member: Member) -> None:
         """From here on `member` launches behind those at lower places. Done between backwards."""
-        if place not in self._places:
-            self.company.count(self.kin, 1)
+        if place not in self._places and not self._is_copy:
+            self.company.enter(self.kin)
         self._places[place] = member
         self._sort()
 
     def take_out(self, place: int) -> None:
-        if self._places.pop(place, None) is not None:
-            self.company.count(self.kin, -1)
+        if self._places.pop(place, None) is not None and not self._is_copy:
+            self.company.leave(self.kin)
         self._sort()
 
     def __len__(self) -> int:
@@ -181,13 +146,16 @@ class LaunchOrder:
         self._open(end, held)
 
     def _open(self, end: BackwardEnd, only: Container[Accumulation] | None = None) -> None:
+        if self.communicator.capabilities.ordered:
+            self.company.train(self.kin)
         steps, backward = self.communicator.sums.steps, OrderedBackward(self, ref(end))
         if end.join(backward, steps, backward.launch_again):
             steps.look_ahead([self.communicator.presence])
         self.backward = backward  # before anything changes: whoever finds it open, and no backward, cleans up
         self.company.line.append(ref(backward))
+        others = not backward.launches_early and self.company.keeps_others(self.kin)
         for member in self.members:
-            member.begin(only)
+            member.begin(others, only)
 
     def lose_backward(self) -> None:
         """It was about to be opened when something was raised: its end is to tell the other ranks."""
@@ -240,8 +208,8 @@ class OrderedBackward:
     def __init__(self, order: LaunchOrder, end: Callable[[], BackwardEnd | None]) -> None:
         self._order = order
         self.end = end
-        ordered = order.communicator.capabilities.ordered
-        self.launches_early = not (ordered and order.company.has_others(order.kin))
+        ordered, company = order.communicator.capabilities.ordered, order.company
+        self.launches_early = not (ordered and company.may_have_others(order.kin))
         self._first = 0  # of the members that have not launched everything
 
     @property
@@ -297,12 +265,25 @@ class OrderedBackward:
         for backward in self._up_to_this():
             backward._finish_sums()
         order = self._order
+        if not self.launches_early and order.settled != order.company.changes:
+            self._settle()
         for member in order.members:
             member.conclude()
         order.close()
         order.communicator.sums.steps.behind = False
         for member in order.members:
             member.deliver()
+
+    def _settle(self) -> None:
+        """Read whether some rank keeps others. All ranks come to it in the same backward."""
+        order = self._order
+        for member in order.members:
+            others = member.buckets.others
+            if others is not None:
+                order.settled = order.company.changes
+                if not others:
+                    order.company.forget_others(order.kin)
+                return
 
     def _finish_sums(self) -> None:
         for member in self._order.members:

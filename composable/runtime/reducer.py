@@ -161,7 +161,7 @@ class Reducer:
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
-    def begin(self, only: Container[Accumulation] | None = None) -> None:
+    def begin(self, others: bool, only: Container[Accumulation] | None = None) -> None:
         accumulation = self.local.accumulation
         self._pass = accumulation.now
         if only is not None:
@@ -171,6 +171,7 @@ class Reducer:
         kinds = self.parameters.kinds
         digest = self.agreement.order.digest + kinds.digest + (0 if self._hook is None else self._hook.units.digest)
         self._communicator.sums.agreed = self._round.agreed = digest % TagSequence.DIGESTS
+        self._round.others = others
         kinds.tell(self._communicator, self._place)
         self.buckets.open(self._pass)
 

@@ -12,6 +12,7 @@ Backwards under `no_sync` add up gradients on their rank (`composable.runtime.ac
 how many there were since the last sum is compared: a rank that lost some to an error would bring less than the others.
 
 What the ranks have agreed on about the order of gradients is compared, too, see Note [An agreement that not all ranks know of].
+And a rank says whether it keeps others that launch over the same communicator, see Note [Who else trains].
 
 All of that travels at the end of a unit's last bucket, in numbers that are zero or one on each rank: a sum of such tells in any
 dtype which of them were one somewhere.
@@ -32,7 +33,8 @@ from composable.runtime.accumulation import Accumulation
 _MODULUS: Final = 5  # of backwards, of forwards, and of those under no_sync, of which there are often two, four or eight
 _FIRST: Final = 3 * _MODULUS + 1  # number of the digest's: for each bit one if it is set, and one if it is not
 _BITS: Final = range(TagSequence.DIGESTS.bit_length())
-NUMBERS: Final = _FIRST + 2 * len(_BITS)
+_OTHERS: Final = _FIRST + 2 * len(_BITS)  # number of that which says whether a rank keeps others, see Note [Who else trains]
+NUMBERS: Final = _OTHERS + 1
 
 
 class Forwards:
@@ -85,7 +87,12 @@ class Forward:
 
 
 class Round:
-    """One unit's backwards, and the forwards that went before each."""
+    """One unit's backwards, and the forwards that went before each.
+
+    Attributes:
+        agreed: digest of what this rank knows to be agreed on.
+        others: whether it keeps others that launch over the same communicator.
+    """
 
     def __init__(self, forwards: Sequence[Forwards], communicator: Communicator, unit: str, accumulation: Accumulation) -> None:
         self._forwards = forwards
@@ -93,7 +100,8 @@ class Round:
         self._communicator = communicator
         self._unit = unit
         self._rows: dict[tuple[int, ...], Tensor] = {}
-        self.agreed = 0  # digest of what this rank knows to be agreed on
+        self.agreed = 0
+        self.others = False
 
     @property
     def incomplete(self) -> bool:
@@ -107,11 +115,11 @@ class Round:
     def write(self, numbers: Tensor) -> None:
         """Say which backward this is."""
         backward, forwards, incomplete, held = self._state()
-        key = backward % _MODULUS, forwards % _MODULUS, held % _MODULUS, incomplete, self.agreed
+        key = backward % _MODULUS, forwards % _MODULUS, held % _MODULUS, incomplete, self.agreed, self.others
         if key not in self._rows:
             row = [float(number == k) for number in key[:3] for k in range(_MODULUS)]
             digest = [float(self.agreed >> bit & 1 == value) for bit in _BITS for value in (1, 0)]
-            row += [float(incomplete), *digest]
+            row += [float(incomplete), *digest, float(self.others)]
             self._rows[key] = numbers_for(row, numbers.device, numbers.dtype)
         numbers.copy_(self._rows[key])
 
@@ -126,13 +134,17 @@ class Round:
         several = _MODULUS - forwards.count(0) > 1 and numbers[_FIRST - 1] != 0
         if several or _MODULUS - backwards.count(0) > 1 or _MODULUS - held.count(0) > 1:
             self._refuse()
-        if numbers[_FIRST:].count(0) != len(_BITS):
+        if numbers[_FIRST:_OTHERS].count(0) != len(_BITS):
             refuse_others()
             raise RanksDisagreeError(
                 f"replicate(unit '{self._unit}'): an interrupt reached some ranks while all agreed on the order in which "
                 "gradients are sent, and this backward mixed up those of different parameters. Clear them and go on: the order "
                 "is looked up where the others left it. If this comes again, call remove(module, replicate) and annotate again"
             )
+
+    def read_others(self, numbers: Tensor) -> bool:
+        """Whether some rank wrote that it keeps others. Reads memory."""
+        return bool(numbers[_OTHERS].item())
 
     def _refuse(self) -> None:
         label = f"exchange of what the ranks did before a backward of unit '{self._unit}'"

@@ -52,3 +52,7 @@ class Trailer:
     def check(self, numbers: Tensor, refuse_others: Callable[[], None]) -> None:
         """Raise, on every rank, if the ranks are in different backwards. Reads memory."""
         self._round.check(numbers[-NUMBERS:].tolist(), refuse_others)
+
+    def others(self, numbers: Tensor) -> bool:
+        """Whether some rank keeps others that launch over the same communicator. Reads memory."""
+        return self._round.read_others(numbers[-NUMBERS:])

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +17,11 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 from composable import replicate
 from composable.device.collectives import communicators_wrapped_by
 from composable.errors import RanksDisagreeError
+from composable.model.traversal import get_replicated_states
+from composable.plan.phases import GradPhase
 from tests.helpers.communicators import all_accelerators
-from tests.helpers.world import Pool
+from tests.helpers.compare import averaged_gradients
+from tests.helpers.world import Pool, current_device
 from tests.whole.test_one_communicator import CAP, WIDTH, Block, communicators_in, compare_gradients
 
 
@@ -109,3 +115,129 @@ def _a_copy_stays_on_one_rank() -> None:
 @pytest.mark.host
 def test_units_with_buffers_agree_on_their_order_whatever_each_rank_has_made_and_kept(pool: Pool) -> None:
     pool.run(2, _a_copy_stays_on_one_rank)
+
+
+# --- models that are gone, on some ranks or on all ----------------------------------------------------------------------
+
+
+class _Deep(nn.Module):
+    """Gradients of the last layers are there before the first one's, where a backward may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        self.arrived: Callable[[], None] = lambda: None
+        self.broken = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+            if layer is self.layers[0]:
+                x.register_hook(self._come_to_the_first)
+        return x
+
+    def _come_to_the_first(self, _: Tensor) -> None:
+        self.arrived()
+        if self.broken:
+            raise ValueError("on purpose")
+
+
+def _replicated(plain: nn.Module) -> Any:
+    model = copy.deepcopy(plain).to(current_device())
+    with _as_on_accelerators():
+        return replicate(model, bucket_cap_mb=CAP)
+
+
+def _as_on_accelerators() -> AbstractContextManager[object]:
+    return communicators_wrapped_by(all_accelerators) if current_device().type == "cpu" else nullcontext()
+
+
+def _plain() -> _Deep:
+    torch.manual_seed(0)
+    return _Deep().to(torch.float64)
+
+
+def _input(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def _step(model: nn.Module, step: int) -> None:
+    model.zero_grad()
+    model(_input(step).to(current_device())).square().sum().backward()
+
+
+def _step_both(plain: nn.Module, model: nn.Module, step: int) -> None:
+    plain.zero_grad()
+    plain(_input(step)).square().sum().backward()
+    _step(model, step)
+    for (name, mean), parameter in zip(averaged_gradients(plain).items(), model.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert mean is not None
+        torch.testing.assert_close(parameter.grad, mean, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{step} {n}: {text}")
+
+
+def _launched_early(model: Any) -> list[int]:
+    """How many sums each of two backwards has launched before its last gradients."""
+    (unit,) = get_replicated_states(model)
+    counts: list[int] = []
+    model.arrived = lambda: counts.append(
+        sum(bucket.phase is GradPhase.REDUCING for bucket in unit.averaging.current.buckets.each)
+    )
+    for step in range(2):
+        _step(model, step)
+    model.arrived = lambda: None
+    return counts
+
+
+def _former(kept: str) -> object:
+    """A model that has trained, and of which rank 0 alone keeps something; elsewhere no garbage of it is left."""
+    model = _replicated(_plain())
+    _step(model, 0)
+    if dist.get_rank() == 0:
+        if kept == "the model":
+            return model
+        if kept == "a copy":
+            return copy.deepcopy(model)
+        cycle: list[object] = [model]
+        cycle.append(cycle)
+        return None
+    del model
+    gc.collect()
+    return None
+
+
+def _a_backward_raises(kept: str) -> tuple[list[int], list[int]]:
+    gc.collect()
+    gc.disable()
+    try:
+        left = _former(kept)
+        if kept == "a copy":
+            gc.collect()
+        plain = _plain()
+        model = _replicated(plain)
+        for step in range(3):
+            model.broken = True
+            with pytest.raises(ValueError, match="on purpose"):
+                _step(model, 50 + step)
+            model.broken = False
+            _step_both(plain, model, step)
+        while_kept = _launched_early(model)
+        del left, model
+        gc.collect()
+        return while_kept, _launched_early(_replicated(plain))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kept", ["the model", "a copy", "garbage"])
+def test_a_backward_may_raise_on_all_ranks_while_one_of_them_keeps_a_model_that_is_gone(
+    pool: Pool, ranks: int, kept: str
+) -> None:
+    """All launch alike, at once or at the end of a backward: otherwise sums of that backward meet those of the next."""
+    by_rank = pool.run(ranks, _a_backward_raises, kept)
+    while_kept, afterwards = by_rank[0]
+    assert by_rank == [by_rank[0]] * ranks
+    assert [count > 0 for count in while_kept] == [kept == "garbage"] * 2
+    assert [count > 0 for count in afterwards][1]
