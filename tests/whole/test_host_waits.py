@@ -32,6 +32,12 @@ def _mixed(model: nn.Module) -> None:
     fully_shard(model, policy={_BLOCK})
 
 
+def _side_by_side(model: nn.Module) -> None:
+    """They ask once whether others train over the same communicator."""
+    for part in model:  # type: ignore[attr-defined]
+        replicate(part)
+
+
 _SCHEMES: Final[dict[str, Callable[[nn.Module], object]]] = {
     "fully_shard": _fully_sharded(),
     "without resharding": _fully_sharded(reshard_after_forward=False),
@@ -39,6 +45,7 @@ _SCHEMES: Final[dict[str, Callable[[nn.Module], object]]] = {
     "hybrid": _hybrid,
     "replicate": replicate,
     "both": _mixed,
+    "side by side": _side_by_side,
 }
 
 

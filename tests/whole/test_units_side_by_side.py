@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 
-from composable import replicate
+from composable import remove, replicate
 from composable.device.collectives import communicators_wrapped_by
 from composable.errors import RanksDisagreeError
 from composable.model.traversal import get_replicated_states
@@ -121,10 +121,16 @@ def test_units_with_buffers_agree_on_their_order_whatever_each_rank_has_made_and
 
 
 class _Deep(nn.Module):
-    """Gradients of the last layers are there before the first one's, where a backward may raise."""
+    """Gradients of the last layers are there before the first one's, where a backward may raise.
 
-    def __init__(self) -> None:
+    Args:
+        spare: whether there is a layer that nobody uses.
+    """
+
+    def __init__(self, spare: bool = False) -> None:
         super().__init__()
+        if spare:
+            self.spare = nn.Linear(WIDTH, WIDTH)
         self.layers = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
         self.arrived: Callable[[], None] = lambda: None
         self.broken = False
@@ -152,9 +158,9 @@ def _as_on_accelerators() -> AbstractContextManager[object]:
     return communicators_wrapped_by(all_accelerators) if current_device().type == "cpu" else nullcontext()
 
 
-def _plain() -> _Deep:
+def _plain(spare: bool = False) -> _Deep:
     torch.manual_seed(0)
-    return _Deep().to(torch.float64)
+    return _Deep(spare).to(torch.float64)
 
 
 def _input(step: int) -> Tensor:
@@ -241,3 +247,18 @@ def test_a_backward_may_raise_on_all_ranks_while_one_of_them_keeps_a_model_that_
     assert by_rank == [by_rank[0]] * ranks
     assert [count > 0 for count in while_kept] == [kept == "garbage"] * 2
     assert [count > 0 for count in afterwards][1]
+
+
+def _another_one_is_removed(spare: bool) -> list[int]:
+    gc.collect()
+    other, model = _replicated(_plain()), _replicated(_plain(spare))
+    _step(other, 0)
+    counts = _launched_early(model)
+    remove(other, replicate)
+    return counts + _launched_early(model)
+
+
+@pytest.mark.parametrize("spare", [False, True], ids=["", "with a layer that nobody uses"])
+def test_a_model_launches_early_from_the_second_backward_after_another_one_has_been_removed(pool: Pool, spare: bool) -> None:
+    for counts in pool.run(2, _another_one_is_removed, spare):
+        assert [count > 0 for count in counts] == [False, False, False, True]
