@@ -197,8 +197,12 @@ def _launched_early(model: Any) -> list[int]:
 
 
 def _former(kept: str) -> object:
-    """A model that has trained, and of which rank 0 alone keeps something; elsewhere no garbage of it is left."""
+    """A model of which rank 0 alone keeps something; elsewhere no garbage of it is left. It has trained, or was removed."""
     model = _replicated(_plain())
+    if kept == "a copy of one removed":
+        left = copy.deepcopy(model) if dist.get_rank() == 0 else None
+        remove(model, replicate)
+        return left
     _step(model, 0)
     if dist.get_rank() == 0:
         if kept == "the model":
@@ -218,7 +222,7 @@ def _a_backward_raises(kept: str) -> tuple[list[int], list[int]]:
     gc.disable()
     try:
         left = _former(kept)
-        if kept == "a copy":
+        if kept != "garbage":
             gc.collect()
         plain = _plain()
         model = _replicated(plain)
@@ -237,7 +241,7 @@ def _a_backward_raises(kept: str) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("kept", ["the model", "a copy", "garbage"])
+@pytest.mark.parametrize("kept", ["the model", "a copy", "a copy of one removed", "garbage"])
 def test_a_backward_may_raise_on_all_ranks_while_one_of_them_keeps_a_model_that_is_gone(
     pool: Pool, ranks: int, kept: str
 ) -> None:
@@ -245,7 +249,7 @@ def test_a_backward_may_raise_on_all_ranks_while_one_of_them_keeps_a_model_that_
     by_rank = pool.run(ranks, _a_backward_raises, kept)
     while_kept, afterwards = by_rank[0]
     assert by_rank == [by_rank[0]] * ranks
-    assert [count > 0 for count in while_kept] == [kept == "garbage"] * 2
+    assert [count > 0 for count in while_kept] == [kept in ("garbage", "a copy of one removed")] * 2
     assert [count > 0 for count in afterwards][1]
 
 
