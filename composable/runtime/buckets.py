@@ -140,13 +140,6 @@ class Buckets:
         if self._local.accumulation.early:
             _step(self, bucket)
 
-    @property
-    def others(self) -> bool | None:
-        """All sums are there: whether some rank said that it keeps others; None if nothing was summed. Reads memory."""
-        if self._pass is not Pass.REDUCES or self.trailer is None:
-            return None
-        return self.trailer.others(self.each[-1].gradients.flags)
-
     def settle(self) -> bool:
         """All sums are there: decide about gradients that were missing on this rank. Reads memory.
 
@@ -184,3 +177,11 @@ def _step(buckets: Buckets, bucket: Bucket) -> None:
         steps.step(accumulation, decided)
     if bucket is not buckets.each[-1]:  # the numbers behind its gradients are read when all sums are there
         gradients.release()
+
+
+def keep_others(buckets: Buckets) -> bool | None:
+    """All sums are there: whether some rank said that it keeps others, see Note [Who else trains]; None if nothing was summed.
+    Reads memory."""
+    if buckets._pass is not Pass.REDUCES or buckets.trailer is None:
+        return None
+    return buckets.trailer.others(buckets.each[-1].gradients.flags)

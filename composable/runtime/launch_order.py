@@ -30,7 +30,7 @@ from composable.model.transaction import on_undo
 from composable.runtime.accumulation import Accumulation
 from composable.runtime.backward_end import BackwardEnd, end_of_backward, gone
 from composable.runtime.bucket import Bucket
-from composable.runtime.buckets import Buckets
+from composable.runtime.buckets import Buckets, keep_others
 from composable.runtime.company import company_of
 from composable.runtime.mesh_info import MeshInfo
 
@@ -278,7 +278,7 @@ class OrderedBackward:
         """Read whether some rank keeps others. All ranks come to it in the same backward."""
         order = self._order
         for member in order.members:
-            others = member.buckets.others
+            others = keep_others(member.buckets)
             if others is not None:
                 order.settled = order.company.changes
                 if not others:
