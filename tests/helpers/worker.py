@@ -31,7 +31,7 @@ from torch.distributed.tensor import debug
 from torch.utils._pytree import tree_map_only
 
 from composable.device.collectives import communicators_wrapped_by
-from tests.accelerator import watch
+from tests.accelerator import sim, watch
 from tests.helpers.communicators import all_accelerators
 from tests.helpers.processes import Settings
 
@@ -93,6 +93,8 @@ class Worker:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        if settings.extension is not None:  # before any backward, also of the host: autograd counts devices once
+            sim.load(Path(settings.extension))
         self.generation: int | None = None
         self.store = dist.TCPStore("127.0.0.1", settings.store_port, is_master=False, wait_for_workers=False)
 
