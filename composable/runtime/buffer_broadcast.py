@@ -37,6 +37,7 @@ def share_buffers(units: Sequence[Buffered]) -> None:
         if buffers and communicator.size > 1:
             for unit in members:
                 unit.averaging.order.abort()  # if a backward raised
+            communicator.sums.steps.rejoin()
             order = members[0].averaging.order
             if communicator.capabilities.ordered and (len(members) < len(order) or order.company.may_have_others(order.kin)):
                 _check_order(members[0].averaging)

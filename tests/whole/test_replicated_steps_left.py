@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -66,8 +66,10 @@ _ANNOTATE: Final = {each.__name__: each for each in (_all_in_one, _by_policy, _s
 Fails = Callable[[nn.Module, Tensor], None]
 
 
-def _train(model: nn.Module, skip: list[int], fails: Fails | None) -> tuple[list[float], dict[int, str]]:
-    """The losses of the steps that went well, and what the others ended with, by step. Rank 0 fails in two of them."""
+def _train(
+    model: nn.Module, skip: list[int], fails: Fails | None, failing: Sequence[int] = (0,)
+) -> tuple[list[float], dict[int, str]]:
+    """The losses of the steps that went well, and what the others ended with, by step. The ranks `failing` fail in two."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
     losses, errors = [], {}
@@ -77,7 +79,7 @@ def _train(model: nn.Module, skip: list[int], fails: Fails | None) -> tuple[list
             continue
         optimizer.zero_grad()
         try:
-            if fails is not None and step in (1, 4) and dist.get_rank() == 0:
+            if fails is not None and step in (1, 4) and dist.get_rank() in failing:
                 fails(model, x)
             loss = model(x).square().mean()
             loss.backward()
@@ -123,6 +125,39 @@ def test_ranks_meet_in_the_step_after_one_that_a_rank_left(pool: Pool, ranks: in
             assert [*errors] == [1, 4], case
             for error in errors.values():
                 assert error == "Planned: as planned" if rank == 0 else _TOLD.match(error), case
+
+
+def _leave_with_buffers(failing: Sequence[int]) -> dict[str, tuple[list[float], list[float], dict[int, str]]]:
+    """The same where each forward begins with a broadcast, in which all ranks wait for each other."""
+    found = {}
+    for where, fails in _WHERE.items():
+        if fails is _in_the_second_forward_of_a_step and len(failing) < dist.get_world_size():
+            continue  # the first one waits for ranks that do not run it
+        torch.manual_seed(0)
+        model = Layers()
+        model.register_buffer("steps", torch.zeros(8))
+        plain = copy.deepcopy(model)
+        replicate(model, mesh=dist.new_group(timeout=timedelta(seconds=_PATIENCE)))
+        losses, errors = _train(model, [], fails, failing)
+        found[where] = _train(plain, [*errors], None)[0], losses, errors
+        dist.barrier()
+    return found
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("failing", ["one rank", "all ranks"])
+def test_ranks_that_share_buffers_meet_in_the_step_after_one_that_some_or_all_left(
+    pool: Pool, ranks: int, failing: str
+) -> None:
+    who = range(ranks) if failing == "all ranks" else (0,)
+    for rank, found in enumerate(pool.run(ranks, _leave_with_buffers, who)):
+        for where, (expected, losses, errors) in found.items():
+            case = f"rank {rank}, {where}: {errors}"
+            assert losses == pytest.approx(expected, rel=1e-5), case
+            assert [*errors] == [1, 4], case
+            for error in errors.values():
+                assert error == "Planned: as planned" if rank in who else error.startswith("CommunicationError"), case
 
 
 # --- a backward that is left out --------------------------------------------------------------------------------------

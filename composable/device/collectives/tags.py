@@ -63,13 +63,14 @@ class Steps:
 
     __slots__ = (
         "__weakref__", "_window_ended", "behind", "by_backward", "evaluates", "losses", "met", "mutual", "number", "oldest",
-        "told"
+        "rejoined", "told"
     )  # fmt: skip
 
     def __init__(self, number: int = 0, *, by_backward: bool = False) -> None:
         self.number = number
         self.by_backward = by_backward  # each backward is one: ranks may run forwards for themselves
         self.oldest = number  # that is not over on this rank
+        self.rejoined = -1  # who left this step, or one before, takes part again
         self.met = -1  # the last step in which messages of every other rank of a group came
         self.told = -1  # the last step in which another rank was found to have left one
         self.mutual = -1  # the last step in which this rank and another one were found to wait for each other
@@ -107,6 +108,11 @@ class Steps:
         self._window_ended = False
         if not going_on:
             self.oldest = self.number
+
+    def rejoin(self) -> None:
+        """A forward begins that all ranks run, also those that have left the backward before it."""
+        if self.by_backward:
+            self.rejoined = self.number
 
     def look_ahead(self, presences: Sequence[Presence]) -> None:
         """After an interrupt: a step that has just been opened is the one that others are in, as far as they have said so."""
@@ -213,6 +219,11 @@ class TagSequence:
     def farewell(self) -> int:
         """A tag that no message has: of the step after this one, before which this rank says nothing any more."""
         return self._base | (self.steps.number + 1) << self.BITS
+
+    @staticmethod
+    def step_left(farewell: int) -> int:
+        """The step that a rank says farewell to with this tag."""
+        return TagSequence.step_in(farewell) - 1
 
     @staticmethod
     def number_in(tag: int) -> int:

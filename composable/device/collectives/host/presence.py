@@ -117,6 +117,8 @@ class HostPresence:
             if step <= steps.oldest or other & TagBit.ACK or self._steps_of(other) is not steps:
                 continue
             if other & TagBit.LEAVING:
+                if TagSequence.step_left(other) <= steps.rejoined:
+                    continue
                 message = self._connections[peer].reader.poll(other)
                 if message is not None:
                     steps.told = steps.number
