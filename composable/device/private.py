@@ -303,6 +303,15 @@ gradient_hooks: Callable[[torch.Tensor], OrderedDict[int, Any] | None] = attrget
 hooks_after_accumulation: Callable[[torch.Tensor], OrderedDict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
 
 
+def take_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """`target` has the hooks of `source`, and those that either gets from now on if there are some: what removes one knows
+    the dictionary that it is in."""
+    if (hooks := gradient_hooks(source)) is not None:
+        target._backward_hooks = hooks
+    if (hooks := hooks_after_accumulation(source)) is not None:
+        target._post_accumulate_grad_hooks = hooks
+
+
 def parameter_around(tensor: DTensor, *, requires_grad: bool) -> torch.nn.Parameter:
     """A parameter that is spread over the very mesh of `tensor`.
 

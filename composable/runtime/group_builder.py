@@ -16,7 +16,7 @@ from composable.device.memory import MemoryPool
 from composable.device.parameter_forms import adopt_local, bring_home, cut, keep_gradients_in, make_sharded, make_unsharded
 from composable.device.parameter_labels import copy_attributes
 from composable.device.parameter_swap import ShardedParam
-from composable.device.private import local_of
+from composable.device.private import local_of, take_hooks
 from composable.device.streams import has_streams
 from composable.plan.layout import Layout, ParamSpec, plan_layout
 from composable.plan.precision import Precision
@@ -146,6 +146,7 @@ class GroupBuilder:
             local, mesh_dim = flat.local(position), self._mesh_info.shard_dim
             whole = flat.layout.slots[position]
             param.sharded = make_sharded(local, whole, mesh, mesh_dim, requires_grad=registered.requires_grad)
+            take_hooks(registered, param.sharded)
             param.replace(param.sharded)
         keep_gradients_in(flat.gradient_dtype, param.sharded)
         differentiable = flat.compute_dtype.is_floating_point or flat.compute_dtype.is_complex

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from composable.device.parameter_labels import copy_attributes
 from composable.device.parameter_swap import ShardedParam
+from composable.device.private import take_hooks
 
 
 def restore(param: ShardedParam, whole: Tensor, original: nn.Parameter | None, gradient: Tensor | None) -> None:
@@ -20,6 +21,7 @@ def restore(param: ShardedParam, whole: Tensor, original: nn.Parameter | None, g
         original.data.copy_(whole)
     original.requires_grad_(param.sharded.requires_grad)
     copy_attributes(param.sharded, original)
+    take_hooks(param.sharded, original)
     if gradient is not None:
         original.grad = gradient.to(original.dtype)
     param.replace(original)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import checkpoint, fully_shard, no_sync, replicate
+from composable import checkpoint, fully_shard, no_sync, remove, replicate
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 NAMES: Final = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -167,3 +167,43 @@ def test_hooks_of_both_kinds_are_called_once_after_the_reduction_in_every_compos
                 for seen in (hooked[name], accumulated[name]):
                     assert len(seen) == 1, (how, micro_batches, name)
                     torch.testing.assert_close(_whole(seen[0]), parameter.grad)
+
+
+@spmd(ranks=[2, 4])
+def test_hooks_go_with_parameters_that_are_sharded_and_with_those_that_come_back() -> None:
+    size, rank = dist.get_world_size(), dist.get_rank()
+    plain, model = nn.Linear(4, 2).to(current_device()), nn.Linear(4, 2).to(current_device())
+    batches = [torch.full((1, 4), 1.0 + r, device=current_device()) for r in range(size)]
+    seen: list[tuple[str, Tensor]] = []
+    halves = model.weight.register_hook(lambda gradient: gradient * 0.5)
+    model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("before", p.grad.clone())))
+    fully_shard(model, sync_module_states="broadcast")
+    plain.load_state_dict({name: _whole(value) for name, value in model.state_dict().items()})
+    (sum(plain(x).square().sum() for x in batches) / size).backward()  # type: ignore[union-attr]
+    after = model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("after", p.grad.clone())))
+    model(batches[rank]).square().sum().backward()
+    assert [who for who, _ in seen] == ["before", "after"]
+    for _, gradient in seen:
+        torch.testing.assert_close(_whole(gradient), plain.weight.grad * 0.5)
+    torch.testing.assert_close(_whole(model.bias.grad), plain.bias.grad)
+    halves.remove()
+    model.zero_grad()
+    seen.clear()
+    model(batches[rank]).square().sum().backward()
+    torch.testing.assert_close(_whole(seen[0][1]), plain.weight.grad)
+
+    twice = model.bias.register_hook(lambda gradient: gradient * 2)  # the first one that it has
+    remove(model, fully_shard)
+    model.zero_grad()
+    seen.clear()
+    model(batches[rank]).sum().backward()
+    assert [who for who, _ in seen] == ["before", "after"]
+    assert model.bias.grad is not None
+    assert model.bias.grad.tolist() == [2.0, 2.0]
+    after.remove()
+    twice.remove()
+    model.zero_grad()
+    seen.clear()
+    model(batches[rank]).sum().backward()
+    assert [who for who, _ in seen] == ["before"]
+    assert model.bias.grad.tolist() == [1.0, 1.0]
