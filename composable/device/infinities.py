@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import reduce_numbers
-from composable.device.private import local_of, replace_dtensor_operation
+from composable.device.private import local_of
+from composable.device.private_operations import replace_dtensor_operation
 from composable.device.streams import wait_for_current_stream
 
 _UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default

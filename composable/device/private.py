@@ -340,16 +340,6 @@ def dtensor_like(local: torch.Tensor, like: DTensor, says: torch.device | None =
     return made
 
 
-def replace_dtensor_operation(operation: Any, handler: Callable[[Any, tuple[Any, ...], Any], Any]) -> bool:
-    """Have `handler` called with `operation`, its arguments and keyword arguments, where one of the tensors is a DTensor, if
-    torch has a handler of its own for it. There is no public way in; False where this torch has no such table."""
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    if operation not in handlers:
-        return False
-    handlers[operation] = handler
-    return True
-
-
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
     """An optimizer's own hooks before and after `step`, in the order in which they run.
 

@@ -296,9 +296,9 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scale gradients down, in place, where their norm over all parameters and all ranks is above `max_norm`.
 
-    What `torch.nn.utils.clip_grad_norm_` would do to the model before it was annotated. That function works on sharded
-    parameters, too, unless plain ones are among them (`ignored_params`); this one takes any mix, asks DTensors nothing, and
-    returns a plain tensor. All ranks call it together, with the same parameters in the same order.
+    What `torch.nn.utils.clip_grad_norm_` would do to the model before it was annotated. That function takes any mix of
+    parameters, too; this one asks DTensors nothing, and returns a plain tensor. All ranks call it together, with the same
+    parameters in the same order.
 
     Gradients that are plain tensors count once, because they are the same on all ranks, as `replicate` leaves them. Those of
     parameters that nobody manages (`ignored_params`) are yours to average before.

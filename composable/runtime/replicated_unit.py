@@ -25,10 +25,12 @@ from composable.runtime.dtype_notes import note_of_dtypes
 from composable.runtime.exact_modules import ExactModule
 from composable.runtime.forward_steps import ForwardSteps
 from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.model_averagers import take_replicated_parameters
 from composable.runtime.readers import Readers
 from composable.runtime.replicated_parameters import ReplicatedParameters
 from composable.runtime.rounds import Forward
 from composable.runtime.shown_parameters import ShownParameters
+from composable.runtime.torchs_clipping import look_after_torchs_clipping
 from composable.runtime.wrappers import refuse_inside
 
 _COPIED: Final = ("buffers", "parameters", "averaging", "shown", "forward_steps", "_readers")
@@ -76,6 +78,8 @@ class ReplicatedUnit:
         self.exact = [ExactModule(module, self, "shown.casts.precision") for module in exact]
         self.parameters.initialize(modules, places, names, keeps)
         self.averaging.initialize(mesh_info, cap_bytes, divisor)
+        take_replicated_parameters()
+        look_after_torchs_clipping()
 
     def contain(self, inside: Sequence[ReplicatedUnit]) -> None:
         """Replicated units below this one: who is in a forward of this module may read their parameters, too."""

@@ -22,11 +22,13 @@ from composable.runtime.handle import Handle, Recipe
 from composable.runtime.inner_units import InnerUnit, sharded_units_changed
 from composable.runtime.joint_removal import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
+from composable.runtime.model_averagers import take_replicated_parameters
 from composable.runtime.optimizer_hooks import Form, forget, note
 from composable.runtime.originals import Originals
 from composable.runtime.recurrent import WeightsInPlace
 from composable.runtime.root import Root
 from composable.runtime.sharded_bracket import ShardedBracket
+from composable.runtime.torchs_clipping import look_after_torchs_clipping
 
 
 class Removable(Protocol):
@@ -85,6 +87,8 @@ class ShardedUnit:
                 holders.setdefault(id(place.module), place.module)
         mine = [id(module) for module in modules]
         if handle.mesh_info.mesh is not None:
+            look_after_torchs_clipping()
+            take_replicated_parameters()
             self.guards = [Guard(module, self.bracket.called_inside) for key, module in holders.items() if key not in mine]
             hook = StateDictHook(self)
             self._loading = [each.register_load_state_dict_pre_hook(hook) for each in holders.values()]

@@ -307,6 +307,7 @@ ASK_FOR_TYPES: Final = {
     "runtime/group_builder.py": "whether a parameter is where it belongs",
     "runtime/registered.py": "the same, of one that was moved",
     "runtime/resting_form.py": "whether a parameter is where it belongs",
+    "runtime/torchs_clipping.py": "whether gradients rest where their ranks communicate",
 }
 _ASKS: Final = re.compile(r"(\.type|device_type)\b (==|!=|in|not in) (?!\"meta\")|\bis_(cpu|cuda)\b")
 

@@ -1,0 +1,70 @@
+"""Where torch can be told what to do with DTensors, and to ask before it clips; knows nothing of this project.
+
+Checked with torch 2.13.0 (CPU build), and read in the sources of 2.11 and 2.12. There are no public ways in that
+see tensors. Where this torch has not what is looked for, nothing happens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.nn.utils.clip_grad as torchs_clipping
+from torch.distributed.tensor import DTensor
+
+Handler = Callable[[Any, tuple[Any, ...], Any], Any]
+Extension = Callable[[Any, tuple[Any, ...], Any, Callable[[], Any]], Any]
+
+
+def _table() -> dict[Any, Handler] | None:
+    found: dict[Any, Handler] | None = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    return found
+
+
+def replace_dtensor_operation(operation: Any, handler: Handler) -> bool:
+    """Have `handler` called with `operation`, its arguments and keyword arguments, where one of the tensors is a DTensor, if
+    torch has a handler of its own for it. False where this torch has no such table."""
+    handlers = _table()
+    if handlers is None or operation not in handlers:
+        return False
+    handlers[operation] = handler
+    return True
+
+
+def extend_dtensor_operation(operation: Any, extension: Extension) -> bool:
+    """Have `extension` called likewise, and with what does as torch does without it. False where it cannot be, or is done
+    otherwise already."""
+    handlers = _table()
+    if handlers is None or operation in handlers:
+        return False
+
+    def handler(called: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        return extension(called, args, kwargs, partial(as_torch_does, called, args, kwargs))
+
+    def as_torch_does(called: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        handlers.pop(operation, None)  # another thread meets torch's own for as long
+        try:
+            return called(*args, **(kwargs or {}))
+        finally:
+            handlers[operation] = handler
+
+    handlers[operation] = handler
+    return True
+
+
+def ask_before_total_norm(ask: Callable[[Any], None]) -> bool:
+    """Have `ask` called with the gradients whose norm `torch.nn.utils.clip_grad_norm_` is about to take, on an eager run."""
+    take = getattr(torchs_clipping, "_get_total_norm", None)
+    if take is None:
+        return False
+
+    @wraps(take)
+    def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            ask(tensors)
+        return take(tensors, *args, **kwargs)
+
+    torchs_clipping._get_total_norm = total_norm
+    return True

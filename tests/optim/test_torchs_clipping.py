@@ -1,0 +1,211 @@
+"""`torch.nn.utils.clip_grad_norm_` on annotated models: any mix of gradients, and none that a rank holds alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from textwrap import fill
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from expecttest import assert_expected_inline as assert_text
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_  # as scripts have it: before anything is annotated
+
+from composable import fully_shard, no_sync, reduce_gradients, replicate
+from tests.helpers.refusals import refusal
+from tests.helpers.world import Pool, current_device, need_devices
+
+ORDERS: Final = (1, 2.0, 3, math.inf)
+
+
+def _net(dtypes: tuple[torch.dtype, ...]) -> nn.Sequential:
+    """Sizes that no number of ranks divides; the last layer has fewer rows than there are ranks."""
+    torch.manual_seed(0)
+    sizes = (4, 5, 3, 1)
+    layers = [nn.Linear(*sizes[i : i + 2]).to(dtypes[i % len(dtypes)]) for i in range(3)]
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda each, args: (args[0].to(each.weight.dtype),))
+    return nn.Sequential(*layers).to(current_device())
+
+
+def _mesh(*names: str) -> DeviceMesh:
+    return init_device_mesh(current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=names)
+
+
+def _siblings(model: nn.Sequential) -> None:
+    fully_shard(model[0])
+    replicate(model[1])
+    fully_shard(model[2])
+
+
+def _two_meshes(model: nn.Sequential) -> None:
+    fully_shard(model[0])
+    fully_shard(model[1], mesh=_mesh("replicate", "shard"))
+    fully_shard(model[2])
+
+
+def _three_kinds(model: nn.Sequential) -> None:
+    replicate(model[0])
+    fully_shard(model[1], mesh=_mesh("replicate", "shard"))
+    fully_shard(model[2])
+
+
+def _experts(model: nn.Sequential) -> None:
+    """All ranks have the same batch, so that all experts stay alike, and are counted once."""
+    fully_shard(model[1], mesh=_mesh("experts", "copies")["copies"])
+    fully_shard(model, policy={nn.Linear})
+
+
+def _one_kind(model: nn.Sequential) -> None:
+    fully_shard(model, policy={nn.Linear})
+
+
+def _ignored(model: nn.Sequential) -> None:
+    fully_shard(model, ignored_params=["1"])
+
+
+SCHEMES: Final[dict[str, Callable[[nn.Sequential], object]]] = {
+    "siblings": _siblings,
+    "two meshes": _two_meshes,
+    "three kinds": _three_kinds,
+    "experts": _experts,
+    "one kind": _one_kind,
+    "ignored parameters": _ignored,
+}
+DTYPES: Final[dict[str, tuple[torch.dtype, ...]]] = {
+    "float32": (torch.float32,),
+    "bfloat16": (torch.bfloat16,),
+    "float32 and float64": (torch.float64, torch.float32),
+}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _as_in_the_plain_model(scheme: str, dtypes: str) -> list[float]:
+    plain, norms = _net(DTYPES[dtypes]), []
+    model = copy.deepcopy(plain)
+    SCHEMES[scheme](model)
+    for order in ORDERS:
+        for limit in (0.1, 1e6):
+            for each in (plain, model):
+                each.zero_grad()
+                each(torch.ones(2, 4, device=current_device())).square().sum().backward()
+            norm, expected = (clip_grad_norm_(each.parameters(), limit, order) for each in (model, plain))
+            close: dict[str, Any] = {"rtol": 2e-2, "atol": 1e-3} if dtypes == "bfloat16" else {}
+            assert norm.dtype == expected.dtype
+            torch.testing.assert_close(_whole(norm), expected, **close)
+            assert 0.1 < expected < 1e6, "one limit clips, the other does not"
+            for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(_whole(one.grad), other.grad, **close)  # type: ignore[arg-type]
+            norms.append(_whole(norm).item())
+    return norms
+
+
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_norm_and_gradients_are_those_of_the_plain_model(pool: Pool, ranks: int, scheme: str, dtypes: str, device: str) -> None:
+    need_devices(device, ranks)
+    if scheme in ("two meshes", "three kinds", "experts") and dtypes == "float32 and float64":
+        pytest.skip("of each dtype torch puts the norms together by itself, and not over two meshes")
+    norms = pool.run(ranks, _as_in_the_plain_model, scheme, dtypes, device=device)
+    assert all(each == norms[0] for each in norms), "the same bits on all ranks"
+
+
+def _an_infinity_on_one_rank() -> list[bool]:
+    """Of gradients that are cut, one rank has it; all ranks raise, or none."""
+    model = _net((torch.float32,))
+    _siblings(model)
+    model(torch.ones(2, 4, device=current_device())).square().sum().backward()
+    if dist.get_rank() == 1:
+        model[0].weight.grad.to_local()[0, 0] = math.inf
+    found = []
+    for order in (2.0, math.inf):
+        try:
+            clip_grad_norm_(model.parameters(), 1.0, order, error_if_nonfinite=True)
+        except RuntimeError:
+            found.append(True)
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_all_ranks_see_an_infinity_of_one(pool: Pool, ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    assert pool.run(ranks, _an_infinity_on_one_rank, device=device) == [[True, True]] * ranks
+
+
+def _held(scheme: str) -> tuple[str, str]:
+    model = _net((torch.float32,))
+    if scheme == "replicated":
+        replicate(model)
+    else:
+        _siblings(model)
+    x = torch.full((2, 4), 1.0 + dist.get_rank(), device=current_device())
+    with no_sync(model if scheme == "replicated" else model[1]):
+        model(x).square().sum().backward()
+    before = [_whole(parameter.grad).clone() for parameter in model.parameters()]  # type: ignore[arg-type]
+    clipped = refusal(lambda: clip_grad_norm_(model.parameters(), 0.1))
+    measured = refusal(lambda: torch.nn.utils.clip_grad_norm_([model[1].weight], math.inf))
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        assert torch.equal(_whole(parameter.grad), gradient)  # type: ignore[arg-type]
+    reduce_gradients(model if scheme == "replicated" else model[1])
+    clip_grad_norm_(model.parameters(), 0.1)
+    squares = sum(_whole(parameter.grad).square().sum() for parameter in model.parameters())  # type: ignore[arg-type]
+    torch.testing.assert_close(squares**0.5, torch.tensor(0.1, device=current_device()), rtol=1e-3, atol=0)  # type: ignore[operator]
+    return clipped, measured
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_a_rank_holds_alone_is_refused_by_name(pool: Pool, ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    found = {scheme: pool.run(ranks, _held, scheme, device=device) for scheme in ("replicated", "siblings")}
+    assert all(each == by_rank[0] for by_rank in found.values() for each in by_rank)
+    assert_text(
+        "\n".join(fill(f"{scheme}: {text}", 110) for scheme, by_rank in found.items() for text in by_rank[0]),
+        """\
+replicated: ClippingError: torch.nn.utils.clip_grad_norm_: the gradient of parameter '0.weight' of unit
+'(root)' is this rank's alone: it was made under no_sync, and no backward since has averaged it over the
+ranks. Each rank would take its own norm. Run the last backward before clipping outside of no_sync, or call
+reduce_gradients(model), on all ranks
+replicated: ClippingError: torch.nn.utils.clip_grad_norm_: the gradient of parameter '1.weight' of unit
+'(root)' is this rank's alone: it was made under no_sync, and no backward since has averaged it over the
+ranks. Each rank would take its own norm. Run the last backward before clipping outside of no_sync, or call
+reduce_gradients(model), on all ranks
+siblings: ClippingError: torch.nn.utils.clip_grad_norm_: the gradient of parameter 'weight' of unit '(root)'
+is this rank's alone: it was made under no_sync, and no backward since has averaged it over the ranks. Each
+rank would take its own norm. Run the last backward before clipping outside of no_sync, or call
+reduce_gradients(model), on all ranks
+siblings: ClippingError: torch.nn.utils.clip_grad_norm_: the gradient of parameter 'weight' of unit '(root)'
+is this rank's alone: it was made under no_sync, and no backward since has averaged it over the ranks. Each
+rank would take its own norm. Run the last backward before clipping outside of no_sync, or call
+reduce_gradients(model), on all ranks""",
+    )
+
+
+def _a_sharded_window() -> None:
+    """What is held of shards says itself that it is a summand: torch takes the norm of the mean, and scales all alike."""
+    model = _net((torch.float32,))
+    _one_kind(model)
+    plain = copy.deepcopy(_net((torch.float32,)))
+    with no_sync(model):
+        model(torch.full((2, 4), 1.0 + dist.get_rank(), device=current_device())).square().sum().backward()
+    norm = clip_grad_norm_(model.parameters(), 0.1)
+    reduce_gradients(model)
+    for rank in range(dist.get_world_size()):
+        (plain(torch.full((2, 4), 1.0 + rank, device=current_device())).square().sum() / dist.get_world_size()).backward()
+    torch.testing.assert_close(_whole(norm), clip_grad_norm_(plain.parameters(), 0.1))
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(_whole(one.grad), other.grad)  # type: ignore[arg-type]
+
+
+def test_what_is_held_of_shards_is_clipped_as_the_mean(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _a_sharded_window, device=device)
