@@ -6,6 +6,7 @@ see tensors. Where this torch has not what is looked for, nothing happens.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -54,8 +55,9 @@ def extend_dtensor_operation(operation: Any, extension: Extension) -> bool:
     return True
 
 
-def ask_before_total_norm(ask: Callable[[Any], None]) -> bool:
-    """Have `ask` called with the gradients whose norm `torch.nn.utils.clip_grad_norm_` is about to take, on an eager run."""
+def ask_before_total_norm(ask: Callable[[Any, Any], None]) -> bool:
+    """Have `ask` called with the gradients whose norm `torch.nn.utils.clip_grad_norm_` is about to take, on an eager run. If
+    there are none, the parameters that it was given come with them: they are what its caller called `parameters`."""
     take = getattr(torchs_clipping, "_get_total_norm", None)
     if take is None:
         return False
@@ -63,7 +65,8 @@ def ask_before_total_norm(ask: Callable[[Any], None]) -> bool:
     @wraps(take)
     def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            ask(tensors)
+            nothing = isinstance(tensors, list) and not tensors
+            ask(tensors, sys._getframe(1).f_locals.get("parameters") if nothing else None)
         return take(tensors, *args, **kwargs)
 
     torchs_clipping._get_total_norm = total_norm

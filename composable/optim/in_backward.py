@@ -20,6 +20,7 @@ from composable.runtime.handle import HANDLES
 from composable.runtime.optimizer_hooks import Form, after_loading
 from composable.runtime.ownership import holder_of
 from composable.runtime.resting_form import pair_of
+from composable.runtime.torchs_clipping import look_after_torchs_clipping
 
 _THEIRS: Final = ("params", "param_names")
 _STEPPABLE: Final = (Form.SHARDED.name, Form.WHOLE.name, Form.REPLICATED.name)
@@ -281,4 +282,5 @@ def apply_optimizer_in_backward(
     named = [(parameter, _name_of(parameter, name)) for name, parameter in found]
     optimizer = OptimizerInBackward(optimizer_class, given, optimizer_kwargs or {}, named)
     optimizer._attach(parameters)
+    look_after_torchs_clipping()
     return optimizer

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_  # as scripts have it: before anything is annotated
 
-from composable import fully_shard, no_sync, reduce_gradients, replicate
+from composable import apply_optimizer_in_backward, fully_shard, no_sync, reduce_gradients, replicate
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, need_devices
 
@@ -188,6 +188,36 @@ is this rank's alone: it was made under no_sync, and no backward since has avera
 rank would take its own norm. Run the last backward before clipping outside of no_sync, or call
 reduce_gradients(model), on all ranks""",
     )
+
+
+def _stepped_in_backward() -> list[str]:
+    found = []
+    for annotate in (_siblings, _one_kind, replicate, lambda model: None):
+        model = _net((torch.float32,))
+        annotate(model)
+        optimizer = apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+        model(torch.ones(2, 4, device=current_device())).sum().backward()
+        found.append(refusal(lambda model=model: clip_grad_norm_(model.parameters(), 0.1)))
+        other = nn.Linear(1, 1)
+        assert clip_grad_norm_(other.parameters(), 0.1) == 0, "nobody steps it"
+        optimizer.remove()
+        assert clip_grad_norm_(model.parameters(), 0.1) == 0
+        model(torch.ones(2, 4, device=current_device())).sum().backward()
+        assert _whole(clip_grad_norm_(model.parameters(), 0.1)) > 0
+    return found
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_backward_has_stepped_is_refused_by_name(pool: Pool, ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    why = (
+        "(apply_optimizer_in_backward), as soon as its gradient is there and before the others are; there is none left to "
+        "clip. Clip, or step in backward"
+    )
+    names = ["parameter 'weight' of unit '(root)'", "parameter 'weight' of unit '0'", "parameter '0.weight' of unit '(root)'"]
+    names.append("a parameter of shape (5, 4)")
+    wanted = [f"ClippingError: torch.nn.utils.clip_grad_norm_: {name} is stepped in backward {why}" for name in names]
+    assert pool.run(ranks, _stepped_in_backward, device=device) == [wanted] * ranks
 
 
 def _a_sharded_window() -> None:
