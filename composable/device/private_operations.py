@@ -55,19 +55,23 @@ def extend_dtensor_operation(operation: Any, extension: Extension) -> bool:
     return True
 
 
-def ask_before_total_norm(ask: Callable[[Any, Any], None]) -> bool:
-    """Have `ask` called with the gradients whose norm `torch.nn.utils.clip_grad_norm_` is about to take, on an eager run. If
-    there are none, the parameters that it was given come with them: they are what its caller called `parameters`."""
-    take = getattr(torchs_clipping, "_get_total_norm", None)
-    if take is None:
-        return False
+def ask_before_clipping(gradients: Callable[[Any], None], nothing: Callable[[Any], None]) -> None:
+    """Have torch's functions that clip gradients ask first, on an eager run: `gradients` about those that they have found, and
+    `torch.nn.utils.clip_grad_norm_`, if it has found none, `nothing` about what its caller gave it as `parameters`."""
+    take, sort = (getattr(torchs_clipping, name, None) for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"))
+    if take is None or sort is None:
+        return
 
     @wraps(take)
     def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            nothing = isinstance(tensors, list) and not tensors
-            ask(tensors, sys._getframe(1).f_locals.get("parameters") if nothing else None)
+        if not torch.compiler.is_compiling() and isinstance(tensors, list) and not tensors:
+            nothing(sys._getframe(1).f_locals.get("parameters"))
         return take(tensors, *args, **kwargs)
 
-    torchs_clipping._get_total_norm = total_norm
-    return True
+    @wraps(sort)
+    def sorted_by_kind(lists: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            gradients(lists[0])
+        return sort(lists, *args, **kwargs)
+
+    vars(torchs_clipping).update(_get_total_norm=total_norm, _group_tensors_by_device_and_dtype=sorted_by_kind)

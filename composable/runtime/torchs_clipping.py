@@ -8,7 +8,7 @@ has, and then over the process groups that a gradient is cut over, all of them i
 has whole is its own norm. All else is left to torch.
 
 A gradient that a rank holds alone (`no_sync`) has no norm that all could scale by, and as a plain tensor it does not say so.
-torch would clip it by a norm of this rank's. So torch asks first. Of parameters that backward steps it finds no gradients, and
+torch would clip it by numbers of this rank's. So torch asks first. Of parameters that backward steps it finds no gradients, and
 would return a norm of 0.
 """
 
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.device.collectives import reduce_numbers
 from composable.device.private import local_of
-from composable.device.private_operations import ask_before_total_norm, extend_dtensor_operation
+from composable.device.private_operations import ask_before_clipping, extend_dtensor_operation
 from composable.errors import ClippingError
 from composable.runtime.accumulation import any_window_open
 from composable.runtime.early_steps import stepped_in_backward
@@ -41,30 +41,29 @@ def look_after_torchs_clipping() -> None:
     """Let torch's own clipping take any mix of gradients, and none that this rank holds alone."""
     extend_dtensor_operation(_NORMS, _norms)
     extend_dtensor_operation(_SCALE, _scale)
-    ask_before_total_norm(_refuse)
+    ask_before_clipping(_refuse_held, _refuse_stepped)
 
 
-def _refuse(gradients: Any, parameters: Any) -> None:
-    if not isinstance(gradients, list):
-        return
+def _refuse_stepped(parameters: Any) -> None:
     if isinstance(parameters, list) and (name := stepped_in_backward(parameters)) is not None:
         raise ClippingError(
             f"torch.nn.utils.clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), as soon as its "
             "gradient is there and before the others are; there is none left to clip. Clip, or step in backward"
         )
-    if any_window_open():
-        _refuse_held(gradients)
 
 
-def _refuse_held(gradients: Sequence[Tensor]) -> None:
+def _refuse_held(gradients: Any) -> None:
     """Of those that rest as DTensors, torch knows that they are summands; the others are plain tensors."""
+    if not any_window_open() or not isinstance(gradients, list):
+        return
     given = {id(gradient): None for gradient in gradients if not isinstance(gradient, DTensor)}
     for parameter, unit, name in local_gradients():
         if parameter.grad is not None and id(parameter.grad) in given:
             raise ClippingError(
-                f"torch.nn.utils.clip_grad_norm_: the gradient of parameter '{name}' of unit '{unit}' is this rank's alone: it "
-                "was made under no_sync, and no backward since has averaged it over the ranks. Each rank would take its own "
-                "norm. Run the last backward before clipping outside of no_sync, or call reduce_gradients(model), on all ranks"
+                f"clipping by torch.nn.utils: the gradient of parameter '{name}' of unit '{unit}' is this rank's alone: it "
+                "was made under no_sync, and no backward since has averaged it over the ranks. Each rank would clip by numbers "
+                "of its own. Run the last backward before clipping outside of no_sync, or call reduce_gradients(model), on all "
+                "ranks"
             )
 
 

@@ -154,6 +154,12 @@ def _held(scheme: str) -> tuple[str, str]:
     before = [_whole(parameter.grad).clone() for parameter in model.parameters()]  # type: ignore[arg-type]
     clipped = refusal(lambda: clip_grad_norm_(model.parameters(), 0.1))
     measured = refusal(lambda: torch.nn.utils.clip_grad_norm_([model[1].weight], math.inf))
+    for other in (
+        lambda: torch.nn.utils.get_total_norm([model[1].weight.grad]),
+        lambda: torch.nn.utils.clip_grads_with_norm_(model[1].weight, 0.1, torch.tensor(1.0)),
+        lambda: torch.nn.utils.clip_grad_value_(model[1].weight, 0.1),
+    ):
+        assert refusal(other) == measured
     for parameter, gradient in zip(model.parameters(), before, strict=True):
         assert torch.equal(_whole(parameter.grad), gradient)  # type: ignore[arg-type]
     reduce_gradients(model if scheme == "replicated" else model[1])
@@ -171,21 +177,21 @@ def test_what_a_rank_holds_alone_is_refused_by_name(pool: Pool, ranks: int, devi
     assert_text(
         "\n".join(fill(f"{scheme}: {text}", 110) for scheme, by_rank in found.items() for text in by_rank[0]),
         """\
-replicated: ClippingError: torch.nn.utils.clip_grad_norm_: the gradient of parameter '0.weight' of unit
-'(root)' is this rank's alone: it was made under no_sync, and no backward since has averaged it over the
-ranks. Each rank would take its own norm. Run the last backward before clipping outside of no_sync, or call
-reduce_gradients(model), on all ranks
-replicated: ClippingError: torch.nn.utils.clip_grad_norm_: the gradient of parameter '1.weight' of unit
-'(root)' is this rank's alone: it was made under no_sync, and no backward since has averaged it over the
-ranks. Each rank would take its own norm. Run the last backward before clipping outside of no_sync, or call
-reduce_gradients(model), on all ranks
-siblings: ClippingError: torch.nn.utils.clip_grad_norm_: the gradient of parameter 'weight' of unit '(root)'
+replicated: ClippingError: clipping by torch.nn.utils: the gradient of parameter '0.weight' of unit '(root)'
 is this rank's alone: it was made under no_sync, and no backward since has averaged it over the ranks. Each
-rank would take its own norm. Run the last backward before clipping outside of no_sync, or call
+rank would clip by numbers of its own. Run the last backward before clipping outside of no_sync, or call
 reduce_gradients(model), on all ranks
-siblings: ClippingError: torch.nn.utils.clip_grad_norm_: the gradient of parameter 'weight' of unit '(root)'
+replicated: ClippingError: clipping by torch.nn.utils: the gradient of parameter '1.weight' of unit '(root)'
 is this rank's alone: it was made under no_sync, and no backward since has averaged it over the ranks. Each
-rank would take its own norm. Run the last backward before clipping outside of no_sync, or call
+rank would clip by numbers of its own. Run the last backward before clipping outside of no_sync, or call
+reduce_gradients(model), on all ranks
+siblings: ClippingError: clipping by torch.nn.utils: the gradient of parameter 'weight' of unit '(root)' is
+this rank's alone: it was made under no_sync, and no backward since has averaged it over the ranks. Each rank
+would clip by numbers of its own. Run the last backward before clipping outside of no_sync, or call
+reduce_gradients(model), on all ranks
+siblings: ClippingError: clipping by torch.nn.utils: the gradient of parameter 'weight' of unit '(root)' is
+this rank's alone: it was made under no_sync, and no backward since has averaged it over the ranks. Each rank
+would clip by numbers of its own. Run the last backward before clipping outside of no_sync, or call
 reduce_gradients(model), on all ranks""",
     )
 
