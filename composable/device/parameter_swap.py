@@ -110,9 +110,12 @@ class ParameterSwap:
             if module._parameters[name] is unsharded:
                 setattr(module, name, sharded)
 
+    @property
+    def at_rest(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
+        """Registries, names, and the sharded parameter that each has while nobody computes."""
+        by_setattr = [(module._parameters, name, sharded) for module, name, sharded, _ in self._by_setattr]
+        return [(registry, name, sharded) for registry, name, sharded, _ in self._by_table] + by_setattr
+
     def intact(self) -> bool:
         """Whether every module still holds the sharded parameter that we put there."""
-        for registry, name, sharded, _ in self._by_table:
-            if registry.get(name) is not sharded:
-                return False
-        return all(module._parameters.get(name) is sharded for module, name, sharded, _ in self._by_setattr)
+        return all(registry.get(name) is sharded for registry, name, sharded in self.at_rest)

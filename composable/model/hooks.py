@@ -305,15 +305,16 @@ def before_gradient(tensor: Tensor, callback: Callable[..., None], where: Callab
         return True
     if not where(node):
         return False
-    _before_node(node, callback)
+    before_node(node, callback)
     if tensor._is_view() and tensor._base is not None:
         base = tensor._base.grad_fn
         if base is not None and where(base):
-            _before_node(base, callback)
+            before_node(base, callback)
     return True
 
 
-def _before_node(node: Any, callback: Callable[..., None]) -> None:
+def before_node(node: Any, callback: Callable[..., None]) -> None:
+    """`before_gradient` of a tensor that is no leaf and no view, and that `node` made."""
     waiting = node.metadata.get(_WAITING)
     if waiting is None:
         waiting = node.metadata[_WAITING] = []

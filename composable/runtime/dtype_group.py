@@ -29,7 +29,7 @@ from composable.runtime.mesh_info import MeshInfo
 
 version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-defined]  # quicker than any other way to ask many
 _address: Final = Tensor.data_ptr
-
+_next: Final = (1).__add__
 
 # A version that no parameter comes to. docs/errors.md has it, since users read it in torch's error.
 _ABSENT: Final = 2**31 - 1
@@ -49,8 +49,8 @@ class DtypeGroup:
     """The parameters of one precision on one device: their buffers, and the coarse shard kept after forward."""
 
     __slots__ = (
-        "_absent", "_addresses", "_aliased", "_coarse_of_whole", "_comes", "_coming", "_communicator", "_for_user", "_full",
-        "_gathered", "_names", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
+        "_absent", "_addresses", "_aliased", "_all_come", "_coarse_of_whole", "_comes", "_coming", "_communicator",
+        "_for_user", "_full", "_gathered", "_names", "_places", "_post_forward", "_post_forward_plan", "_post_forward_shard",
         "_shards_coming", "_tensors", "_there", "_versions", "_watched", "counted", "flat", "sharded", "unsharded"
     )  # fmt: skip
 
@@ -61,6 +61,7 @@ class DtypeGroup:
         # Whose memory comes and goes; what every rank holds whole is the shard itself.
         self._comes = [not slot.aliased for slot in flat.layout.slots]
         self._coming = tuple(compress(self.unsharded, self._comes))
+        self._all_come = all(self._comes)
         self._names = list(compress([slot.name for slot in flat.layout.slots], self._comes))
         # To which of these nobody should write. An embedding with a largest norm does so whenever it is used.
         normed = [
@@ -183,9 +184,9 @@ class DtypeGroup:
 
     def outdate(self, before: Sequence[int], now: Sequence[int]) -> None:
         """Where `counted` was written to, the unsharded parameters were: what autograd saved of them is out of date."""
-        all_come = len(self._coming) == len(self.unsharded)
+        all_come = self._all_come
         if before[-1] != now[-1] and all_come and not self._there:  # an optimizer has stepped: nearly always it is this
-            self._versions = tuple([version + 1 for version in self._versions])
+            self._versions = tuple(map(_next, self._versions))
             return
         written = _written(before, now)
         if self._there:

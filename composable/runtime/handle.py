@@ -238,7 +238,10 @@ def gather_completed(handle: Handle) -> bool:
     works = handle._works
     if works and profiled():
         return bool(labelled(f"wait for the {handle._label}", _progress, works))
-    return _progress(works)
+    for work in works:  # noqa: SIM110 - a generator would cost more than what it asks
+        if not work.progress():
+            return False
+    return True
 
 
 def refuse_write(parameter: str, unit: str) -> NoReturn:
@@ -260,10 +263,7 @@ def _launch(handle: Handle, tags: TagSequence, for_user: bool) -> None:
 
 
 def _progress(works: Sequence[Work]) -> bool:
-    for work in works:  # noqa: SIM110 - a generator would cost more than what it asks
-        if not work.progress():
-            return False
-    return True
+    return all(work.progress() for work in works)
 
 
 def _land(handle: Handle, works: Sequence[Work]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from composable.device.private import made_since
 from composable.errors import OutputError
-from composable.model.hooks import before_gradient
+from composable.model.hooks import before_gradient, before_node
 from composable.model.values import map_tensors, tensors_in, with_a_node
 from composable.runtime.parameters import UnitParameters
 from composable.runtime.shard_versions import ShardVersions
@@ -78,9 +78,15 @@ class UnitOutputs:
         Returns:
             What the caller gets, and whether the parameters must outlive forward.
         """
+        entry = Entry(self, count)
+        if type(output) is Tensor and not output._is_view():  # nearly always, and then it is no parameter either
+            node = output.grad_fn
+            if node is not None and made_since(since, node):
+                before_node(node, entry)
+                self.pending += count
+                return output, False
         opaque: list[Any] = []
         parameters = self._unit_parameters
-        entry = Entry(self, count)
         made_here = partial(made_since, since)
         found = aliased = seen = given = False
         for tensor in tensors_in(output, opaque):

@@ -141,10 +141,14 @@ class UnitParameters:
 
     def outdate(self, before: Versions, now: Versions) -> None:
         """Unsharded parameters count as written to where the sharded ones were."""
-        if len(before) == len(self.counted):  # or else the unit was built anew
-            for group, place in zip(self.groups, self._places, strict=True):
-                if before[place] != now[place]:
-                    group.outdate(before[place], now[place])
+        if len(before) != len(self.counted):  # the unit was built anew
+            return
+        if len(self.groups) == 1:
+            self.groups[0].outdate(before, now)
+            return
+        for group, place in zip(self.groups, self._places, strict=True):
+            if before[place] != now[place]:
+                group.outdate(before[place], now[place])
 
     def written_since(self, before: Versions) -> list[str]:
         """Names of the parameters that were written to."""

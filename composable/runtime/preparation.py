@@ -13,7 +13,6 @@ from operator import is_
 from torch import Tensor, nn
 
 from composable.device.parameter_forms import trainability
-from composable.device.parameter_swap import ParameterSwap
 from composable.device.private import as_tensors, local_of, outside_transforms
 from composable.errors import PhaseError, still_on_meta
 from composable.runtime.handle import Handle
@@ -25,7 +24,10 @@ class _ParameterWatch:
     """Tells quickly whether sharded parameters are registered where they were, hold what they held, and train as they did."""
 
     def __init__(self, units: Sequence[RegisteredShards]) -> None:
-        self._swaps = tuple(unit.swap for unit in units)
+        at_rest = [place for unit in units for place in unit.swap.at_rest]
+        self._registries = [registry for registry, _, _ in at_rest]
+        self._names = [name for _, name, _ in at_rest]
+        self._registered = [sharded for _, _, sharded in at_rest]
         self._sharded = [sharded for unit in units for sharded in unit.sharded]
         self._locals = [local for unit in units for local in unit.locals]
         self._numels = [numel for unit in units for numel in unit.numels]
@@ -33,7 +35,7 @@ class _ParameterWatch:
 
     def unchanged(self) -> bool:
         return (
-            all(map(ParameterSwap.intact, self._swaps))
+            all(map(is_, map(dict.get, self._registries, self._names), self._registered))
             and all(map(is_, map(local_of, self._sharded), self._locals))
             and list(map(Tensor.numel, self._locals)) == self._numels
             and self._trains() == self._trainable

@@ -14,6 +14,7 @@ from composable.compilation import untraced
 from composable.device.private import backward_id, in_backward, next_node
 from composable.runtime.divergence import say_farewell
 from composable.runtime.dtype_notes import note_of_dtypes
+from composable.runtime.handle import Handle
 from composable.runtime.inputs import on_device
 from composable.runtime.misuse import outside_of_a_call
 from composable.runtime.planning import Planned, root_for_call
@@ -31,9 +32,12 @@ class Stage(Enum):
 
 
 class _Call:
-    """One call of a unit's module: how far it has come, and the number of autograd's next node when it began."""
+    """One call of a unit's module: how far it has come, the number of autograd's next node when it began, and the handle it
+    found."""
 
-    __slots__ = ("since", "stage")
+    __slots__ = ("handle", "since", "stage")
+
+    handle: Handle
 
     def __init__(self) -> None:
         self.stage = Stage.ENTERING
@@ -43,25 +47,21 @@ class _Call:
 class ShardedBracket:
     """The calls of one unit's modules. It is copied with its unit, without the calls."""
 
-    __slots__ = ("_calls", "_left_to_run", "_unit")
+    __slots__ = ("_calls", "_left_to_run", "_unit", "outermost")
 
     def __init__(self, unit: Planned) -> None:
         self._unit = unit
+        self.outermost = False
         self._calls: list[_Call] = []  # that are running
         self._left_to_run: list[nn.Module] = []  # of the unit's modules, until all have computed
-
-    @property
-    @untraced
-    def outermost(self) -> bool:
-        root = self._unit.root
-        return root is not None and len(root.running) == 1
 
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         call = _Call()
-        self._calls.append(call)
+        self._calls.append(call)  # before anything that may raise: `on_error` takes it back
+        self.outermost = False
         unit = self._unit
-        handle = unit.handle
+        handle = call.handle = unit.handle
         if backward_id() != -1:
             # A recomputation: it neither records order nor reshards, since backward needs the parameters next.
             call.stage = Stage.ENTERING_AGAIN
@@ -79,15 +79,16 @@ class ShardedBracket:
             self._left_to_run = list(unit.modules)
         root.forward.enter(handle)
         handle.calls.begin()
-        if len(root.running) == 1 and handle.mesh_info.shard.capabilities.moves_inputs:
-            args, kwargs = on_device(args, kwargs, handle.parameters.device)
+        if len(root.running) == 1:
+            self.outermost = True
+            if handle.mesh_info.shard.capabilities.moves_inputs:
+                args, kwargs = on_device(args, kwargs, handle.parameters.device)
         edges = handle.parameters.precision.edges
         return (args, kwargs) if edges is None else edges.inputs(args, kwargs)
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         call = self._calls.pop()
-        unit = self._unit
-        handle, root = unit.handle, unit.root
+        handle, root = call.handle, self._unit.root
         handle.calls.end()
         assert root is not None
         edges = handle.parameters.precision.edges

@@ -266,7 +266,7 @@ class CompositeWork:
 
     def progress(self) -> bool:
         for work in self._works:  # noqa: SIM110 - a generator would cost more than what it asks
-            if not (work.is_completed() or self._completed):
+            if not (self._completed or work.is_completed()):
                 return False
         return True
 
