@@ -395,5 +395,6 @@ def _name_units(modules: Sequence[nn.Module]) -> None:
             for state in states:
                 if state.modules and state.modules[0] is below:
                     state.rename(name)
-                    if below is not module and state.enclosing is None:
+                    around = None if state.enclosing is None else state.enclosing()
+                    if below is not module and (around is None or around.recipe is None):
                         state.enclosed_by(fully_shard.state(module))

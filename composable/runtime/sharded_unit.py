@@ -188,8 +188,9 @@ class ShardedUnit:
             self.root.settle()
 
     def check_hooks(self) -> None:
-        """Raise when somebody removed the hooks of one of this unit's modules."""
-        refuse_removed_hooks(self.modules, self.name)
+        """Raise when somebody removed the hooks of one of this unit's modules, and not the annotation."""
+        if self.recipe is not None:  # units inside of it may outlive it
+            refuse_removed_hooks(self.modules, self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What a copy has, too. The copied modules are not whole yet: it makes its handle at its first use."""

@@ -10,8 +10,10 @@ from typing import Final
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from composable import fully_shard, remove, replicate
+from composable.errors import HooksRemovedError
 from tests.helpers.world import current_device, spmd
 
 
@@ -168,6 +170,26 @@ def test_what_a_part_that_was_called_by_itself_has_told_the_whole_does_not_repea
     remove(model.block[1], fully_shard)  # type: ignore[index, arg-type]
     assert _warnings(model.block) == [_said("fully_shard", "1", "'1.0.weight'")]  # type: ignore[arg-type]
     assert _warnings(model) == []
+
+
+@spmd(ranks=2)
+def test_units_inside_go_on_when_what_is_around_them_is_removed_and_know_what_is_annotated_around_them_next() -> None:
+    model, plain = _plain(), _plain()
+    fully_shard(model.block)  # type: ignore[arg-type]
+    for _ in range(2):
+        fully_shard(model)
+        _step(model)
+        remove(model, fully_shard)
+        for each in (model, plain):
+            each.zero_grad()
+            _step(each)
+        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            gradient = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            torch.testing.assert_close(gradient, expected.grad)
+    fully_shard(model)
+    model._forward_pre_hooks.clear()
+    with pytest.raises(HooksRemovedError, match=r"unit '\(root\)'"):
+        _forward(model)
 
 
 @around
