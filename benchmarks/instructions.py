@@ -2,11 +2,12 @@
 
 `overhead.py` times the same work, and needs a machine that does nothing else. Instructions come out the same on a busy one, to
 a few in a thousand. So does what time has beside them: memory that is not in the caches, here those of a processor with 32 KiB
-for instructions, 32 KiB for data and 1 MiB for both. Lines of 64 bytes that are in neither are counted, to about three in a
-hundred: where things lie differs from run to run. Clipping and the optimizer's step, between a backward and the next forward,
-are done and not counted.
+for instructions, 32 KiB for data and 1 MiB for both, or as much as `--cache` says. Lines of 64 bytes that are in neither are
+counted, to about three in a hundred: where things lie differs from run to run. Clipping and the optimizer's step, between a
+backward and the next forward, are done and not counted.
 
     python benchmarks/instructions.py                      # 16 transformer blocks, forward and backward; takes some minutes
+    python benchmarks/instructions.py --cache 2048         # ... on a processor with a second-level cache of 2 MiB
 
 Needs valgrind, with its headers, and a C compiler.
 """
@@ -35,7 +36,8 @@ from overhead import make_task
 from publish import table
 
 NAMES = (LOCAL, "composable", "fsdp2")
-CACHES = ("--cache-sim=yes", "--I1=32768,8,64", "--D1=32768,8,64", "--LL=1048576,8,64")
+CACHES = ("--cache-sim=yes", "--I1=32768,8,64", "--D1=32768,8,64")
+WAY = 128  # KiB: what one way of the larger cache holds
 SWITCH = """
 #include <valgrind/callgrind.h>
 void begin(void) { CALLGRIND_START_INSTRUMENTATION; }
@@ -75,7 +77,7 @@ def counted(contender: str, switch: Path, options: argparse.Namespace) -> tuple[
     with tempfile.TemporaryDirectory() as folder:
         found = subprocess.run(
             ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--collect-atstart=no", f"--callgrind-out-file={folder}/out"]
-            + list(CACHES)
+            + [*CACHES, f"--LL={options.cache << 10},{options.cache // WAY},64"]
             + [sys.executable, __file__, "--units", str(options.units), "--steps", str(options.steps)]
             + ["--fake-world", str(options.fake_world), "--count-here", contender, "--switch", str(switch)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
@@ -94,12 +96,15 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0], rounds=1, steps=2, warmup=0)
     options.set_defaults(fake_world=8, params=0)
     options.add_argument("--units", type=int, default=16, help="transformer blocks of 12 parameters")
+    options.add_argument("--cache", type=int, default=1024, metavar="KIB", help=f"for both, a multiple of {WAY}")
     options.add_argument("--count-here", choices=list(CONTENDERS), help=argparse.SUPPRESS)
     options.add_argument("--switch", type=Path, help=argparse.SUPPRESS)
     found = options.parse_args()
     if found.count_here:
         count_here(found.count_here, found.switch, found)
         return
+    if found.cache <= 0 or found.cache % WAY:
+        options.error(f"--cache {found.cache}: a multiple of {WAY} KiB is needed")
     missing = [name for name in ("valgrind", "gcc") if shutil.which(name) is None]
     if missing:
         options.error(f"needs {' and '.join(missing)}")
@@ -119,11 +124,13 @@ def main() -> None:
     for name, (instructions, lines) in added.items():
         of_theirs = [f"{mine / theirs:.3f}" for mine, theirs in zip((instructions, lines), added["fsdp2"], strict=True)]
         rows.append([name, f"{instructions / 1e3:.0f}", of_theirs[0], f"{lines / 1e3:.1f}", of_theirs[1]])
-    print(f"\nForward and backward of {found.units} transformer blocks, fake process group of {found.fake_world} ranks, cpu\n")
+    where = f"fake process group of {found.fake_world} ranks, cpu, {found.cache} KiB of cache"
+    print(f"\nForward and backward of {found.units} transformer blocks, {where}\n")
     heads = ["added per unit", "thousands of instructions", "of FSDP2's", "thousands of lines not in caches", "of FSDP2's"]
     print(table(heads, rows))
     counts = {name: dict(zip(("instructions", "lines"), each, strict=True)) for name, each in added.items()}
-    print(json.dumps({"benchmark": "instructions", "units": found.units, "whole": whole, "added_per_unit": counts}))
+    shape = {"benchmark": "instructions", "units": found.units, "cache_kib": found.cache}
+    print(json.dumps({**shape, "whole": whole, "added_per_unit": counts}))
 
 
 if __name__ == "__main__":
