@@ -55,9 +55,16 @@ def extend_dtensor_operation(operation: Any, extension: Extension) -> bool:
     return True
 
 
-def ask_before_clipping(gradients: Callable[[Any], None], nothing: Callable[[Any], None]) -> None:
-    """Have torch's functions that clip gradients ask first, on an eager run: `gradients` about those that they have found, and
-    `torch.nn.utils.clip_grad_norm_`, if it has found none, `nothing` about what its caller gave it as `parameters`."""
+def ask_before_clipping(
+    gradients: Callable[[Any], None], nothing: Callable[[Any], None], summary: Callable[[list[Any], float], list[Any]]
+) -> None:
+    """Have torch's functions that clip gradients ask first, on an eager run.
+
+    Args:
+        gradients: is told those that they have found.
+        nothing: is told what the caller of `torch.nn.utils.clip_grad_norm_` gave as `parameters`, if it has found none.
+        summary: is given all whose norm is taken, and its order, and returns tensors that have the same norm.
+    """
     take, sort = (getattr(torchs_clipping, name, None) for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"))
     if take is None or sort is None:
         return
@@ -72,6 +79,9 @@ def ask_before_clipping(gradients: Callable[[Any], None], nothing: Callable[[Any
     def sorted_by_kind(lists: Any, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             gradients(lists[0])
+            caller = sys._getframe(1)
+            if caller.f_code.co_name == take.__name__:
+                lists = [summary(lists[0], caller.f_locals["norm_type"])]
         return sort(lists, *args, **kwargs)
 
     vars(torchs_clipping).update(_get_total_norm=total_norm, _group_tensors_by_device_and_dtype=sorted_by_kind)

@@ -1,11 +1,11 @@
 """What torch's own clipping is told: norms of gradients of several kinds, and which have none yet; scales nothing by itself.
 
 Note [Gradients of several kinds]
-`torch.nn.utils.clip_grad_norm_` asks for the norms of all gradients at once, and then scales them all at once. Torch refuses
+`torch.nn.utils.clip_grad_norm_` puts the norms of all gradients together, and then scales them all at once. Torch refuses
 lists in which some are DTensors and some are not, or of two meshes. And of DTensors it takes the largest element rank by rank:
-one whose part is empty raises there, and the others wait for it. In these cases the norms are taken here: of what each rank
-has, and then over the process groups that a gradient is cut over, all of them in one message for each group. What every rank
-has whole is its own norm. All else is left to torch.
+one whose part is empty raises there, and the others wait for it. In these cases the norm is taken here: of what each rank has,
+and then over the process groups that a gradient is cut over, all of them in one message for each group. What every rank has
+whole is its own norm. Torch is handed this one number in place of the gradients. All else is left to torch.
 
 A gradient that a rank holds alone (`no_sync`) has no norm that all could scale by, and as a plain tensor it does not say so.
 torch would clip it by numbers of this rank's. So torch asks first. Of parameters that backward steps it finds no gradients, and
@@ -32,16 +32,14 @@ from composable.runtime.accumulation import any_window_open
 from composable.runtime.early_steps import stepped_in_backward
 from composable.runtime.ownership import local_gradients
 
-_NORMS: Final = torch.ops.aten._foreach_norm.Scalar
 _SCALE: Final = torch.ops.aten._foreach_mul_.Tensor
 
 
 @cache
 def look_after_torchs_clipping() -> None:
     """Let torch's own clipping take any mix of gradients, and none that this rank holds alone."""
-    extend_dtensor_operation(_NORMS, _norms)
     extend_dtensor_operation(_SCALE, _scale)
-    ask_before_clipping(_refuse_held, _refuse_stepped)
+    ask_before_clipping(_refuse_held, _refuse_stepped, _in_one)
 
 
 def _refuse_stepped(parameters: Any) -> None:
@@ -67,18 +65,20 @@ def _refuse_held(gradients: Any) -> None:
             )
 
 
-def _norms(operation: Any, args: tuple[Any, ...], kwargs: Any, as_torch_does: Callable[[], Any]) -> Any:
-    tensors, order = args[0], float(args[1]) if len(args) > 1 else 2.0
+def _in_one(tensors: list[Tensor], order: float) -> list[Tensor]:
+    """The norm of all of them in their place, if torch cannot take it: on the device of the first, in the widest dtype."""
+    spread = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     alike = _are_alike(tensors)
-    if order <= 0 or (alike and order != math.inf) or any(map(_is_summand, tensors)):
-        return as_torch_does()
+    if not spread or order <= 0 or (alike and order != math.inf) or any(map(_is_summand, tensors)):
+        return tensors
     # An empty tensor has no largest element, and adds nothing.
     locals_ = [local if local.numel() else local.new_zeros(1) for local in map(_local, tensors)]
-    norms = _over_ranks(tensors, operation(locals_, *args[1:], **(kwargs or {})), order)
-    if not alike or norms[0].device.type != tensors[0].device_mesh.device_type:
-        return norms
-    mesh = tensors[0].device_mesh
-    return [DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False) for norm in norms]
+    norms = _over_ranks(tensors, [torch.linalg.vector_norm(local, order) for local in locals_], order)
+    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), order)
+    mesh = spread[0].device_mesh
+    if not alike or norm.device.type != mesh.device_type:
+        return [norm]
+    return [DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)]
 
 
 def _scale(operation: Any, args: tuple[Any, ...], kwargs: Any, as_torch_does: Callable[[], Any]) -> Any:

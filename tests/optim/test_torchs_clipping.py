@@ -89,7 +89,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _as_in_the_plain_model(scheme: str, dtypes: str) -> list[float]:
+def _as_in_the_plain_model(scheme: str, dtypes: str, foreach: bool | None) -> list[float]:
     plain, norms = _net(DTYPES[dtypes]), []
     model = copy.deepcopy(plain)
     SCHEMES[scheme](model)
@@ -98,7 +98,7 @@ def _as_in_the_plain_model(scheme: str, dtypes: str) -> list[float]:
             for each in (plain, model):
                 each.zero_grad()
                 each(torch.ones(2, 4, device=current_device())).square().sum().backward()
-            norm, expected = (clip_grad_norm_(each.parameters(), limit, order) for each in (model, plain))
+            norm, expected = (clip_grad_norm_(each.parameters(), limit, order, foreach=foreach) for each in (model, plain))
             close: dict[str, Any] = {"rtol": 2e-2, "atol": 1e-3} if dtypes == "bfloat16" else {}
             assert norm.dtype == expected.dtype
             torch.testing.assert_close(_whole(norm), expected, **close)
@@ -109,14 +109,15 @@ def _as_in_the_plain_model(scheme: str, dtypes: str) -> list[float]:
     return norms
 
 
+@pytest.mark.parametrize("foreach", [None, False], ids=["at once", "one by one"])
 @pytest.mark.parametrize("dtypes", DTYPES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_norm_and_gradients_are_those_of_the_plain_model(pool: Pool, ranks: int, scheme: str, dtypes: str, device: str) -> None:
+def test_norm_and_gradients_are_those_of_the_plain_model(
+    pool: Pool, ranks: int, scheme: str, dtypes: str, foreach: bool | None, device: str
+) -> None:
     need_devices(device, ranks)
-    if scheme in ("two meshes", "three kinds", "experts") and dtypes == "float32 and float64":
-        pytest.skip("of each dtype torch puts the norms together by itself, and not over two meshes")
-    norms = pool.run(ranks, _as_in_the_plain_model, scheme, dtypes, device=device)
+    norms = pool.run(ranks, _as_in_the_plain_model, scheme, dtypes, foreach, device=device)
     assert all(each == norms[0] for each in norms), "the same bits on all ranks"
 
 
