@@ -12,13 +12,13 @@ import torch
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.nn.utils.parametrize import register_parametrization
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 from composable import fully_shard, remove, replicate
 from composable.errors import ForeignParameterError
 from tests.helpers.compare import full_gradients
 from tests.helpers.refusals import refusal
-from tests.helpers.world import Pool, current_device
+from tests.helpers.world import Pool, current_device, spmd
 
 
 class Doubled(nn.Module):
@@ -132,3 +132,28 @@ def _after_replicating() -> None:
 
 def test_what_is_parametrized_after_replicating_is_refused_at_the_next_forward(pool: Pool) -> None:
     pool.run(2, _after_replicating)
+
+
+@spmd(ranks=2)
+def test_who_reads_or_removes_a_sharded_parametrization_outside_of_a_forward_is_told_how() -> None:
+    model = _model()
+    fully_shard(parametrizations.weight_norm(model[0]))
+    fully_shard(model)
+    said = refusal(lambda: model[0].weight)
+    assert said == refusal(lambda: remove_parametrizations(model[0], "weight"))
+    assert_text(
+        fill(said, 110),
+        """\
+ShardedParameterError: parameter 'parametrizations.weight.original0' of unit '0' is sharded and was used
+outside a forward call; it is a parametrization's, which computes whenever its result is read: read that in a
+forward of the annotated module (ParametrizedLinear), or, to remove the parametrization, call remove(module,
+fully_shard) first""",
+    )
+    _step(model)
+    for module in (model, model[0]):
+        remove(module, fully_shard)
+    weight = model[0].weight.detach().clone()
+    remove_parametrizations(model[0], "weight")
+    assert torch.equal(model[0].weight, weight)
+    fully_shard(model)
+    _step(model)
