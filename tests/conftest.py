@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -50,6 +51,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" in metafunc.fixturenames:
         beside = ["cuda"] if torch.cuda.is_available() else []
         metafunc.parametrize("device", ["sim"] if is_simulated(metafunc.config) else ["cpu", *beside])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what tests that passed have counted, by `record_property`, in sum."""
+    counted: Counter[str] = Counter()
+    for report in terminalreporter.getreports("passed"):
+        counted.update(dict(report.user_properties))
+    for what, number in counted.items():
+        terminalreporter.write_line(f"{number} {what}")
 
 
 @pytest.fixture(scope="session")

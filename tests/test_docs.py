@@ -82,6 +82,25 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
     assert regenerated(text, on_pool) == text, "run python -m docs.generate"
 
 
+# Programs of guides that need more than a page has, and who runs them.
+_RUN_ELSEWHERE = {
+    "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
+    "docs/guides/trainers.md": (2, "tests/whole/test_trainers.py"),
+}
+
+
+def test_every_program_of_a_guide_is_run() -> None:
+    left_out = {}
+    for page in PAGES:
+        if page.parent.name == "guides":
+            text = page.read_text()
+            assert programs_in(text), f"{_name(page)} has no program"
+            if shown := len(re.findall(r"^```python *$", text, re.M)):
+                left_out[_name(page)] = shown
+    assert left_out == {name: number for name, (number, _) in _RUN_ELSEWHERE.items()}
+    assert all((ROOT / room).exists() for _, room in _RUN_ELSEWHERE.values())
+
+
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
     assert broken_links(page, page.read_text()) == []

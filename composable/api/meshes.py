@@ -128,7 +128,7 @@ def spread_over(verb: str, mesh: Mesh, device: torch.device, *, hybrid: bool = F
         let_go_when_destroyed(made)
         return Spread(made, mesh)
     if not isinstance(mesh, DeviceMesh):
-        raise MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(mesh).__name__}.")
+        raise _no_mesh(verb, mesh)
     if mesh.ndim > 1 + hybrid:
         raise _too_many_dimensions(verb, mesh, hybrid=hybrid)
     replicate, shard = (None, 0) if mesh.ndim == 1 else _roles(verb, mesh)
@@ -139,6 +139,15 @@ def spread_over(verb: str, mesh: Mesh, device: torch.device, *, hybrid: bool = F
         group = group_of_both(group, mesh.get_group(replicate), ranks_of(mesh), communication_device(mesh, device))
     let_go_when_destroyed(mesh)
     return Spread(mesh, group, shard, replicate)
+
+
+def _no_mesh(verb: str, given: object) -> MeshError:
+    if given is dist.GroupMember.NON_GROUP_MEMBER:  # what new_group gives ranks that are none of its own
+        return MeshError(
+            f"{verb}: rank {dist.get_rank()} is no member of the process group that was passed as mesh. Annotate the module on "
+            "the ranks of the group alone, or pass a group that holds this rank."
+        )
+    return MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(given).__name__}.")
 
 
 _ROLES: Final = ("replicate", "shard")

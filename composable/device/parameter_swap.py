@@ -66,11 +66,13 @@ class ShardedParam:
         return [place.registered for place in self.info.places]
 
     def replace(self, parameter: nn.Parameter) -> None:
-        """Put `parameter` where the current one stands, whatever it is."""
+        """Put `parameter` where the current one stands, whatever it is. Where somebody has taken it away none comes back."""
         for registry, name in self.registries:
-            registry[name] = parameter
+            if registry.get(name) is not None:
+                registry[name] = parameter
         for place in self.by_setattr:
-            setattr(place.module, place.name, parameter)
+            if place.registered is not None:
+                setattr(place.module, place.name, parameter)
 
 
 class ParameterSwap:
@@ -90,25 +92,40 @@ class ParameterSwap:
 
     def show(self) -> None:
         """Modules compute with the unsharded parameters."""
-        for registry, name, sharded, unsharded in self._by_table:
-            if registry[name] is sharded:
-                registry[name] = unsharded
-        for module, name, sharded, unsharded in self._by_setattr:
-            if module._parameters[name] is sharded:
-                setattr(module, name, unsharded)
+        try:
+            for registry, name, sharded, unsharded in self._by_table:
+                if registry[name] is sharded:
+                    registry[name] = unsharded
+            for module, name, sharded, unsharded in self._by_setattr:
+                if module._parameters[name] is sharded:
+                    setattr(module, name, unsharded)
+        except KeyError:
+            self._where_names_are().show()
 
     def hide(self) -> None:
         """Modules hold the sharded parameters, as they do at rest."""
         self.strays = False
-        for registry, name, sharded, unsharded in self._by_table:
-            held = registry[name]
-            if held is unsharded:
-                registry[name] = sharded
-            elif held is not sharded and isinstance(held, nn.Parameter):
-                self.strays = True
-        for module, name, sharded, unsharded in self._by_setattr:
-            if module._parameters[name] is unsharded:
-                setattr(module, name, sharded)
+        try:
+            for registry, name, sharded, unsharded in self._by_table:
+                held = registry[name]
+                if held is unsharded:
+                    registry[name] = sharded
+                elif held is not sharded and isinstance(held, nn.Parameter):
+                    self.strays = True
+            for module, name, sharded, unsharded in self._by_setattr:
+                if module._parameters[name] is unsharded:
+                    setattr(module, name, sharded)
+        except KeyError:
+            left = self._where_names_are()
+            left.hide()
+            self.strays = left.strays
+
+    def _where_names_are(self) -> ParameterSwap:
+        """The same for the places whose parameter nobody has deleted."""
+        left = ParameterSwap(())
+        left._by_table = tuple(row for row in self._by_table if row[1] in row[0])
+        left._by_setattr = tuple(row for row in self._by_setattr if row[1] in row[0]._parameters)
+        return left
 
     @property
     def at_rest(self) -> list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]]:
@@ -117,5 +134,5 @@ class ParameterSwap:
         return [(registry, name, sharded) for registry, name, sharded, _ in self._by_table] + by_setattr
 
     def intact(self) -> bool:
-        """Whether every module still holds the sharded parameter that we put there."""
-        return all(registry.get(name) is sharded for registry, name, sharded in self.at_rest)
+        """Whether every module still holds the sharded parameter that we put there, or none since somebody took it away."""
+        return all(registry.get(name) is sharded or registry.get(name) is None for registry, name, sharded in self.at_rest)

@@ -1,4 +1,4 @@
-"""Where torch can be told what to do with DTensors, and to ask before it clips; knows nothing of this project.
+"""Where torch can be told what to do with DTensors, and to ask before it clips or parametrizes; knows nothing of this project.
 
 Checked with torch 2.13.0 (CPU build), and read in the sources of 2.11 and 2.12. There are no public ways in that
 see tensors. Where this torch has not what is looked for, nothing happens.
@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 import torch.nn.utils.clip_grad as torchs_clipping
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations, parametrize
 
 Handler = Callable[[Any, tuple[Any, ...], Any], Any]
 Extension = Callable[[Any, tuple[Any, ...], Any, Callable[[], Any]], Any]
@@ -85,3 +87,23 @@ def ask_before_clipping(
         return sort(lists, *args, **kwargs)
 
     vars(torchs_clipping).update(_get_total_norm=total_norm, _group_tensors_by_device_and_dtype=sorted_by_kind)
+
+
+def ask_before_parametrizing(ask: Callable[[nn.Parameter], None]) -> None:
+    """Have `ask` called with a parameter before a parametrization is made of it."""
+    # All parametrizations go through the first one; spectral norm computes with the weight before that.
+    for room, name in ((parametrize, "ParametrizationList"), (parametrizations, "_SpectralNorm")):
+        kind = getattr(room, name, None)
+        if kind is not None:
+            kind.__init__ = _asking(kind.__init__, ask)
+
+
+def _asking(init: Callable[..., None], ask: Callable[[nn.Parameter], None]) -> Callable[..., None]:
+    @wraps(init)
+    def asked(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        for given in (*args, *kwargs.values()):
+            if isinstance(given, nn.Parameter):
+                ask(given)
+        init(self, *args, **kwargs)
+
+    return asked

@@ -98,11 +98,17 @@ class Averaging:
         mine = [parameter for i, parameter in enumerate(parameters.everyone) if i not in parameters.elsewhere]
         return list(map(self.parameters.at_rest, mine))
 
-    def renew(self, registered: Sequence[nn.Parameter]) -> Reducer:
-        """Make the reducer for the parameters that are there now."""
-        sparse = only_looked_up(registered, self.parameters.lookups)
+    def renew(self, registered: Sequence[nn.Parameter], numbers: Sequence[int] | None = None) -> Reducer:
+        """Make the reducer for the parameters that are there now.
+
+        Args:
+            numbers: of their places; None where modules are whole, and can be asked.
+        """
+        all_of, at = self.parameters, self.parameters.present if numbers is None else numbers
+        names = [all_of.names[number] for number in at]
+        sparse = only_looked_up(registered, [all_of.lookups[number] for number in at])
         if self.hook is not None:
-            refuse_sparse(self.name, [self.parameters.names[i] for i in sorted(sparse)])
+            refuse_sparse(self.name, [names[i] for i in sorted(sparse)])
         last = self.current
         if last is not None:
             self.order.abort()
@@ -112,7 +118,7 @@ class Averaging:
         self._on_meta = self.communicator.size > 1 and any(parameter.is_meta for parameter in registered)
         reducer = self.current = Reducer(
             registered,
-            self.parameters.names,
+            names,
             self.communicator,
             self.order,
             self.place,
@@ -121,11 +127,11 @@ class Averaging:
             turn=self.number,
             elsewhere=owned_elsewhere(self, registered),
             sparse=sparse,
-            forms=None if self.parameters.pairs is None else RestingGradients(),
+            forms=None if all_of.pairs is None else RestingGradients(),
             forwards=self.forwards,
             divisor=self.divisor,
             hook=self.hook,
-            summed_in=None if self.casts is None else self.parameters.summed_in(self.casts),
+            summed_in=None if self.casts is None else all_of.summed_in(self.casts, registered, at),
             last=last,
         )
         self.order.put(self.place, reducer)
@@ -157,7 +163,7 @@ class Averaging:
         """Raise when gradients that `optimizer` is about to use were not averaged; see Note [Before an optimizer steps]."""
         if self.current is not None and self.communicator.size > 1:
             parameters = self.parameters
-            named = list(zip(parameters.registered, parameters.names, strict=False))
+            named = parameters.named
             has_backward = self.order.backward is not None
             refuse_unaveraged(optimizer, self.name, self.current, named, has_backward, parameters.at_rest)
 
@@ -198,6 +204,9 @@ class Averaging:
         twin.number = self.number
         enroll(twin)
         # The copied modules are not whole yet, but their parameters can be copied already.
-        pairs = twin.parameters.pairs
-        twin.renew(copy.deepcopy(self.parameters.registered, memo) if pairs is None else pairs.plain)
+        source, pairs = self.parameters, twin.parameters.pairs
+        if pairs is None:
+            twin.renew(copy.deepcopy(source.registered, memo), source.present)
+        else:
+            twin.renew(pairs.plain, pairs.present)
         return twin

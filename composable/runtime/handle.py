@@ -45,9 +45,8 @@ class Recipe:
         pool = HOST_MEMORY if self.mesh_info.shard.capabilities.pools_memory else NO_POOL
         params = []
         for info in self.params:
-            registered = info.places[0].registered
-            assert registered is not None
-            params.append(ShardedParam(info, registered))
+            held = [place.registered for place in info.places]
+            params += [ShardedParam(info, registered) for registered in held if registered is not None][:1]
         return Handle(params, self, pool)
 
 

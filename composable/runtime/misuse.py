@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 from typing import Final
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from composable.errors import ShardedParameterError
 from composable.runtime.handle import Handle
@@ -42,6 +43,11 @@ def outside_of_a_call(handle: Handle, modules: Sequence[nn.Module], inside: nn.M
         advice = "call model(x), not model.forward(x), or register_forward_method(model, 'forward')"
     elif method:
         advice = f"{here}.{method} is not a forward: call register_forward_method(module, '{method}') first"
+    elif isinstance(inside, ParametrizationList):
+        advice = (
+            f"it is a parametrization's, which computes whenever its result is read: read that in a forward of the annotated "
+            f"module ({here}), or, to remove the parametrization, call remove(module, fully_shard) first"
+        )
     else:
         advice = f"call the annotated module ({here}) itself, or annotate '{name.rpartition('.')[0]}' as a unit"
     return ShardedParameterError(

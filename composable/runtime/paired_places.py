@@ -184,6 +184,11 @@ class PairedPlaces:
         """What modules compute with, in the order of the unit's own places."""
         return [parameter for parameter in self._computing[: self._own] if parameter is not None]
 
+    @property
+    def present(self) -> list[int]:
+        """Numbers of the unit's own places that hold a parameter."""
+        return [number for number, parameter in enumerate(self._computing[: self._own]) if parameter is not None]
+
     def leave(self) -> None:
         """Register the plain parameters for good."""
         if not self._built:

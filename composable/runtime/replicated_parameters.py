@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ from composable.runtime.cast_unit import CastUnit
 from composable.runtime.paired_places import PairedPlaces
 from composable.runtime.resting_form import at_rest
 from composable.runtime.sparse import is_sparse_lookup
+
+T = TypeVar("T")
 
 
 class ReplicatedParameters:
@@ -65,13 +67,37 @@ class ReplicatedParameters:
         held = [registry.get(name) for registry, name in self._registries]
         return [parameter for parameter in held if parameter is not None]
 
-    def summed_in(self, casts: CastUnit) -> list[torch.dtype]:
-        """In which dtypes the gradients of those are summed over the ranks."""
-        return [casts.summed_in(parameter.dtype, exact=exact) for parameter, exact in self.with_exact()]
+    @property
+    def present(self) -> list[int]:
+        """Numbers of the places of those."""
+        if self.pairs is not None:
+            return self.pairs.present
+        return [number for number, place in enumerate(self.places) if place.registered is not None]
+
+    @property
+    def named(self) -> list[tuple[nn.Parameter, str]]:
+        """Those, and their FQNs below the unit."""
+        return self._with(self.names)
+
+    def _with(self, values: Sequence[T]) -> list[tuple[nn.Parameter, T]]:
+        """Those, each with one of `values`, which are of all places."""
+        registered = self.registered
+        if len(registered) != len(values):  # a user took some away
+            values = [values[number] for number in self.present]
+        return list(zip(registered, values, strict=True))
+
+    def summed_in(self, casts: CastUnit, registered: Sequence[nn.Parameter], present: Sequence[int]) -> list[torch.dtype]:
+        """In which dtypes gradients are summed over the ranks: of what is `registered` at the places with these numbers."""
+        each = zip(registered, present, strict=True)
+        return [casts.summed_in(parameter.dtype, exact=self.exact[number]) for parameter, number in each]
 
     def with_exact(self) -> list[tuple[nn.Parameter, bool]]:
         """Those, and whether each keeps its dtype."""
-        return list(zip(self.registered, self.exact, strict=False))
+        return self._with(self.exact)
+
+    def with_lookups(self) -> list[tuple[nn.Parameter, bool]]:
+        """Those, and whether each is read by sparse lookups."""
+        return self._with(self.lookups)
 
     def at_rest(self, parameter: nn.Parameter) -> nn.Parameter:
         """What users see, between steps, of one of them."""
@@ -79,7 +105,7 @@ class ReplicatedParameters:
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """The FQN, below the unit, of one of them."""
-        return next((name for held, name in zip(self.registered, self.names, strict=False) if held is parameter), "")
+        return next((name for held, name in self.named if held is parameter), "")
 
     def refuse_meta(self, unit: str) -> None:
         """Raise if one has no values yet."""

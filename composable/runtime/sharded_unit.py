@@ -25,6 +25,7 @@ from composable.runtime.loading import StateDictHook
 from composable.runtime.model_averagers import take_replicated_parameters
 from composable.runtime.optimizer_hooks import Form, forget, note
 from composable.runtime.originals import Originals
+from composable.runtime.parametrizations import refuse_late_parametrizations
 from composable.runtime.recurrent import WeightsInPlace
 from composable.runtime.root import Root
 from composable.runtime.sharded_bracket import ShardedBracket
@@ -89,6 +90,7 @@ class ShardedUnit:
         if handle.mesh_info.mesh is not None:
             look_after_torchs_clipping()
             take_replicated_parameters()
+            refuse_late_parametrizations()
             self.guards = [Guard(module, self.bracket.called_inside) for key, module in holders.items() if key not in mine]
             hook = StateDictHook(self)
             self._loading = [each.register_load_state_dict_pre_hook(hook) for each in holders.values()]

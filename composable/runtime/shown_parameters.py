@@ -47,8 +47,7 @@ class ShownParameters:
         if not self._is_whole_on(mesh) or not fits(parameter, mesh):
             return False
         parameters = self._averaging.parameters
-        held = zip(parameters.registered, parameters.lookups, strict=False)
-        return not any(lookup for other, lookup in held if other is parameter)
+        return not any(lookup for other, lookup in parameters.with_lookups() if other is parameter)
 
     def _is_whole_on(self, mesh: DeviceMesh) -> bool:
         """Whether what is the same on all ranks of the unit can rest on `mesh`."""
@@ -105,7 +104,7 @@ class ShownParameters:
         if self._doubtful and not in_backward():
             self._doubtful = False
             parameters, communicator = self._averaging.parameters, self._averaging.communicator
-            held = zip(parameters.names, map(parameters.at_rest, parameters.registered), strict=False)
+            held = ((name, parameters.at_rest(parameter)) for parameter, name in parameters.named)
             refuse_gradients_left(self._averaging.name, held, partial(communicator.presence.leave, communicator.sums))
         alone, self.around[reader] = not self.around, None
         if self.casts is not None and in_backward():

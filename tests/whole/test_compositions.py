@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.helpers.compositions import REFUSED, combinations_of, pairs_of, refusal, run
@@ -17,16 +19,20 @@ _TASKS = [
 
 
 @pytest.mark.parametrize(("ranks", "part"), _TASKS)
-def test_combinations_compute_what_they_say(pool: Pool, ranks: int, part: int, device: str) -> None:
+def test_combinations_compute_what_they_say(
+    pool: Pool, ranks: int, part: int, device: str, record_property: Callable[[str, object], None]
+) -> None:
     need_devices(device, ranks)
     for results in pool.run(ranks, run, _DRAWN[ranks][part::_PARTS], device=device):
         assert [(combination, found) for combination, found in results if found] == []
+    record_property(f"combinations of features computed what they say, on {ranks} ranks", len(_DRAWN[ranks][part::_PARTS]))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_two_values_that_can_meet_do(ranks: int) -> None:
+def test_every_two_values_that_can_meet_do(ranks: int, record_property: Callable[[str, object], None]) -> None:
     met = {pair for combination in _DRAWN[ranks] for pair in combination.pairs}
     assert [pair for pair in pairs_of(ranks) if pair not in met] == []
+    record_property(f"pairs of features met in them, on {ranks} ranks", len(pairs_of(ranks)))
 
 
 @pytest.mark.parametrize("pair", REFUSED, ids=" with ".join)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -139,6 +140,45 @@ def test_a_dimension_picked_by_name_and_a_process_group_are_meshes() -> None:
         assert describe(model).to_dict()["units"][0]["ranks"] == 2
         for name, value in full_parameters(model).items():
             assert torch.equal(value, expected[name])
+
+
+@spmd(ranks=2)
+def test_a_process_group_is_a_mesh_for_replicate_too() -> None:
+    model = nn.Linear(4, 1, device=current_device())
+    replicate(model, mesh=dist.new_group([0, 1]))
+    model(torch.full((1, 4), float(dist.get_rank()), device=current_device())).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[0.5] * 4]
+
+
+def _what_is_no_mesh(verb: Callable[..., Any]) -> list[str]:
+    others = dist.new_group([0])  # on rank 1 a number that stands for no group
+    unnamed = init_device_mesh(current_device().type, (1, 1, 2))
+    model = _transformer()
+    given: list[Any] = [unnamed, [dist.group.WORLD], 2]
+    if dist.get_rank() == 1:
+        given.append(others)
+    return [refused(model, lambda each=each: verb(model, mesh=each)) for each in given]
+
+
+def test_what_is_no_mesh_is_refused_with_what_would_be_one(pool: Pool) -> None:
+    sharded, replicated = (pool.run(2, _what_is_no_mesh, verb)[1] for verb in (fully_shard, replicate))
+    assert_text(
+        "\n".join(sharded),
+        """\
+MeshError: fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard over; this one has 3. To use all of its ranks together, leave mesh= out. A mesh over some of them makes each part of the ranks train a model of its own.
+MeshError: fully_shard: expected a DeviceMesh, a ProcessGroup or None as mesh, got list.
+MeshError: fully_shard: expected a DeviceMesh, a ProcessGroup or None as mesh, got int.
+MeshError: fully_shard: rank 1 is no member of the process group that was passed as mesh. Annotate the module on the ranks of the group alone, or pass a group that holds this rank.""",
+    )
+    assert_text(
+        "\n".join(replicated),
+        """\
+MeshError: replicate takes a mesh of one dimension; this one has 3. To use all of its ranks together, leave mesh= out. A mesh over some of them makes each part of the ranks train a model of its own.
+MeshError: replicate: expected a DeviceMesh, a ProcessGroup or None as mesh, got list.
+MeshError: replicate: expected a DeviceMesh, a ProcessGroup or None as mesh, got int.
+MeshError: replicate: rank 1 is no member of the process group that was passed as mesh. Annotate the module on the ranks of the group alone, or pass a group that holds this rank.""",
+    )
 
 
 def test_without_a_process_group_one_process_runs_alone_and_several_are_asked_to_form_one(
