@@ -23,9 +23,9 @@ test: $(READY) ## run all tests (ARGS="-k name" for some of them)
 
 # What serves ranks of one host is taken out of a copy; what ranks do together must hold without it. Left out are tests of what
 # does not depend on how bytes travel, and takes minutes: other people's models and trainers, the compiler, local arithmetic.
-NOT_OVER_SOCKETS := tests/state/test_exactness.py $(wildcard tests/whole/test_compile*.py) tests/whole/test_interrupted_verbs.py \
+NOT_OVER_SOCKETS := tests/optim/test_exactness.py $(wildcard tests/whole/test_compile*.py) tests/whole/test_interrupted_verbs.py \
 	tests/whole/test_models_of_others.py tests/whole/test_trainers.py
-OVER_SOCKETS ?= tests/device tests/runtime tests/state tests/whole
+OVER_SOCKETS ?= tests/device tests/runtime tests/optim tests/whole
 
 test-sockets: $(READY) ## run the tests of the transport, and of training over it, without device/collectives/host/
 	@set -e; copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; \
