@@ -176,6 +176,11 @@ def _normalises(parameters: torch.dtype) -> None:
         lambda: nn.BatchNorm1d(4, track_running_stats=False),
         lambda: nn.BatchNorm1d(4, affine=False, track_running_stats=False),
         lambda: nn.BatchNorm1d(4).eval(),
+        lambda: nn.LayerNorm(4),
+        lambda: nn.LayerNorm(4, bias=False),
+        lambda: nn.LayerNorm(4, elementwise_affine=False),
+        lambda: nn.GroupNorm(2, 4),
+        lambda: nn.GroupNorm(2, 4, affine=False),
     ]
     for number, make in enumerate(makes):
         results = []
@@ -188,7 +193,7 @@ def _normalises(parameters: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
-def test_batch_norms_of_bfloat16_compute_what_they_do_on_a_host(pool: Pool, parameters: torch.dtype) -> None:
+def test_norms_of_bfloat16_compute_what_they_do_on_a_host(pool: Pool, parameters: torch.dtype) -> None:
     pool.run(1, _normalises, parameters, device="sim")
 
 

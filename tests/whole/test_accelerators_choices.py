@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard
 
 from composable import fully_shard, no_sync, replicate
 from composable.device import memory
-from composable.device.collectives import Communicator, GatherPart, ReducePart, communicators_wrapped_by
+from composable.device.collectives import Communicator, communicators_wrapped_by
 from composable.device.memory import HOST_MEMORY, Resizing
 from composable.plan.routes import Route
 from composable.runtime import sharded_bracket
@@ -67,52 +66,6 @@ def _placement_of_shards() -> None:
 
 def test_shards_that_share_a_message_start_at_multiples_of_16_bytes(pool: Pool) -> None:
     pool.run(2, _placement_of_shards)
-
-
-class _Weighing:
-    """Notes bytes per rank of what a group is given, and whether rows land where gradients lie."""
-
-    def __init__(self, inner: Communicator, payloads: list[int]) -> None:
-        self._inner: Any = all_accelerators(inner)
-        self._payloads = payloads
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
-        self._payloads += [part.shard.numel() * part.shard.element_size() for part in parts]
-        return self._inner.prepare(parts)
-
-    def reduce_scatter(self, parts: Sequence[ReducePart], **options: Any) -> Any:
-        self._payloads += [part.source.numel() * part.source.element_size() // self._inner.size for part in parts]
-        self._payloads += [part.out.data_ptr() for part in parts]
-        return self._inner.reduce_scatter(parts, **options)
-
-
-def _payloads(policy: str | None) -> None:
-    payloads: list[int] = []
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 1, bias=False))
-    plain = copy.deepcopy(model)
-    with communicators_wrapped_by(lambda inner: _Weighing(inner, payloads)):  # type: ignore[arg-type, return-value]
-        fully_shard(model, mp_policy=policy, shard_placement_fn=lambda p: Shard(1) if p.shape == (5, 3) else None)
-    for frozen in (False, True):
-        model[1].weight.requires_grad_(not frozen)
-        model.zero_grad()
-        model(torch.ones(2, 3)).sum().backward()
-    plain(torch.ones(2, 3)).sum().backward()
-    assert payloads
-    assert [payload for payload in payloads if payload % 16] == []
-    for name, gradient in full_gradients(model).items():
-        expected = plain.get_parameter(name).grad
-        if name != "1.weight":
-            assert gradient is not None
-            torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2)
-
-
-@pytest.mark.parametrize("policy", [None, "bf16"])
-def test_what_each_rank_is_sent_is_a_multiple_of_16_bytes_and_aligned(pool: Pool, policy: str | None) -> None:
-    pool.run(2, _payloads, policy)
 
 
 def _parts_of_a_launch() -> None:

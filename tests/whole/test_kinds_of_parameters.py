@@ -97,6 +97,44 @@ def test_complex_parameters_train_and_may_be_left_out(
     pool.run(ranks, _complex, verb, device=device)
 
 
+class Mixture(nn.Module):
+    """A complex parameter beside a convolution in another order of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.turn = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.conv(x).mean((2, 3)).to(torch.complex64) @ self.turn
+        return torch.view_as_real(y).square().mean()
+
+
+def _mixture(verb: Callable[..., nn.Module]) -> None:
+    torch.manual_seed(0)
+    plain = Mixture().to(current_device()).to(memory_format=torch.channels_last)
+    model = verb(copy.deepcopy(plain))
+    rows = torch.randn(dist.get_world_size(), 2, 3, 8, 8).to(current_device())
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.01) for each in (plain, model)]
+    for _ in range(3):
+        plain(rows.flatten(0, 1).contiguous(memory_format=torch.channels_last)).backward()
+        model(rows[dist.get_rank()].contiguous(memory_format=torch.channels_last)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+        ours = other.full_tensor() if isinstance(other, DTensor) else other
+        torch.testing.assert_close(ours, one, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_complex_parameters_train_beside_a_convolution_in_channels_last(
+    pool: Pool, verb: Callable[..., nn.Module], device: str
+) -> None:
+    need_devices(device, 2)
+    pool.run(2, _mixture, verb, device=device)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_parameters_of_integers_are_sharded(pool: Pool, ranks: int, device: str) -> None:
     need_devices(device, ranks)

@@ -210,7 +210,7 @@ const c10::IValue& returned_argument(const c10::FunctionSchema& schema, size_t r
 }
 
 // What the backward of a norm reads of its forward. CPU kernels keep it in the dtype of the layer; meta kernels say float, as
-// accelerators have it.
+// accelerators have it, but that of group norms, for which it is done below.
 struct Statistics {
   std::vector<size_t> places;  // among the arguments
   std::vector<size_t> like;    // arguments of the dtype that the kernel wants; the first that is there
@@ -224,8 +224,13 @@ struct Statistics {
 };
 
 const Statistics* statistics_of(const std::string& name) {
-  static const Statistics of_layer{{3, 4}, {1}}, of_batch{{5, 6}, {2, 3, 4, 1}};
-  return name == "native_layer_norm_backward" ? &of_layer : name == "native_batch_norm_backward" ? &of_batch : nullptr;
+  static const std::map<std::string, Statistics> of_norms{
+      {"native_batch_norm_backward", {{5, 6}, {2, 3, 4, 1}}},
+      {"native_group_norm_backward", {{2, 3}, {4, 1}}},
+      {"native_layer_norm_backward", {{3, 4}, {5, 1}}},
+  };
+  auto found = of_norms.find(name);
+  return found == of_norms.end() ? nullptr : &found->second;
 }
 
 void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) {
@@ -289,7 +294,8 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
         fresh.emplace_back();
         continue;
       }
-      fresh.push_back(at::empty_strided(form.sizes, form.strides, at::TensorOptions().dtype(form.dtype).device(*device)));
+      auto dtype = r && name == "native_group_norm" && c10::isReducedFloatingType(form.dtype) ? at::kFloat : form.dtype;
+      fresh.push_back(at::empty_strided(form.sizes, form.strides, at::TensorOptions().dtype(dtype).device(*device)));
       accesses.push_back(access_of(fresh.back(), true));
       into.push_back(on_cpu(fresh.back()));
     }
@@ -335,6 +341,10 @@ void convolution_backward(const c10::OperatorHandle&, c10::DispatchKeySet keys, 
   run_operator(op, keys, stack);
 }
 
+// For a device that it does not know torch makes these of other operators, whose results have the dtype of the weights: then what
+// backward is given fits no kernel.
+constexpr const char* kNorms[] = {"native_layer_norm", "native_group_norm"};
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_operator>()); }
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
@@ -355,6 +365,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", TORCH_FN(copy_from));
   m.impl("_copy_from_and_resize", TORCH_FN(copy_from_and_resize));
   m.impl("_local_scalar_dense", TORCH_FN(local_scalar_dense));
+  for (const char* norm : kNorms) m.impl(norm, torch::CppFunction::makeFromBoxedFunction<&run_operator>());
   m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution>());
   m.impl("convolution_backward_overrideable", torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
 }

@@ -1,0 +1,118 @@
+"""What an accelerator's communicator sends to each rank: multiples of 16 bytes, from and to memory that is aligned to that."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from composable import MixedPrecisionPolicy, fully_shard
+from composable.device.collectives import Communicator, GatherPart, ReducePart, communicators_wrapped_by
+from tests.helpers.communicators import all_accelerators
+from tests.helpers.compare import full_gradients
+from tests.helpers.world import Pool
+
+pytestmark = pytest.mark.beyond_sim("these tensors are of the host")
+
+
+class _Weighing:
+    """Notes bytes per rank of what a group is given, and whether rows land where gradients lie."""
+
+    def __init__(self, inner: Communicator, payloads: list[int]) -> None:
+        self._inner: Any = all_accelerators(inner)
+        self._payloads = payloads
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+        self._payloads += [part.shard.numel() * part.shard.element_size() for part in parts]
+        return self._inner.prepare(parts)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], **options: Any) -> Any:
+        self._payloads += [part.source.numel() * part.source.element_size() // self._inner.size for part in parts]
+        self._payloads += [part.out.data_ptr() for part in parts]
+        return self._inner.reduce_scatter(parts, **options)
+
+
+def _payloads(policy: str | None) -> None:
+    payloads: list[int] = []
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 1, bias=False))
+    plain = copy.deepcopy(model)
+    with communicators_wrapped_by(lambda inner: _Weighing(inner, payloads)):  # type: ignore[arg-type, return-value]
+        fully_shard(model, mp_policy=policy, shard_placement_fn=lambda p: Shard(1) if p.shape == (5, 3) else None)
+    for frozen in (False, True):
+        model[1].weight.requires_grad_(not frozen)
+        model.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+    plain(torch.ones(2, 3)).sum().backward()
+    assert payloads
+    assert [payload for payload in payloads if payload % 16] == []
+    for name, gradient in full_gradients(model).items():
+        expected = plain.get_parameter(name).grad
+        if name != "1.weight":
+            assert gradient is not None
+            torch.testing.assert_close(gradient, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("policy", [None, "bf16"])
+def test_what_each_rank_is_sent_is_a_multiple_of_16_bytes_and_aligned(pool: Pool, policy: str | None) -> None:
+    pool.run(2, _payloads, policy)
+
+
+class _AnyParameters(nn.Module):
+    """Of odd, empty and large shapes and several dtypes, some of them frozen."""
+
+    def __init__(self, draw: random.Random) -> None:
+        super().__init__()
+        self.all = nn.ParameterList()
+        for _ in range(draw.randint(1, 6)):
+            dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+            shape = [draw.choice([0, 1, 2, 3, 5, 7, 8, 33]) for _ in range(draw.randint(0, 3))]
+            self.all.append(nn.Parameter(torch.ones(shape, dtype=dtype), requires_grad=draw.random() < 0.8))
+
+    def forward(self) -> Tensor:
+        total: Tensor = sum((p.abs().float().sum() for p in self.all), torch.zeros((), requires_grad=True))
+        return total
+
+
+def _payloads_of_any_parameters(draw: random.Random, annotations: int) -> int:
+    seen = 0
+    for number in range(annotations):
+        payloads: list[int] = []
+
+        def weighing(inner: Communicator, payloads: list[int] = payloads) -> Any:
+            weighed = _Weighing(inner, payloads)
+            if draw.random() < 0.5:  # otherwise all of them share messages
+                weighed._inner.capabilities = replace(weighed._inner.capabilities, direct_bytes=64)
+            return weighed
+
+        model = _AnyParameters(draw)
+        policy = draw.choice([None, "bf16", MixedPrecisionPolicy(reduce_dtype="fp32"), MixedPrecisionPolicy("bf16", "fp64")])
+        dims = {id(p): draw.randrange(p.dim()) for p in model.all if p.dim()}
+        with communicators_wrapped_by(weighing):
+            fully_shard(
+                model, mp_policy=policy, shard_placement_fn=lambda p, dims=dims: Shard(dims[id(p)]) if p.dim() else None
+            )
+        model().backward()
+        assert [payload for payload in payloads if payload % 16] == [], (
+            number,
+            policy,
+            [(p.shape, p.dtype) for p in model.all],
+        )
+        seen += len(payloads)
+    return seen
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_so_it_is_whatever_shapes_dtypes_and_policies_there_are(pool: Pool, ranks: int, seed: int) -> None:
+    assert min(pool.run(ranks, _payloads_of_any_parameters, random.Random(seed), 25)) > 50

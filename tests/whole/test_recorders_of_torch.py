@@ -1,0 +1,198 @@
+"""What torch's recorders keep of a step, as the guide has it: collectives by group, and memory by who allocated it.
+
+gloo's groups are recorded as NCCL's are, but for the table of groups; memory of a host is not. So collectives here are gloo's,
+launched as an accelerator's are, and memory is watched where an accelerator would be asked for it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+import traceback
+from dataclasses import replace
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C import _distributed_c10d as c10d
+
+from composable import fully_shard, replicate
+from composable.device.collectives import Communicator, communicators_wrapped_by
+from composable.device.collectives.choice import of_accelerator
+from tests.helpers.communicators import all_accelerators
+from tests.helpers.world import Pool
+
+pytestmark = pytest.mark.beyond_sim("its groups are not recorded")
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.replicated, self.one, self.two = nn.Linear(2, 4), Layer(4, 8), Layer(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.one(self.replicated(x))
+        y: Tensor = self.two(x)
+        return y
+
+
+def _launched_by_the_caller(communicator: Communicator) -> Communicator:
+    apart = communicator.capabilities.tells_of_leaving and communicator.dedicated
+    return of_accelerator(communicator.group, torch.device("cpu"), dedicated=apart)
+
+
+def _recorded(after: int) -> dict[str, Any]:
+    """What NCCL's watchdog writes to a file before it ends the process; of records those with larger numbers.
+
+    gloo leaves out which groups there are.
+    """
+    found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace(True, True, False))  # type: ignore[attr-defined]
+    found["entries"] = [record for record in found["entries"] if record["record_id"] > after]
+    everybody = str(list(range(dist.get_world_size())))
+    groups = dict(record["process_group"] for record in found["entries"])
+    found["pg_config"] = {name: {"name": name, "desc": desc, "ranks": everybody} for name, desc in groups.items()}
+    return found
+
+
+def _last() -> int:
+    return max((record["record_id"] for record in _recorded(-1)["entries"]), default=-1)
+
+
+def _two_steps(folder: str) -> list[dict[str, Any]]:
+    """The records of the second of two steps. Rank 1 dumps before, as if it had never come to it."""
+    start, rank = _last(), dist.get_rank()
+    torch.manual_seed(0)
+    model = Model()
+    with communicators_wrapped_by(_launched_by_the_caller):
+        replicate(model.replicated)
+        fully_shard(model, policy={Layer})
+    x = torch.ones(3, 2)
+    model(x).sum().backward()
+    early, first = _recorded(start), _last()
+    model(x).sum().backward()
+    Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(early if rank else _recorded(start)))
+    records: list[dict[str, Any]] = _recorded(first)["entries"]
+    return records
+
+
+@pytest.fixture
+def records(pool: Pool, tmp_path: Path) -> list[list[dict[str, Any]]]:
+    found: list[list[dict[str, Any]]] = pool.run(2, _two_steps, str(tmp_path))
+    if not any(found):
+        pytest.skip("this torch does not record gloo's collectives")
+    return found
+
+
+_GATHERS: Final = [[20], [72], [20]]  # a half of 40 and of 144 parameters; in backward the first once more
+_SUMS: Final = [[152], [48]]  # the halves of both ranks, and a flag for each parameter, in multiples of 16 bytes
+
+
+def test_records_tell_what_a_collective_is_for_by_its_group_and_its_unit_by_its_size(
+    records: list[list[dict[str, Any]]],
+) -> None:
+    for of_rank in records:
+        sizes: dict[str, list[list[int]]] = {}
+        for record in of_rank:
+            if record["input_dtypes"] == ["Float"]:  # no checks
+                sizes.setdefault(record["process_group"][1], []).extend(record["input_sizes"])
+        assert sizes["default_pg"] == [*_GATHERS, *_SUMS], "the mesh's own, which the program has named"
+        (means,) = sizes["composable sums of replicated modules"]
+        assert means[0] >= 12, "and what ranks tell each other beside them"
+        assert len(sizes) == 2
+
+
+def test_the_stack_of_a_record_leads_to_the_line_of_the_model_that_called_the_unit(
+    records: list[list[dict[str, Any]]],
+) -> None:
+    """Or to the line that called backward."""
+    for of_rank in records:
+        callers = []
+        for record in of_rank:
+            if record["input_sizes"] in [[size] for size in (*_GATHERS, *_SUMS)]:
+                mine = [frame["name"] for frame in record["frames"] if frame["filename"] == __file__]
+                callers.append((record["input_sizes"][0], mine))
+        assert callers[0] == ([20], ["_two_steps"]), "the root gathers it before its forward"
+        assert callers[1] == ([72], ["forward", "_two_steps"]), "while the unit before computes"
+        assert [mine for _, mine in callers[2:]] == [["_two_steps"]] * 3
+
+
+def test_torchs_analysis_finds_where_a_rank_has_not_come_and_shows_size_and_stack(
+    records: list[list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    (command,) = entry_points(group="console_scripts", name="torchfrtrace")
+    program = f"import sys; from {command.module} import {command.attr}; {command.attr}(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    found = done.stdout + done.stderr
+    assert done.returncode == 0, found
+    first = found[found.index("Not all ranks joining collective") :]
+    assert "default_pg" in first.splitlines()[2], first
+    assert "missing ranks: {1}\ninput sizes: [[20]]" in first
+    assert "dtype_group.py" in first
+    assert "composable sums of replicated modules" in first
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _blocks(alone: bool, keep: bool | None) -> tuple[int, int]:
+    """How many blocks of a unit's size are taken in a forward, and how many are there at once."""
+
+    def accelerators(communicator: Communicator) -> Communicator:
+        twin: Any = all_accelerators(communicator)
+        if alone:  # as large parameters are
+            twin.capabilities = replace(twin.capabilities, direct_bytes=64)
+        return twin  # type: ignore[no-any-return]
+
+    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(5)])
+    with communicators_wrapped_by(accelerators):
+        fully_shard(model, policy={nn.Linear}, reshard_after_forward=keep)
+    x, size = torch.ones(2, 32), 4 * 32 * 32
+    model(x).sum().backward()
+    held: set[int] = set()
+    taken = most = 0
+    resize = torch.UntypedStorage.resize_
+
+    def noted(storage: torch.UntypedStorage, nbytes: int) -> Any:
+        nonlocal taken, most
+        held.discard(storage._cdata)
+        if nbytes >= size:
+            assert "elastic_buffer.py" in [Path(frame.filename).name for frame in traceback.extract_stack()]
+            held.add(storage._cdata)
+            taken, most = taken + 1, max(most, len(held))
+        return resize(storage, nbytes)
+
+    with mock.patch.object(torch.UntypedStorage, "resize_", noted):
+        model(x)
+    return taken, most
+
+
+@pytest.mark.parametrize(("alone", "keep", "expected"), [(True, None, (5, 2)), (True, False, (5, 5)), (False, None, (10, 3))])
+def test_a_unit_takes_one_block_and_one_more_for_the_message_that_small_parameters_share_in_the_room_that_the_guide_names(
+    pool: Pool, alone: bool, keep: bool | None, expected: tuple[int, int]
+) -> None:
+    for found in pool.run(2, _blocks, alone, keep):
+        assert found == expected
+
+
+def test_the_guide_names_what_there_is_in_torch_and_in_the_library() -> None:
+    root = Path(__file__).resolve().parents[2]
+    guide = (root / "docs/guides/debugging.md").read_text()
+    assert "`elastic_buffer.py`" in guide
+    assert (root / "composable/device/elastic_buffer.py").exists()
+    for command in re.findall(r"torch\.cuda\.memory\.(\w+)\(", guide):
+        assert hasattr(torch.cuda.memory, command)
