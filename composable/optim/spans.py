@@ -5,7 +5,8 @@ Sharded parameters of one unit are views of one buffer, and so are their gradien
 every element what it would do if the element stood alone, so a stretch of the buffer can be stepped as one tensor, provided
 that its parameters share hyper-parameters, have their gradients in the same order and at the same distances, and agree on
 all state that is not per element (`step`). Such a stretch is a run. A parameter without such neighbours is a run of its own:
-its local tensor, in its own shape.
+its local tensor, in its own shape. On a host a run ends where another parameter would make it longer than `LONGEST`: an
+optimizer goes over its tensors several times, and what is short is still in the caches the next time.
 
 Between two neighbours there may be padding, because slots are aligned. A run swallows it, if it is known to be padding in
 the buffer of the parameters *and* in the buffer of the gradients (`note_starts`), whose memory may hold anything there,
@@ -37,6 +38,7 @@ from composable.device.flat_parameters import in_buffer, note_starts, starts_in
 from composable.device.parameter_forms import adopt_local
 from composable.device.private import local_of
 
+LONGEST: Final = 1 << 20  # bytes of a run of several parameters on a host
 _CACHE_LINE: Final = 64  # bytes: what slots are aligned to, and no vector is longer
 _ROUNDED_ALIKE: Final = (torch.float32, torch.float64)
 
@@ -135,7 +137,7 @@ def _follows(one: LocalParameter, other: LocalParameter) -> bool:
 
 
 def find_spans(members: Sequence[LocalParameter]) -> Iterator[Span]:
-    """Cut pieces, of one group of hyper-parameters, into runs: as few as possible."""
+    """Cut pieces, of one group of hyper-parameters, into runs: as few as possible, but none that are too long."""
     buffers: dict[int, list[LocalParameter]] = {}
     for local in members:
         # An empty shard has no place among its neighbours.
@@ -147,9 +149,15 @@ def find_spans(members: Sequence[LocalParameter]) -> Iterator[Span]:
         here.sort(key=lambda local: local.local.storage_offset())
         start = 0
         for end in range(1, len(here) + 1):
-            if end == len(here) or not _follows(here[end - 1], here[end]):
+            if end == len(here) or not _follows(here[end - 1], here[end]) or _too_long(here[start].local, here[end].local):
                 yield Span(here[start:end])
                 start = end
+
+
+def _too_long(first: Tensor, last: Tensor) -> bool:
+    """Whether a run from `first` to `last` would be."""
+    numel = int(last.storage_offset() - first.storage_offset()) + last.numel()
+    return first.device.type == "cpu" and numel * first.element_size() > LONGEST
 
 
 class Span:
