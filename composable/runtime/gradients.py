@@ -270,13 +270,6 @@ def give_back(gradients: UnitGradients) -> None:
                 reduction.give_back()
 
 
-def completed(gradients: UnitGradients) -> bool:
-    """Whether `finish` would wait for nobody, launch nothing and step nothing."""
-    if gradients.phase is not GradPhase.REDUCING or gradients.replica_tags is not None or gradients.accumulation.early:
-        return False
-    return all(reduction.progress() for each in gradients.groups for reduction in each.reductions.values())
-
-
 def divided(gradients: UnitGradients) -> bool:
     """Whether any of it is reduced in two parts."""
     return any(reduction.divided for each in gradients.groups for reduction in each.reductions.values())

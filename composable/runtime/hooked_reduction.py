@@ -148,10 +148,6 @@ class HookedReduction:
     def keep(self, gradients: Sequence[Tensor | None]) -> None:
         self._reduction.keep(gradients)
 
-    def progress(self) -> bool:
-        """Whether `finish` would wait for nobody; a hook is waited for."""
-        return self._pending is None and self._reduction.progress()
-
     def give_back(self) -> None:
         """The hook may still read the message."""
 

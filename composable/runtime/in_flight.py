@@ -25,7 +25,7 @@ from typing import Any, Final
 
 from composable.device.streams import Streams
 from composable.runtime.gradient_hooks import weakly
-from composable.runtime.gradients import UnitGradients, completed, divided, give_back
+from composable.runtime.gradients import UnitGradients, divided, give_back
 
 FIRST_AT: Final = 1 / 3  # of the next unit's gradients are there where the first of two parts is waited for
 WHOLE_AT: Final = 3 / 4  # where everything is
@@ -49,18 +49,11 @@ class ReductionsInFlight:
         """
         if saves_memory:
             self.make_room(0, second=1)
-        else:
-            self._finish_completed()
         for hop in (self._first_hop, self._second_hop):
             if gradients in hop:
                 hop.remove(gradients)
         gradients.settle()
         self._first_hop.append(gradients)
-
-    def _finish_completed(self) -> None:
-        """What is over makes room for the next one, which takes the memory that it leaves while that is in the caches."""
-        while self._first_hop and completed(self._first_hop[0]):
-            self._first_hop.pop(0).finish()
 
     def give_back_beside(self, arriving: UnitGradients, streams: Streams, stream: Any, *, beside_next: bool) -> None:
         """Give messages back while gradients of the next unit arrive, on `stream`. See Note [Back before the next one].

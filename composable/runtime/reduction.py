@@ -183,10 +183,6 @@ class Reduction:
             parts.append(ReducePart(gradient.reshape(-1), slot.chunk_numel, out, *self._scale))
         return parts
 
-    def progress(self) -> bool:
-        """Whether `finish` would wait for nobody."""
-        return self._over_shards.progress()
-
     def give_back(self) -> None:
         """Wait for what was launched first, and give its messages back; `finish`, or `all_reduce`, is still to come."""
         if self._over_shards.in_flight and self._rows is not None:

@@ -78,9 +78,8 @@ def _blocks(come: bool) -> int:
 
 
 @pytest.mark.beyond_sim("an accelerator's allocator keeps its memory")
-@pytest.mark.parametrize(("come", "blocks"), [(True, 3), (False, 6)])
+@pytest.mark.parametrize(("come", "blocks"), [(True, 5), (False, 6)])
 def test_units_take_turns_in_few_blocks(pool: Pool, come: bool, blocks: int) -> None:
-    """The fewer there are, the less memory a step takes. The parameters of the unit that computes, and of the one that stays
-    for backward or the message of the next one, and one reduction; if nothing comes before somebody waits for it, the message
-    of this unit, too, and three reductions: one was launched, one is, and one is finished after that."""
+    """The fewer there are, the more of them stay in the caches: the parameters of the unit that computes and of the one that
+    stays for backward, two reductions, and the message of the next unit, and of this one if that is still on its way."""
     assert pool.run(2, _blocks, come) == [blocks, blocks]
