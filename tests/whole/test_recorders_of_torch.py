@@ -59,12 +59,16 @@ def _launched_by_the_caller(communicator: Communicator) -> Communicator:
 def _recorded(after: int) -> dict[str, Any]:
     """What NCCL's watchdog writes to a file before it ends the process; of records those with larger numbers.
 
-    gloo leaves out which groups there are.
+    gloo leaves out which groups there are. They have the numbers that the ranks of a launched program give them: those of the
+    pool have made different ones before.
     """
     found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace(True, True, False))  # type: ignore[attr-defined]
     found["entries"] = [record for record in found["entries"] if record["record_id"] > after]
     everybody = str(list(range(dist.get_world_size())))
     groups = dict(record["process_group"] for record in found["entries"])
+    numbers = {name: number for number, name in enumerate(groups)}
+    for record in found["entries"]:
+        record["pg_id"] = numbers[record["process_group"][0]]
     found["pg_config"] = {name: {"name": name, "desc": desc, "ranks": everybody} for name, desc in groups.items()}
     return found
 
@@ -78,9 +82,11 @@ def _two_steps(folder: str) -> list[dict[str, Any]]:
     start, rank = _last(), dist.get_rank()
     torch.manual_seed(0)
     model = Model()
+    # Which has numbered no collectives yet; those of the pool's ranks may differ by what they did before.
+    group = dist.new_group(group_desc=_GROUP)
     with communicators_wrapped_by(_launched_by_the_caller):
-        replicate(model.replicated)
-        fully_shard(model, policy={Layer})
+        replicate(model.replicated, mesh=group)
+        fully_shard(model, policy={Layer}, mesh=group)
     x = torch.ones(3, 2)
     model(x).sum().backward()
     early, first = _recorded(start), _last()
@@ -88,6 +94,9 @@ def _two_steps(folder: str) -> list[dict[str, Any]]:
     Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(early if rank else _recorded(start)))
     records: list[dict[str, Any]] = _recorded(first)["entries"]
     return records
+
+
+_GROUP: Final = "the group of the test"
 
 
 @pytest.fixture
@@ -110,7 +119,7 @@ def test_records_tell_what_a_collective_is_for_by_its_group_and_its_unit_by_its_
         for record in of_rank:
             if record["input_dtypes"] == ["Float"]:  # no checks
                 sizes.setdefault(record["process_group"][1], []).extend(record["input_sizes"])
-        assert sizes["default_pg"] == [*_GATHERS, *_SUMS], "the mesh's own, which the program has named"
+        assert sizes[_GROUP] == [*_GATHERS, *_SUMS], "the mesh's own, as the program has named it"
         (means,) = sizes["composable sums of replicated modules"]
         assert means[0] >= 12, "and what ranks tell each other beside them"
         assert len(sizes) == 2
@@ -140,7 +149,7 @@ def test_torchs_analysis_finds_where_a_rank_has_not_come_and_shows_size_and_stac
     found = done.stdout + done.stderr
     assert done.returncode == 0, found
     first = found[found.index("Not all ranks joining collective") :]
-    assert "default_pg" in first.splitlines()[2], first
+    assert _GROUP in first.splitlines()[2], first
     assert "missing ranks: {1}\ninput sizes: [[20]]" in first
     assert "dtype_group.py" in first
     assert "composable sums of replicated modules" in first
