@@ -59,8 +59,8 @@ def _launched_by_the_caller(communicator: Communicator) -> Communicator:
 def _recorded(after: int) -> dict[str, Any]:
     """What NCCL's watchdog writes to a file before it ends the process; of records those with larger numbers.
 
-    gloo leaves out which groups there are. They have the numbers that the ranks of a launched program give them: those of the
-    pool have made different ones before.
+    gloo leaves out which groups there are. Groups and records have the numbers that ranks of a launched program give them:
+    those of the pool have made different ones before.
     """
     found: dict[str, Any] = pickle.loads(c10d._dump_fr_trace(True, True, False))  # type: ignore[attr-defined]
     found["entries"] = [record for record in found["entries"] if record["record_id"] > after]
@@ -69,11 +69,13 @@ def _recorded(after: int) -> dict[str, Any]:
     numbers = {name: number for number, name in enumerate(groups)}
     for record in found["entries"]:
         record["pg_id"] = numbers[record["process_group"][0]]
+        record["record_id"] -= after + 1
     found["pg_config"] = {name: {"name": name, "desc": desc, "ranks": everybody} for name, desc in groups.items()}
     return found
 
 
 def _last() -> int:
+    """The number of the last record."""
     return max((record["record_id"] for record in _recorded(-1)["entries"]), default=-1)
 
 
