@@ -68,7 +68,8 @@ def _refuse_held(gradients: Any) -> None:
 def _in_one(tensors: list[Tensor], order: float) -> list[Tensor]:
     """The norm of all of them in their place, if torch cannot take it: on the device of the first, in the widest dtype."""
     spread = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    alike = _are_alike(tensors)
+    # Beside a plain number torch's norm would be a DTensor, by which it scales no plain tensor one by one.
+    alike = len(spread) == len(tensors) and _are_alike(tensors)
     if not spread or order <= 0 or (alike and order != math.inf) or any(map(_is_summand, tensors)):
         return tensors
     # An empty tensor has no largest element, and adds nothing.

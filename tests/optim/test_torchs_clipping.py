@@ -121,6 +121,38 @@ def test_norm_and_gradients_are_those_of_the_plain_model(
     assert all(each == norms[0] for each in norms), "the same bits on all ranks"
 
 
+class _WithNumber(nn.Module):
+    """What it multiplies by has no dimensions, and is no unit's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.number = nn.Linear(4, 3), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.number
+
+
+def _beside_a_number(foreach: bool | None) -> None:
+    plain = _WithNumber().to(current_device())
+    model = copy.deepcopy(plain)
+    fully_shard(model, ignored_params=["number"])
+    for order in ORDERS:
+        for each in (plain, model):
+            each.zero_grad()
+            each(torch.ones(2, 4, device=current_device())).square().sum().backward()
+        norm, expected = (clip_grad_norm_(each.parameters(), 0.1, order, foreach=foreach) for each in (model, plain))
+        torch.testing.assert_close(_whole(norm), expected)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(_whole(one.grad), other.grad)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("foreach", [None, False], ids=["at once", "one by one"])
+def test_a_plain_number_beside_shards_is_clipped_with_them(pool: Pool, foreach: bool | None, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _beside_a_number, foreach, device=device)
+
+
 def _an_infinity_on_one_rank() -> list[bool]:
     """Of gradients that are cut, one rank has it; all ranks raise, or none."""
     model = _net((torch.float32,))
