@@ -4,7 +4,8 @@ Note [Late parametrizations]
 Weight norm, spectral norm and other parametrizations put parameters of their own in the place of one, and begin with its value.
 Where that is a DTensor some fail on the way, by an operator that DTensors do not have, and others leave parameters that no unit
 knows. So torch asks here first, when nothing has changed yet. What comes by another way (`torch.nn.utils.weight_norm`, which
-torch has deprecated) is refused at the next forward, as all parameters are that came after the annotation.
+torch has deprecated) is refused at the next forward, as all parameters are that came after the annotation. A second one of a
+parameter that has one already is added without being asked about.
 """
 
 from __future__ import annotations

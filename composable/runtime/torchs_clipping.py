@@ -68,9 +68,15 @@ def _refuse_held(gradients: Any) -> None:
 def _in_one(tensors: list[Tensor], order: float) -> list[Tensor]:
     """The norm of all of them in their place, if torch cannot take it: on the device of the first, in the widest dtype."""
     spread = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    if spread and not order > 0:
+        # For some of these a rank whose part is empty raises, and the others wait for it.
+        raise ClippingError(
+            f"clipping by torch.nn.utils: norm_type must be a positive number or inf, got {order}: no other norm of a tensor "
+            "can be put together from those of its shards"
+        )
     # Beside a plain number torch's norm would be a DTensor, by which it scales no plain tensor one by one.
     alike = len(spread) == len(tensors) and _are_alike(tensors)
-    if not spread or order <= 0 or (alike and order != math.inf) or any(map(_is_summand, tensors)):
+    if not spread or (alike and order != math.inf) or any(map(_is_summand, tensors)):
         return tensors
     # An empty tensor has no largest element, and adds nothing.
     locals_ = [local if local.numel() else local.new_zeros(1) for local in map(_local, tensors)]

@@ -278,3 +278,27 @@ def _a_sharded_window() -> None:
 def test_what_is_held_of_shards_is_clipped_as_the_mean(pool: Pool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _a_sharded_window, device=device)
+
+
+def _no_positive_order() -> list[str]:
+    model = _net((torch.float32,))
+    _one_kind(model)  # some ranks have no row of the last layer
+    model(torch.ones(2, 4, device=current_device())).sum().backward()
+    orders = (0, -1, -math.inf, math.nan)
+    return [
+        refusal(lambda order=order, foreach=foreach: clip_grad_norm_(model.parameters(), 1.0, order, foreach=foreach))
+        for order in orders
+        for foreach in (None, False)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_orders_that_are_not_positive_are_refused_on_all_ranks(pool: Pool, ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    why = "no other norm of a tensor can be put together from those of its shards"
+    wanted = [
+        f"ClippingError: clipping by torch.nn.utils: norm_type must be a positive number or inf, got {order}: {why}"
+        for order in ("0.0", "-1.0", "-inf", "nan")
+        for _ in range(2)
+    ]
+    assert pool.run(ranks, _no_positive_order, device=device) == [wanted] * ranks
