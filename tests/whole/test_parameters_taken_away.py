@@ -129,6 +129,7 @@ class Table(nn.Module):
         return self.last(self.norm(self.first(self.table(index))))  # type: ignore[no-any-return]
 
 
+@pytest.mark.sparse
 @spmd(ranks=2)
 def test_the_other_parameters_of_a_replicated_module_keep_their_names_dtypes_and_sparse_gradients() -> None:
     torch.manual_seed(0)
