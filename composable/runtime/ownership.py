@@ -13,11 +13,11 @@ before any step of a `torch.optim` optimizer.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Sequence
 from itertools import count
 from operator import attrgetter
 from typing import Any, Final, Protocol
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.optim import Optimizer
@@ -27,7 +27,9 @@ from composable.runtime.early_steps import is_asked_to_step
 from composable.runtime.reducer import Reducer
 
 _numbers: Final = count()
-_enrolled: Final[list[weakref.ref[Holder]]] = []
+# Not a list from which callbacks of weak references remove: before Python 3.12 the collector may call them in the middle of
+# `tuple(list)`, which then holds references that have been freed.
+_enrolled: Final[WeakKeyDictionary[Holder, None]] = WeakKeyDictionary()
 
 
 class Holder(Protocol):
@@ -59,21 +61,18 @@ def next_number() -> int:
 
 
 def enroll(unit: Holder) -> None:
-    _enrolled.append(weakref.ref(unit, _enrolled.remove))
+    _enrolled[unit] = None
 
 
 def strike_off(unit: Holder) -> None:
     """`unit` owns nothing any more."""
-    _enrolled[:] = [reference for reference in _enrolled if reference() is not unit]
+    _enrolled.pop(unit, None)
     tell_the_next(unit, unit.held)
 
 
-def units() -> Iterator[Holder]:
+def units() -> list[Holder]:
     """All units that live, in the order in which they were annotated or copied."""
-    for reference in tuple(_enrolled):
-        unit = reference()
-        if unit is not None:
-            yield unit
+    return list(_enrolled)
 
 
 def owned_elsewhere(unit: Holder, parameters: Sequence[nn.Parameter]) -> frozenset[int]:
