@@ -69,6 +69,13 @@ JOBS = (
     Job("floor", "floor.py", ("--rounds", "3", "--steps", "2")),
     Job("floor-keep", "floor.py", ("--keep", "--rounds", "3", "--steps", "2"), None, selected=False),
     Job("optimizer", "optimizer.py", ("--rounds", "7")),
+    Job(
+        "optimizer-long",
+        "optimizer.py",
+        ("--width", "2048", "--units", "3", "--fake-world", "2", "--rounds", "5", "--steps", "2", "--contenders", "composable,fsdp2"),
+        None,
+        selected=False,
+    ),
     Job("scale", "scale.py", ("--rounds", "21", "--worlds", "8,1024,16384", "--contenders", "composable")),
     Job("timeline", "timeline.py", selected=False),
     Job("collectives", "collectives.py", ("--rounds", "3", "--sizes", "1024,16384,262144,4194304,67108864")),

@@ -6,7 +6,8 @@ every element what it would do if the element stood alone, so a stretch of the b
 that its parameters share hyper-parameters, have their gradients in the same order and at the same distances, and agree on
 all state that is not per element (`step`). Such a stretch is a run. A parameter without such neighbours is a run of its own:
 its local tensor, in its own shape. On a host a run ends where another parameter would make it longer than `LONGEST`: an
-optimizer goes over its tensors several times, and what is short is still in the caches the next time.
+optimizer goes over its tensors several times, and what is short is still in the caches the next time. A parameter that is
+longer alone is stepped in slices, where torch's loop steps it; the other implementations take all tensors at once anyway.
 
 Between two neighbours there may be padding, because slots are aligned. A run swallows it, if it is known to be padding in
 the buffer of the parameters *and* in the buffer of the gradients (`note_starts`), whose memory may hold anything there,
@@ -37,8 +38,9 @@ from torch.distributed.tensor import DTensor, Partial
 from composable.device.flat_parameters import in_buffer, note_starts, starts_in
 from composable.device.parameter_forms import adopt_local
 from composable.device.private import local_of
+from composable.optim.slices import Slices, States
 
-LONGEST: Final = 1 << 20  # bytes of a run of several parameters on a host
+LONGEST: Final = 1 << 20  # bytes of a run of several parameters on a host, or of a slice of one
 _CACHE_LINE: Final = 64  # bytes: what slots are aligned to, and no vector is longer
 _ROUNDED_ALIKE: Final = (torch.float32, torch.float64)
 
@@ -71,6 +73,7 @@ class LocalParameter:
     Attributes:
         agreement: what must be equal among the parameters of one run, apart from where they lie.
         joins: whether it may be stepped together with others; see Note [Rounding].
+        slices: whether it may be stepped slice by slice.
     """
 
     parameter: DTensor
@@ -78,10 +81,15 @@ class LocalParameter:
     gradient: Tensor
     agreement: tuple[object, ...]
     joins: bool
+    slices: bool
 
 
-def local_parameter_of(parameter: DTensor, state: Mapping[str, Any], *, fused: bool) -> LocalParameter | None:
-    """A parameter in local tensors; None if torch's code must see it as it is, because there is no equal step on those."""
+def local_parameter_of(parameter: DTensor, state: Mapping[str, Any], *, fused: bool, loops: bool) -> LocalParameter | None:
+    """A parameter in local tensors; None if torch's code must see it as it is, because there is no equal step on those.
+
+    Args:
+        fused, loops: how the optimizer steps: all operations in one, or one parameter after the other.
+    """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
         return None
@@ -92,22 +100,30 @@ def local_parameter_of(parameter: DTensor, state: Mapping[str, Any], *, fused: b
     if not plain or not alike or any(isinstance(p, Partial) for p in parameter.placements):
         return None
     agreement: list[object] = [local.dtype, local.device]
+    flat = local.is_contiguous() and local_gradient.is_contiguous()
     for key, value in state.items():
         kind = kind_of(value, parameter)
         if kind is Kind.OPAQUE:
             return None
         agreement += (key, kind, type(value))
+        flat = flat and (kind is not Kind.ELEMENTS or local_of(value).is_contiguous())
         if isinstance(value, Tensor):
             agreement += (value.dtype, value.device)
         if kind is not Kind.ELEMENTS:
             agreement.append(value.item() if isinstance(value, Tensor) else value)
-    return LocalParameter(parameter, local, local_gradient, tuple(agreement), _joins(local, fused=fused))
+    joins = _joins(local, fused=fused)
+    slices = loops and joins and flat and local.device.type == "cpu" and _nbytes(local) > LONGEST
+    return LocalParameter(parameter, local, local_gradient, tuple(agreement), joins, slices)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _joins(local: Tensor, *, fused: bool) -> bool:
     if local.device.type != "cpu":
         return True
-    return local.dtype in _ROUNDED_ALIKE and (not fused or local.numel() * local.element_size() % _CACHE_LINE == 0)
+    return local.dtype in _ROUNDED_ALIKE and (not fused or _nbytes(local) % _CACHE_LINE == 0)
 
 
 def gap_between(one: Tensor, other: Tensor) -> int | None:
@@ -161,7 +177,7 @@ def _too_long(first: Tensor, last: Tensor) -> bool:
 
 
 class Span:
-    """Parameters that torch's code steps as one tensor."""
+    """Parameters that torch's code steps as one tensor, or one that it steps in slices."""
 
     def __init__(self, members: Sequence[LocalParameter]) -> None:
         first, last = members[0].local, members[-1].local
@@ -173,12 +189,35 @@ class Span:
         self._starts = tuple(int(local.storage_offset() - first.storage_offset()) for local in self.locals)
         # An alias shares the version counter of the buffer, so writes through it are seen.
         self.tensor = _alone(first.detach()) if self.single else _stretch(first, self._starts[-1] + last.numel())
+        self._slices = Slices(self.tensor, LONGEST) if members[0].slices and self.single else None
+
+    @property
+    def stepped(self) -> Sequence[Tensor]:
+        """What torch's code steps."""
+        return (self.tensor,) if self._slices is None else self._slices.tensors
 
     def take_gradients(self) -> None:
-        """Put the parameters' gradients on the span's tensor."""
+        """Put the parameters' gradients on what is stepped."""
         gradient = self.gradients[0]()
         assert gradient is not None
-        self.tensor.grad = _alone(gradient) if self.single else _stretch(gradient, self.tensor.numel())
+        if self._slices is not None:
+            self._slices.take_gradient(gradient)
+        else:
+            self.tensor.grad = _alone(gradient) if self.single else _stretch(gradient, self.tensor.numel())
+
+    def drop_gradients(self) -> None:
+        for tensor in self.stepped:
+            tensor.grad = None
+
+    def spread_state(self, states: States) -> None:
+        """The state of the span's tensor becomes that of what is stepped."""
+        if self._slices is not None:
+            self._slices.spread(states)
+
+    def collect_state(self, states: States, known: Mapping[str, Any]) -> None:
+        """The state of what was stepped is that of the span's tensor again; it was `known` before."""
+        if self._slices is not None:
+            self._slices.collect(states, known)
 
     def part(self, whole: Tensor, index: int) -> Tensor:
         """What belongs to one parameter of a tensor that is like the span's: a view."""

@@ -37,6 +37,11 @@ def _says(group: dict[str, Any]) -> bool:
     return "foreach" not in group or group["foreach"] is not None or bool(group.get("fused"))
 
 
+def _how(group: dict[str, Any]) -> tuple[bool, bool]:
+    """Whether a group is to be stepped by fused operations, or by those over lists."""
+    return bool(group.get("fused")), bool(group.get("foreach"))
+
+
 def _held(value: object) -> object:
     """What `_is_held` recognises a value by: it does not keep tensors alive."""
     return weakref.ref(value) if isinstance(value, Tensor) else value
@@ -86,7 +91,8 @@ class _Group:
 
     def __init__(self, group: dict[str, Any], states: dict[Tensor, Any]) -> None:
         self.parameters = tuple(group["params"])
-        self.fused = bool(group.get("fused"))
+        self._how = _how(group)
+        fused, foreach = self._how
         self.spans: list[Span] = []
         self.plain: list[Tensor] = []
         self.odd: list[Tensor] = []  # DTensors, which cannot be listed together with plain tensors
@@ -101,7 +107,7 @@ class _Group:
         self.seen = [_Seen(p, states.get(p)) for p in sharded]
         members = []
         for parameter in sharded:
-            local = local_parameter_of(parameter, states.get(parameter, {}), fused=self.fused)
+            local = local_parameter_of(parameter, states.get(parameter, {}), fused=fused, loops=not (fused or foreach))
             if local is not None:
                 members.append(local)
             elif parameter.grad is not None:
@@ -110,7 +116,7 @@ class _Group:
 
     def is_still(self, group: dict[str, Any]) -> bool:
         found = group["params"]
-        return len(found) == len(self.parameters) and _same(found, self.parameters) and bool(group.get("fused")) is self.fused
+        return len(found) == len(self.parameters) and _same(found, self.parameters) and _how(group) == self._how
 
 
 class Plan:
@@ -162,6 +168,7 @@ class Plan:
             self._adopt(span, move=False)
             if span.tensor in self.state:
                 self._known[id(span)] = dict(self.state[span.tensor])
+            span.spread_state(self.state)
         for parameter in self._as_they_are:
             if parameter in optimizer.state:
                 self.state[parameter] = optimizer.state[parameter]
@@ -169,7 +176,7 @@ class Plan:
         for ours, group in zip(self._groups, optimizer.param_groups, strict=True):
             # The loop is what it takes where DTensors are in the group, unless somebody said otherwise.
             kept = {} if self._chooses or not ours.seen or _says(group) else {"foreach": False}
-            self._show(group, [*[span.tensor for span in ours.spans], *ours.plain], kept)
+            self._show(group, [*chain.from_iterable(span.stepped for span in ours.spans), *ours.plain], kept)
             if ours.odd:
                 self._show(group, ours.odd, {})
         return [shown for _, shown, _ in self._shown]
@@ -181,7 +188,7 @@ class Plan:
     def close(self, optimizer: Optimizer) -> None:
         """Give up gradients and state, and let the user's groups and state say what the optimizer's code left behind."""
         for span in self._spans:
-            span.tensor.grad = None
+            span.drop_gradients()
         try:
             # Otherwise an error ended the step, and the user has put other state in the place of what it left.
             if optimizer.state is self._truth:
@@ -202,6 +209,8 @@ class Plan:
                 # Only what its code wrote: since an error ended the step, the user may have changed the group.
                 if value is not before.get(key, _NOTHING):
                     group[key] = value
+        for span in self._spans:
+            span.collect_state(self.state, self._known.get(id(span), {}))
         changed = [span for span in self._spans if self._changed(span)]
         self._enter_in_order(changed, optimizer.state)
         for span in changed:
