@@ -24,6 +24,7 @@ from harness import ROOT
 from options import RESULTS
 from publish import table
 
+PAIR = "composable,fsdp2"
 README = Path(__file__).resolve().parent / "README.md"
 
 
@@ -72,7 +73,7 @@ JOBS = (
     Job(
         "optimizer-long",
         "optimizer.py",
-        ("--width", "2048", "--units", "3", "--fake-world", "2", "--rounds", "5", "--steps", "2", "--contenders", "composable,fsdp2"),
+        ("--rounds", "5", "--steps", "2", "--width", "2048", "--units", "3", "--fake-world", "2", "--contenders", PAIR),
         None,
         selected=False,
     ),

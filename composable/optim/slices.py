@@ -50,14 +50,15 @@ class Slices:
         for tensor in self.tensors:
             states[tensor] = {}
         for key, value in whole.items():
-            for index, (tensor, part) in enumerate(zip(self.tensors, self._parts(value), strict=True)):
-                # The first one's numbers are the whole's own.
-                states[tensor][key] = part.clone() if part is value and index and isinstance(part, Tensor) else part
+            for tensor, part in zip(self.tensors, self._parts(value), strict=True):
+                states[tensor][key] = part
 
     def _parts(self, value: object) -> tuple[object, ...]:
-        if isinstance(value, Tensor) and value.shape == self._whole.shape:
+        if not isinstance(value, Tensor):
+            return (value,) * len(self.tensors)
+        if value.shape == self._whole.shape:
             return self._cut(value)
-        return (value,) * len(self.tensors)
+        return (value, *[value.clone() for _ in self.tensors[1:]])  # the first one's numbers are the whole's own
 
     def collect(self, states: States, known: Mapping[str, Any]) -> None:
         """What the slices' state has become is the whole's: the `known` tensors, where these were only written to."""
