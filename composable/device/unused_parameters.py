@@ -44,11 +44,10 @@ class UseFlags:
             row[self._places[parameter]] = 0.0
         return numbers_for(row, self._all_used.device, self._all_used.dtype).expand_as(self._all_used)
 
-    def unused(self, missing: Sequence[int], summed: Tensor) -> list[int]:
-        """Those of `missing` that no rank had a gradient for. Reads memory: on an accelerator the host waits.
+    def unused(self, missing: Sequence[int], summed: Sequence[float]) -> list[int]:
+        """Those of `missing` that no rank had a gradient for.
 
         Args:
-            summed: what all ranks wrote, added up.
+            summed: what all ranks wrote, added up, and read: on an accelerator the host has waited for it.
         """
-        flags = summed.tolist()
-        return [parameter for parameter in missing if not flags[self._places[parameter]]]
+        return [parameter for parameter in missing if not summed[self._places[parameter]]]

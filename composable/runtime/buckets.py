@@ -140,14 +140,17 @@ class Buckets:
         if self._local.accumulation.early:
             _step(self, bucket)
 
-    def settle(self) -> bool:
-        """All sums are there: decide about gradients that were missing on this rank. Reads memory.
+    def settle(self, said: Sequence[float]) -> bool:
+        """All sums are there: decide about gradients that were missing on this rank.
+
+        Args:
+            said: the trailer's numbers, read.
 
         Returns:
             Whether some rank had a gradient for every parameter.
         """
         assert self.trailer is not None
-        unused, complete = self.trailer.unused(self.each[-1].gradients.flags)
+        unused, complete = self.trailer.unused(said)
         absent = dict.fromkeys(unused)
         for bucket in self.each:
             bucket.gradients.settle([i not in absent for i in bucket.members])

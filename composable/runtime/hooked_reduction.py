@@ -128,7 +128,7 @@ class HookedReduction:
             return
         self._hop.wait()
         (tags, label), self._pending = self._pending, None
-        unused = self._uses.unused(self._missing, self._numbers) if self._missing else []
+        unused = self._uses.unused(self._missing, self._numbers.tolist()) if self._missing else []
         reduced: list[Tensor | None] = [None] * len(self.flat.layout.slots)
         pieces = self._message.split([shape.numel() for shape in self._shapes])
         for index, piece, shape in zip(self._indices, pieces, self._shapes, strict=True):

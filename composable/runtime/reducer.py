@@ -191,11 +191,14 @@ class Reducer:
     def _conclude_sums(self) -> None:
         agreement, buckets = self.agreement, self.buckets
         if buckets.trailer is not None:
-            numbers = buckets.each[-1].gradients.flags
-            if self._communicator.capabilities.reads_freely or not agreement.sure:
-                buckets.trailer.check(numbers, self.refuse_others)
+            checks = self._communicator.capabilities.reads_freely or not agreement.sure
+            settles = agreement.recording or buckets.awaited
+            # Read once for both: on an accelerator the host waits.
+            said = buckets.each[-1].gradients.flags.tolist() if checks or settles else []
+            if checks:
+                buckets.trailer.check(said, self.refuse_others)
                 agreement.sure = not agreement.recording
-            complete = buckets.settle() if agreement.recording or buckets.awaited else False
+            complete = buckets.settle(said) if settles else False
             for bucket in buckets.each:
                 bucket.gradients.means.add_new()
             if agreement.recording and complete:

@@ -252,7 +252,8 @@ class Reduction:
 
     def _unused(self, missing: Sequence[int], flags: Tensor) -> list[int]:
         assert self._rows is not None
-        return [i for i in self._rows.flags.unused(missing, flags) if not self._shards.takes_in(i)]
+        said = flags.tolist()
+        return [i for i in self._rows.flags.unused(missing, said) if not self._shards.takes_in(i)]
 
     def decide(self) -> list[nn.Parameter]:
         """Read it, and put the means on the parameters that somebody used; returns what `finish` does."""

@@ -43,15 +43,23 @@ class Trailer:
         """Say again which backward this is."""
         self._round.write(numbers[-NUMBERS:])
 
-    def unused(self, numbers: Tensor) -> tuple[list[int], bool]:
-        """The parameters that no rank had a gradient for, and whether some rank had them all. Reads memory."""
-        unused = self._uses.unused(self._uses.parameters, numbers[:-NUMBERS])
+    def unused(self, said: Sequence[float]) -> tuple[list[int], bool]:
+        """The parameters that no rank had a gradient for, and whether some rank had them all.
+
+        Args:
+            said: the numbers, read.
+        """
+        unused = self._uses.unused(self._uses.parameters, said[:-NUMBERS])
         complete = _EVERYTHING not in unused  # it would be the last
         return (unused if complete else unused[:-1]), complete
 
-    def check(self, numbers: Tensor, refuse_others: Callable[[], None]) -> None:
-        """Raise, on every rank, if the ranks are in different backwards. Reads memory."""
-        self._round.check(numbers[-NUMBERS:].tolist(), refuse_others)
+    def check(self, said: Sequence[float], refuse_others: Callable[[], None]) -> None:
+        """Raise, on every rank, if the ranks are in different backwards.
+
+        Args:
+            said: the numbers, read.
+        """
+        self._round.check(said[-NUMBERS:], refuse_others)
 
     def others(self, numbers: Tensor) -> bool:
         """Whether some rank keeps others that launch over the same communicator. Reads memory."""

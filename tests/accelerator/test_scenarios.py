@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, remove, replicate
+from composable.device.streams import streams_of
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
@@ -151,3 +153,58 @@ def test_removal_brings_what_was_trained_also_where_somebody_kept_the_parameters
         assert parameter.device.type == "sim", name
         assert torch.equal(parameter.detach().cpu(), trained[name]), name
         assert not torch.equal(kept[name].detach().cpu(), trained[name]) or kept[name] is parameter, "before training"
+
+
+class _Inner(nn.Linear):
+    pass
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("keeps", [True, False])
+def test_removal_brings_what_was_trained_where_nothing_but_parameters_was_on_the_host(keeps: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(_Inner(8, 8), nn.Linear(8, 8))
+    kept = list(model.parameters()) if keeps else []
+    fully_shard(model, policy={_Inner}, mesh=init_device_mesh("sim", (2,)))
+    before = [full(parameter).cpu() for parameter in model.parameters()]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.ones(2, 8, device=current_device())).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = [full(parameter).cpu() for parameter in model.parameters()]
+    remove(model, fully_shard)
+    for parameter, first, last in zip(model.parameters(), before, trained, strict=True):
+        assert parameter.device.type == "sim"
+        assert torch.equal(parameter.detach().cpu(), last)
+        assert not torch.equal(first, last)
+    del kept
+
+
+@spmd(ranks=1)
+def test_threads_that_fork_to_one_stream_return_each_to_its_own() -> None:
+    device = current_device()
+    streams = streams_of(device)
+    mine, others = torch.Stream(device), torch.Stream(device)
+    inside, left, found = threading.Event(), threading.Event(), []
+
+    def train() -> None:
+        torch.accelerator.set_stream(others)
+        with streams.fork("side"):
+            inside.set()
+            left.wait(20)
+        found.append(torch.accelerator.current_stream() == others)
+
+    before = torch.accelerator.current_stream()
+    torch.accelerator.set_stream(mine)
+    thread = threading.Thread(target=train)
+    try:
+        with streams.fork("side"):
+            thread.start()
+            inside.wait(20)
+        found.append(torch.accelerator.current_stream() == mine)
+    finally:
+        left.set()
+        thread.join(20)
+        torch.accelerator.set_stream(before)
+    assert found == [True, True]

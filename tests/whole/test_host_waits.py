@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -102,3 +103,37 @@ def test_weights_of_gradients_are_agreed_upon_without_a_wait(pool: Pool, scheme:
         pytest.skip("needs an accelerator")
     need_devices(device, 2)
     pool.run(2, _train, scheme, weighted=True, device=device)
+
+
+class _Leaves(nn.Module):
+    """A parameter of it is used on the ranks below `ranks` only."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.extra = nn.Parameter(torch.ones(4))
+        self.used = dist.get_rank() < ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y + self.extra if self.used else y
+
+
+def _waits_for_uses(ranks: int) -> list[int]:
+    torch.manual_seed(0)
+    model = _Leaves(ranks).to(current_device())
+    replicate(model)
+    x, waits = torch.ones(2, 4, device=current_device()), []
+    for _ in range(6):
+        waits.append(len(watch.host_waits_of(lambda: model(x).sum().backward())))
+        model.zero_grad()
+    return waits[3:]
+
+
+@pytest.mark.parametrize(("ranks", "waits"), [(0, [1, 1]), (1, [0, 1]), (2, [0, 0])])
+def test_a_replica_that_misses_gradients_waits_once_to_know_who_has_them(
+    pool: Pool, ranks: int, waits: list[int], device: str
+) -> None:
+    if device != "sim":
+        pytest.skip("only the simulated accelerator counts waits")
+    assert pool.run(2, _waits_for_uses, ranks, device=device) == [[count] * 3 for count in waits]
