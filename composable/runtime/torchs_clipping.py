@@ -90,7 +90,9 @@ def _in_one(tensors: list[Tensor], order: float) -> list[Tensor]:
 
 def _scale(operation: Any, args: tuple[Any, ...], kwargs: Any, as_torch_does: Callable[[], Any]) -> Any:
     tensors, factor = args
-    if _are_alike([*tensors, factor]) or factor.ndim or any(map(_is_summand, (*tensors, factor))):
+    # Summands are scaled here: torch 2.11 scales copies of them, and drops these.
+    as_they_are = _are_alike([*tensors, factor]) and not any(map(_is_summand, tensors))
+    if as_they_are or factor.ndim or _is_summand(factor):
         return as_torch_does()
     return operation([_local(tensor) for tensor in tensors], _local(factor), **(kwargs or {}))
 

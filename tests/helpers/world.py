@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed import distributed_c10d
 
 from tests.helpers.processes import Parent, Rank, Settings
 from tests.helpers.worker import Outcome, Task
@@ -274,4 +274,5 @@ def current_device() -> torch.device:
 
 def set_timeout(group: dist.ProcessGroup, seconds: float) -> None:
     """Let collectives of `group` give up after `seconds` from here on. Its ranks have found each other with more patience."""
-    _set_pg_timeout(timedelta(seconds=seconds), group)
+    public = getattr(dist, "set_timeout", None)  # since torch 2.15, where the other is deprecated
+    (public or distributed_c10d._set_pg_timeout)(timedelta(seconds=seconds), group)

@@ -11,6 +11,7 @@ from torch import nn
 from composable import fully_shard
 from composable.device.collectives import communicators_wrapped_by
 from composable.device.memory import HOST_MEMORY
+from composable.device.private import CAN_SWAP
 from composable.plan.phases import Phase
 from composable.plan.schedule import ForwardOrder
 from composable.runtime.prefetch import gather_with_next
@@ -78,6 +79,7 @@ def _blocks(come: bool) -> int:
 
 
 @pytest.mark.beyond_sim("an accelerator's allocator keeps its memory")
+@pytest.mark.skipif(not CAN_SWAP, reason="this torch cannot swap the memory of storages, so the allocator is the pool")
 @pytest.mark.parametrize(("come", "blocks"), [(True, 5), (False, 6)])
 def test_units_take_turns_in_few_blocks(pool: Pool, come: bool, blocks: int) -> None:
     """The fewer there are, the more of them stay in the caches: the parameters of the unit that computes and of the one that
