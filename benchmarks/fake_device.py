@@ -35,6 +35,8 @@ NAME = "pretend"
 class _Nothing:
     """A stream, and an event: there is one stream only, and nothing takes time."""
 
+    stream_id = device_index = device_type = 0
+
     def __enter__(self) -> _Nothing:
         return self
 

@@ -63,6 +63,7 @@ _EQUIVALENTS: Final = {
     "gradient_as_bucket_view": "gradients always are views of buckets; leave it out",
     "bucket_cap_mb_list": "bucket_cap_mb=, which a policy may set for some modules",
     "batched_grad_copy": "small gradients are copied together where that pays; leave it out",
+    "lazy_bucket_allocation": "buckets are what gradients live in, and last; leave it out",
     "delay_all_reduce_named_params": "ignored_params=, and reduce theirs as you like",
     "param_to_hook_all_reduce": "ignored_params=, and reduce theirs as you like",
     "forward_sync_buffers": "broadcast_buffers=",

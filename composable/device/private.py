@@ -1,6 +1,7 @@
 """The only use of torch's private parts, each with its reason and its fallback; knows nothing of this project.
 
-Checked with torch 2.13.0 (CPU build). Where a name is missing in another version the fallback is correct, only slower.
+Checked with torch 2.11.0, 2.13.0 (CPU build) and 2.15.0. Where a name is missing in another version the fallback is correct,
+only slower.
 """
 
 from __future__ import annotations

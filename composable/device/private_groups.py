@@ -1,6 +1,6 @@
 """torch's private parts of process groups, each with its reason and its fallback; knows nothing of this project.
 
-Checked with torch 2.13.0 (CPU build), and read in the sources of 2.11 and 2.12.
+Checked with torch 2.11.0, 2.13.0 (CPU build) and 2.15.0, and read in the sources of 2.12.
 """
 
 from __future__ import annotations

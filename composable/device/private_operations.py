@@ -1,6 +1,6 @@
 """Where torch can be told what to do with DTensors, and to ask before it clips or parametrizes; knows nothing of this project.
 
-Checked with torch 2.13.0 (CPU build), and read in the sources of 2.11 and 2.12. There are no public ways in that
+Checked with torch 2.11.0, 2.13.0 (CPU build) and 2.15.0, and read in the sources of 2.12. There are no public ways in that
 see tensors. Where this torch has not what is looked for, nothing happens.
 """
 

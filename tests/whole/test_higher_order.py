@@ -132,7 +132,8 @@ def a_jacobian_by_rows(model: nn.Module, x: Tensor) -> Tensor:
 
 def _forward_mode(transform: Callable[[], Tensor]) -> Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, when it first loads what forward mode needs
+        for kind in (DeprecationWarning, FutureWarning):  # torch's own, when it first loads what forward mode needs
+            warnings.simplefilter("ignore", kind)
         return transform()
 
 
