@@ -88,7 +88,7 @@ def main() -> None:
     add_choice(options, DEFAULT)
     found = parse(options, units=2)
     found.flags = usable_flags(found)
-    is_long = found.width != WIDTH
+    is_long = found.width > WIDTH
     claims = [(ours, theirs, None) for ours, theirs, _ in CLAIMS] if is_long else CLAIMS
     names = [*chosen(options, found.contenders), ON_DTENSORS, PLAIN]
     rounds = compete(build, names, found)

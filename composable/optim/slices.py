@@ -2,7 +2,8 @@
 
 Torch's loop goes over a parameter, its gradient and its state some dozen times before it comes to the next one. So it is handed
 slices, each with a gradient and state of its own, which are views of the whole's; only numbers, `step` above all, are copies,
-since the loop counts on them once per tensor. Element-wise arithmetic is the same, and slices end where no vector is cut.
+since the loop counts on them once per tensor. No bit depends on it: element-wise arithmetic in float32 and float64 rounds what
+fills a vector and what is left over alike.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-_VECTOR: Final = 64  # elements; kernels compute at most so many at once
+_GRAIN: Final = 64  # elements: slices start at whole cache lines, and no kernel computes more at once
 
 States = MutableMapping[Tensor, dict[str, Any]]
 
@@ -22,7 +23,7 @@ class Slices:
     """A contiguous tensor, slice by slice.
 
     Args:
-        longest: bytes of a slice at most.
+        longest: bytes of a slice at most, rounded up to its grain.
 
     Attributes:
         tensors: the slices, which are views.
@@ -31,7 +32,7 @@ class Slices:
     def __init__(self, whole: Tensor, longest: int) -> None:
         self._whole = whole
         count = -(-whole.numel() * whole.element_size() // longest)
-        self._numel = -(-whole.numel() // count // _VECTOR) * _VECTOR
+        self._numel = -(-whole.numel() // count // _GRAIN) * _GRAIN
         self.tensors = self._cut(whole)
 
     def _cut(self, whole: Tensor) -> tuple[Tensor, ...]:
@@ -39,7 +40,8 @@ class Slices:
         return parts
 
     def take_gradient(self, gradient: Tensor) -> None:
-        for tensor, part in zip(self.tensors, self._cut(gradient), strict=True):
+        # Contiguous when the slices were made; somebody may have exchanged its `.data` since.
+        for tensor, part in zip(self.tensors, self._cut(gradient.contiguous()), strict=True):
             tensor.grad = part
 
     def spread(self, states: States) -> None:
@@ -63,16 +65,21 @@ class Slices:
     def collect(self, states: States, known: Mapping[str, Any]) -> None:
         """What the slices' state has become is the whole's: the `known` tensors, where these were only written to."""
         each = [states.pop(tensor, {}) for tensor in self.tensors]
+        made = [key for key in each[0] if key not in known]
+        if any(key not in state for state in each for key in made):
+            # An error ended the step before all slices had it. The next one makes it anew.
+            each[0] = {key: value for key, value in each[0].items() if key in known}
         if not each[0]:
             return
         states[self._whole] = whole = {}
         for key, value in each[0].items():
-            if not isinstance(value, Tensor) or value.shape != self.tensors[0].shape:
-                whole[key] = value
-            elif all(key in state for state in each):
+            if isinstance(value, Tensor) and value.shape == self.tensors[0].shape:
                 whole[key] = self._joined([state[key] for state in each], known.get(key))
+            else:
+                whole[key] = value
 
     def _joined(self, parts: list[Tensor], known: object) -> Tensor:
+        """The known tensor if the parts are its own, which were only written to; otherwise a new one."""
         if isinstance(known, Tensor) and known.shape == self._whole.shape:
             places = self._cut(known)
             if all(part.data_ptr() == place.data_ptr() for part, place in zip(parts, places, strict=True)):

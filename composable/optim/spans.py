@@ -7,7 +7,8 @@ that its parameters share hyper-parameters, have their gradients in the same ord
 all state that is not per element (`step`). Such a stretch is a run. A parameter without such neighbours is a run of its own:
 its local tensor, in its own shape. On a host a run ends where another parameter would make it longer than `LONGEST`: an
 optimizer goes over its tensors several times, and what is short is still in the caches the next time. A parameter that is
-longer alone is stepped in slices, where torch's loop steps it; the other implementations take all tensors at once anyway.
+longer alone is stepped in slices, where torch's loop steps it and it is float32 or float64 and contiguous; the other
+implementations take all tensors at once anyway. Where torch computes in several threads, each has a part of that length.
 
 Between two neighbours there may be padding, because slots are aligned. A run swallows it, if it is known to be padding in
 the buffer of the parameters *and* in the buffer of the gradients (`note_starts`), whose memory may hold anything there,
@@ -40,7 +41,7 @@ from composable.device.parameter_forms import adopt_local
 from composable.device.private import local_of
 from composable.optim.slices import Slices, States
 
-LONGEST: Final = 1 << 20  # bytes of a run of several parameters on a host, or of a slice of one
+LONGEST: Final = 1 << 20  # bytes for each thread of a run of several parameters on a host, or of a slice of one
 _CACHE_LINE: Final = 64  # bytes: what slots are aligned to, and no vector is longer
 _ROUNDED_ALIKE: Final = (torch.float32, torch.float64)
 
@@ -112,8 +113,12 @@ def local_parameter_of(parameter: DTensor, state: Mapping[str, Any], *, fused: b
         if kind is not Kind.ELEMENTS:
             agreement.append(value.item() if isinstance(value, Tensor) else value)
     joins = _joins(local, fused=fused)
-    slices = loops and joins and flat and local.device.type == "cpu" and _nbytes(local) > LONGEST
+    slices = loops and flat and local.device.type == "cpu" and local.dtype in _ROUNDED_ALIKE and _nbytes(local) > _longest()
     return LocalParameter(parameter, local, local_gradient, tuple(agreement), joins, slices)
+
+
+def _longest() -> int:
+    return LONGEST * torch.get_num_threads()
 
 
 def _nbytes(tensor: Tensor) -> int:
@@ -173,7 +178,7 @@ def find_spans(members: Sequence[LocalParameter]) -> Iterator[Span]:
 def _too_long(first: Tensor, last: Tensor) -> bool:
     """Whether a run from `first` to `last` would be."""
     numel = int(last.storage_offset() - first.storage_offset()) + last.numel()
-    return first.device.type == "cpu" and numel * first.element_size() > LONGEST
+    return first.device.type == "cpu" and numel * first.element_size() > _longest()
 
 
 class Span:
@@ -189,7 +194,8 @@ class Span:
         self._starts = tuple(int(local.storage_offset() - first.storage_offset()) for local in self.locals)
         # An alias shares the version counter of the buffer, so writes through it are seen.
         self.tensor = _alone(first.detach()) if self.single else _stretch(first, self._starts[-1] + last.numel())
-        self._slices = Slices(self.tensor, LONGEST) if members[0].slices and self.single else None
+        # What is long enough for slices is too long for company.
+        self._slices = Slices(self.tensor, _longest()) if members[0].slices else None
 
     @property
     def stepped(self) -> Sequence[Tensor]:

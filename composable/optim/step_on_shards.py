@@ -190,7 +190,7 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
             implementation (`foreach`, `fused`, `capturable`), or a subclass that leaves `step` alone.
         elementwise: you vouch for an optimizer that is not on this list: it evaluates the closure first, then reads
             `param_groups`, and updates each element from that element of the parameter, of its gradient and of its state
-            alone, and from numbers.
+            alone, and from numbers. It is handed flat stretches: parts of a parameter, or several, whose shapes are not theirs.
 
     Returns:
         What undoes it: `.remove()`. Calling `step_on_shards` twice on one optimizer returns the same.

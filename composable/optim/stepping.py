@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
 from operator import is_
 from typing import Any, Final
@@ -257,6 +257,9 @@ class Plan:
         for key in [key for key in known if key not in whole]:
             for state in states:
                 state.pop(key, None)
+        if any(value is not known.get(key) and _is_among(value, known) for key, value in whole.items()):
+            # Its code exchanged tensors: one would be overwritten before it is copied.
+            whole.update({key: value.clone() for key, value in whole.items() if isinstance(value, Tensor)})
         for key, value in whole.items():
             before = known.get(key, _NOTHING)
             if value is before:
@@ -312,6 +315,14 @@ class Plan:
 def _lies_as_before(piece: tuple[weakref.ref[DTensor], weakref.ref[Tensor]]) -> bool:
     value = piece[0]()
     return value is not None and local_of(value) is piece[1]()
+
+
+def _is_among(value: object, known: Mapping[str, object]) -> bool:
+    """Whether a tensor lies in the memory of one of those that were known."""
+    if not isinstance(value, Tensor):
+        return False
+    place = value.untyped_storage().data_ptr()
+    return any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in known.values())
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

@@ -72,7 +72,8 @@ def strike_off(unit: Holder) -> None:
 
 def units() -> list[Holder]:
     """All units that live, in the order in which they were annotated or copied."""
-    return list(_enrolled)
+    # Not by iterating: another thread may annotate meanwhile.
+    return [unit for reference in _enrolled.keyrefs() if (unit := reference()) is not None]
 
 
 def owned_elsewhere(unit: Holder, parameters: Sequence[nn.Parameter]) -> frozenset[int]:

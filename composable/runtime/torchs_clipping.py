@@ -91,8 +91,9 @@ def _in_one(tensors: list[Tensor], order: float) -> list[Tensor]:
 def _scale(operation: Any, args: tuple[Any, ...], kwargs: Any, as_torch_does: Callable[[], Any]) -> Any:
     tensors, factor = args
     # Summands are scaled here: torch 2.11 scales copies of them, and drops these.
-    as_they_are = _are_alike([*tensors, factor]) and not any(map(_is_summand, tensors))
-    if as_they_are or factor.ndim or _is_summand(factor):
+    summands = [tensor for tensor in tensors if _is_summand(tensor)]
+    as_they_are = _are_alike([*tensors, factor]) and not summands
+    if as_they_are or factor.ndim or _is_summand(factor) or not all(map(_scales_with_its_terms, summands)):
         return as_torch_does()
     return operation([_local(tensor) for tensor in tensors], _local(factor), **(kwargs or {}))
 
@@ -106,6 +107,11 @@ def _are_alike(tensors: Sequence[Tensor]) -> bool:
 
 def _is_summand(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(placement.is_partial() for placement in tensor.placements)
+
+
+def _scales_with_its_terms(tensor: Any) -> bool:
+    """Whether the whole is scaled when every rank scales what it has: of a product or a maximum that is not so."""
+    return all(placement.reduce_op in ("sum", "avg") for placement in tensor.placements if placement.is_partial())
 
 
 def _local(tensor: Tensor) -> Tensor:

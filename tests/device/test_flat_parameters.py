@@ -295,7 +295,7 @@ def test_reduced_gradients_are_the_shards_of_the_sum(plan: Planned, even_only: b
                 slot = shards[rank].slots[column.slot]
                 total = torch.stack([gradients[r][column.slot] * present[r][column.slot] for r in range(num_shards)]).sum(0)
                 assert torch.equal(shape_like_rows(shards[rank].buffer, slot, rank), cut(total, slot, rank))
-            assert rows[rank].flags.unused(reduction.flagged, shards[rank].row[reduction.flags_start :]) == [
+            assert rows[rank].flags.unused(reduction.flagged, shards[rank].row[reduction.flags_start :].tolist()) == [
                 index for index in range(count) if trainable[index] and not any(present[r][index] for r in range(num_shards))
             ]
             rows[rank].buffer.free()
@@ -326,7 +326,7 @@ def test_gradients_are_summed_in_the_dtype_that_was_asked_for(plan: Planned, red
     reduce([ReducePart(row.buffer.tensor, reduction.row_numel, to.row) for row, to in zip(rows, shards, strict=True)])
     for rank in range(num_shards):
         shards[rank].take_from_row()
-        assert rows[rank].flags.unused(reduction.flagged, shards[rank].row[reduction.flags_start :]) == []
+        assert rows[rank].flags.unused(reduction.flagged, shards[rank].row[reduction.flags_start :].tolist()) == []
         shards[rank].close()
         assert shards[rank].buffer.dtype is kept
         for index, slot in enumerate(layout.slots):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from textwrap import fill
 from typing import Any, Final
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.nn.utils import clip_grad_norm_  # as scripts have it: before anything is annotated
 
 from composable import apply_optimizer_in_backward, fully_shard, no_sync, reduce_gradients, replicate
@@ -278,6 +279,23 @@ def _a_sharded_window() -> None:
 def test_what_is_held_of_shards_is_clipped_as_the_mean(pool: Pool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _a_sharded_window, device=device)
+
+
+def _a_product() -> list[float]:
+    model = _net((torch.float32,))
+    _one_kind(model)  # from here on, torch's clipping is looked after
+    mesh = next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
+    product = DTensor.from_local(torch.full((2,), 2.0, device=current_device()), mesh, [Partial("product")])
+    with suppress(RuntimeError):  # torch has no answer
+        torch._foreach_mul_([product], torch.tensor(3.0, device=current_device()))
+    whole: list[float] = product.full_tensor().tolist()
+    return whole
+
+
+def test_what_is_no_sum_is_not_scaled_on_every_rank(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    for whole in pool.run(2, _a_product, device=device):
+        assert whole in ([4.0, 4.0], [12.0, 12.0]), "of 2 x 2, tripled or as it was, but not by both ranks"
 
 
 def _no_positive_order() -> list[str]:
