@@ -318,11 +318,10 @@ def _lies_as_before(piece: tuple[weakref.ref[DTensor], weakref.ref[Tensor]]) -> 
 
 
 def _is_among(value: object, known: Mapping[str, object]) -> bool:
-    """Whether a tensor lies in the memory of one of those that were known."""
+    """Whether a tensor lies where one of those does that were known."""
     if not isinstance(value, Tensor):
         return False
-    place = value.untyped_storage().data_ptr()
-    return any(isinstance(other, Tensor) and other.untyped_storage().data_ptr() == place for other in known.values())
+    return any(isinstance(other, Tensor) and other.data_ptr() == value.data_ptr() for other in known.values())
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:
