@@ -155,6 +155,8 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
+    except SystemExit as end:  # --help, or arguments that do not exist
+        leave(int(end.code or 0))
     except BaseException:
         import traceback
 

@@ -193,8 +193,7 @@ class Reducer:
         if buckets.trailer is not None:
             checks = self._communicator.capabilities.reads_freely or not agreement.sure
             settles = agreement.recording or buckets.awaited
-            # Read once for both: on an accelerator the host waits.
-            said = buckets.each[-1].gradients.flags.tolist() if checks or settles else []
+            said = buckets.trailer.read(buckets.each[-1].gradients.flags) if checks or settles else []
             if checks:
                 buckets.trailer.check(said, self.refuse_others)
                 agreement.sure = not agreement.recording
