@@ -11,7 +11,7 @@ to it (`Start`), and each is waited for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Final
 
@@ -39,7 +39,7 @@ class Start:
     def __init__(self, communicator: Communicator, group: HookGroup) -> None:
         self._hop = Hop(communicator)
         self._group = group
-        self.check: Callable[[Sequence[float]], None] = _accept
+        self.check: Callable[[Tensor], None] = _accept
         self._reads_freely = communicator.capabilities.reads_freely
         self._numbers = self._message = _NOWHERE
 
@@ -56,7 +56,7 @@ class Start:
         self._hop.wait()
         self._numbers.copy_(self._message[:-1])
         if self._reads_freely:
-            self.check(self._numbers.tolist())
+            self.check(self._numbers)
             if self._message[-1]:
                 self._group.renew()
 
@@ -152,5 +152,5 @@ class HookedHop:
                     self._hook.finish(returned, bucket, into, self._label)
 
 
-def _accept(_: Sequence[float]) -> None:
+def _accept(_: Tensor) -> None:
     return None

@@ -199,7 +199,7 @@ class HookedSums:
         says = None
         if trailer is not None:
             says = partial(_flags_of, gradients)
-            self._start.check = partial(trailer.check, refuse_others=weakly(refuse_others))
+            self._start.check = partial(_check, trailer, weakly(refuse_others))
         bucket_of = partial(self._bucket_of, gradients, [self._hook.prefix + name for name in names], trailer is not None)
         return HookedHop(self._hook.units.hook, self._start, says, bucket_of, at_launch=self._at_launch)
 
@@ -217,6 +217,10 @@ class HookedSums:
             scale=self._scale,
             group=units.hook.group,
         )
+
+
+def _check(trailer: Trailer, refuse_others: Callable[[], None], numbers: Tensor) -> None:
+    trailer.check(trailer.read(numbers), refuse_others)
 
 
 def _flags_of(gradients: GradientBucket) -> Tensor:
