@@ -60,7 +60,7 @@ class _Gathering:
             handle, originals = unit.handle, unit.originals
             handle.wait_for_unshard()
             label = f"all-gather of unit '{handle.name}' as it rests"
-            originals.exact_values = handle.parameters.gather_exact(handle.tags.checks, label)
+            originals.exact_values = handle.parameters.gather_exact(handle.tags.removal, label)
             originals.whole_gradients = _whole_gradients(handle)
 
     def _open(self) -> None:
@@ -142,6 +142,6 @@ def _whole(gradient: DTensor, handle: Handle) -> Tensor:
     shard, whole = local.new_zeros(chunk), local.new_empty(communicator.size * chunk)
     shard[: local.numel()].copy_(local.reshape(-1))
     parts = communicator.prepare([GatherPart(shard, whole, whole.numel())])
-    communicator.all_gather(parts, label=f"all-gather of gradients of unit '{handle.name}'", tags=handle.tags.checks).wait()
+    communicator.all_gather(parts, label=f"all-gather of gradients of unit '{handle.name}'", tags=handle.tags.removal).wait()
     pieces = [whole[rank * chunk :][: prod(shape)].view(shape) for rank, shape in enumerate(shapes)]
     return torch.cat(pieces, dim)

@@ -15,13 +15,14 @@ class UnitTags:
         gather_post_forward: of all-gathers from post-forward shards, where there are any.
     """
 
-    __slots__ = ("_checks", "_gradients", "_mesh_info", "_opened", "gather", "gather_post_forward")
+    __slots__ = ("_checks", "_gradients", "_mesh_info", "_opened", "_removal", "gather", "gather_post_forward")
 
     def __init__(self, mesh_info: MeshInfo, gradients: UnitGradients) -> None:
         self._mesh_info = mesh_info
         self._gradients = gradients  # which have their own two
         self._opened: list[tuple[Communicator, TagSequence]] = []  # all of them, by what they are used over
         self._checks: TagSequence | None = None
+        self._removal: TagSequence | None = None
         self.gather: TagSequence | None = None
         self.gather_post_forward: TagSequence | None = None
 
@@ -30,7 +31,10 @@ class UnitTags:
         if self.gather is None:
             mesh_info, self._opened = self._mesh_info, []
             self._gradients.tags = self._open(mesh_info.shard)
-            self._checks = self._open(mesh_info.all)
+            self._checks = self._removal = self._open(mesh_info.all)
+            if mesh_info.shard is not mesh_info.all:
+                # Communicators number their sequences apart: over one that did not open it, a tag may be another unit's.
+                self._removal = self._open(mesh_info.shard)
             if mesh_info.replicate is not None:
                 self._gradients.replica_tags = self._open(mesh_info.replicate)
             if mesh_info.post_forward is not None:
@@ -62,6 +66,13 @@ class UnitTags:
         self.open()
         assert self._checks is not None
         return self._checks
+
+    @property
+    def removal(self) -> TagSequence:
+        """Of what is gathered in order to remove the unit, over the ranks that its parameters are cut over."""
+        self.open()
+        assert self._removal is not None
+        return self._removal
 
     def say_farewell(self, why: str) -> None:
         """Tell the other ranks that this one has left the step."""

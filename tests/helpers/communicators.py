@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from composable.device.collectives import (
     ReducePart,
     ScaledInput,
     Scratch,
+    Steps,
     TagSequence,
     Work,
     communicator_like,
@@ -79,6 +80,57 @@ class _Around:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
+
+
+class OwnTags(_Around):
+    """Refuses tags that were opened for another group: each numbers its own, so here they may be another unit's."""
+
+    _OPENED: ClassVar[WeakKeyDictionary[Any, WeakSet[TagSequence]]] = WeakKeyDictionary()  # by group
+
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner)
+        self._opened = self._OPENED.setdefault(inner.group, WeakSet())
+        self.tags = self  # in place of the communicator's
+
+    def open(self) -> TagSequence:
+        sequence = self._inner.tags.open()
+        self._opened.add(sequence)
+        return sequence
+
+    @property
+    def opened(self) -> int:
+        return self._inner.tags.opened
+
+    def open_up_to(self, count: int) -> None:
+        self._inner.tags.open_up_to(count)
+
+    def count_by(self, steps: Steps) -> None:
+        self._inner.tags.count_by(steps)
+
+    def _check(self, label: str, tags: TagSequence | None) -> None:
+        assert tags is None or tags in self._opened, f"{label}: under tags of another group"
+
+    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+        self._check(label, tags)
+        return self._inner.all_gather(prepared, label=label, tags=tags)
+
+    def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:
+        self._check(label, tags)
+        return self._inner.reduce_scatter(parts, scratch=scratch, label=label, tags=tags)
+
+    def all_reduce(
+        self, tensor: Tensor, *, label: str, scaled_input: ScaledInput | None = None, tags: TagSequence | None = None
+    ) -> Work:
+        self._check(label, tags)
+        return self._inner.all_reduce(tensor, label=label, scaled_input=scaled_input, tags=tags)
+
+    def min_max(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> tuple[list[int], list[int]]:
+        self._check(label, tags)
+        return self._inner.min_max(values, label=label, tags=tags)
+
+    def all_gather_ints(self, values: Sequence[int], *, label: str, tags: TagSequence | None = None) -> list[list[int]]:
+        self._check(label, tags)
+        return self._inner.all_gather_ints(values, label=label, tags=tags)
 
 
 class Recording(_Around):

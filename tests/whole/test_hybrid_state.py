@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,9 +16,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composable import clip_grad_norm_, describe, fully_shard, remove, replicate, step_on_shards
+from composable import clip_grad_norm_, describe, fully_shard, no_sync, remove, replicate, step_on_shards
+from composable.device.collectives import Communicator, communicators_wrapped_by
 from composable.errors import AnnotationError, RanksDisagreeError
-from tests.helpers.compare import full_parameters
+from tests.helpers.communicators import OwnTags
+from tests.helpers.compare import full_gradients, full_parameters
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 NAMES = ("dp_shard", "dp_replicate")  # not in the order that a mesh without names has
@@ -175,6 +177,29 @@ def test_removing_gives_whole_parameters_and_gradients_back() -> None:
             assert type(one) is nn.Parameter
             torch.testing.assert_close(one, other, msg=name)
             torch.testing.assert_close(one.grad, other.grad, msg=name)
+
+
+@spmd(ranks=4)
+def test_nothing_is_sent_under_tags_of_another_group() -> None:
+    """Each numbers its own: two units of one model took each other's gradients and values when they were removed."""
+    for blocks in (1, 2):
+        for precision in (None, "bf16"):
+            torch.manual_seed(0)
+            plain = nn.Sequential(*[nn.Sequential(nn.Linear(7, 7)) for _ in range(blocks)], nn.Linear(7, 3)).to(
+                current_device()
+            )
+            model = copy.deepcopy(plain)
+            with communicators_wrapped_by(lambda communicator: cast("Communicator", OwnTags(communicator))):
+                fully_shard(model, policy={nn.Sequential}, mesh=_mesh(2, 2), mp_policy=precision)
+            for _ in range(2):
+                with no_sync(model, level="replicate"):
+                    model(torch.ones(4, 7, device=current_device())).float().square().mean().backward()
+                model(torch.ones(4, 7, device=current_device())).float().square().mean().backward()
+            gradients = full_gradients(model)
+            remove(model, fully_shard)
+            for (name, parameter), before in zip(model.named_parameters(), plain.parameters(), strict=True):
+                assert torch.equal(parameter, before), name
+                assert torch.equal(cast("Tensor", parameter.grad), cast("Tensor", gradients[name])), name
 
 
 @spmd(ranks=4)
