@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -148,3 +150,17 @@ def test_a_pipe_that_was_closed_here_says_so() -> None:
     writer.close()
     with pytest.raises(EOFError, match=r"^this rank has destroyed its process group$"):
         writer.send(1)
+
+
+def test_a_process_that_could_not_be_looked_at_is_not_taken_for_another_one_later() -> None:
+    """No descriptor was left when they met, say."""
+    child = subprocess.Popen(["sleep", "600"])
+    try:
+        with mock.patch.object(Path, "read_text", side_effect=OSError(errno.EMFILE, "too many open files")):
+            process = Process(child.pid)
+            assert not process.has_ended(), "nothing is known"
+        assert not process.has_ended()
+    finally:
+        child.kill()
+        child.wait()
+    assert process.has_ended()

@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 from dataclasses import astuple, replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -48,6 +49,19 @@ def test_blocks_of_one_arena_never_overlap_and_what_was_given_back_is_used_again
     blocks[0].make_room(2 * GRAIN)
     assert blocks[0].start == ends[-1]
     assert Block(arena, 1).start == GRAIN
+
+
+def test_nobody_can_write_to_another_ranks_memory() -> None:
+    arena = Arena()
+    block, window = Block(arena, 10), Window(arena.identity)
+    address = window.view(block.start, block.nbytes).data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access, *_ = line.split()
+        start, end = (int(half, 16) for half in span.split("-"))
+        if start <= address < end:
+            assert access == "r--s"
+            return
+    pytest.fail("the window is not mapped")
 
 
 def test_a_window_outlives_the_arena() -> None:

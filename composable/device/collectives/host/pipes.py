@@ -31,13 +31,14 @@ _MANY: Final = 1024 * _FORMAT.size
 _BLANK: Final = b"\xff" * _MANY  # no message: tags are not negative
 _HALF: Final = 62  # bits of a tag in one integer
 _LOW: Final = (1 << _HALF) - 1
+_UNKNOWN: Final = "unknown"
 _POLL_SECONDS: Final = 0.05  # until a waiting thread looks whether another one has read its message, or its writer has ended
 
 
 class Process:
     """Another process of this host, and whether it still runs."""
 
-    _born = "unknown"
+    _born = _UNKNOWN
 
     def __init__(self, number: int) -> None:
         self._path = f"/proc/{number}/stat"
@@ -46,6 +47,8 @@ class Process:
     def has_ended(self) -> bool:
         """Whether it has; a number that was given to somebody else since, and a process that nobody has buried, count."""
         now = self._look()
+        if self._born == _UNKNOWN:  # nobody could look so far: no descriptor was left
+            self._born = now
         return not now or now != self._born
 
     def _look(self) -> str:

@@ -14,6 +14,7 @@ import hashlib
 import mmap
 import os
 import sys
+import warnings
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ SPARE_BLOCKS: Final = 2  # beyond those that are being read, before a rank waits
 _UNTRACKED: Final[dict[str, Any]] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
-def _map(descriptor: int) -> mmap.mmap:
-    mapped = mmap.mmap(descriptor, ROOM, **_UNTRACKED)
+def _map(descriptor: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> mmap.mmap:
+    mapped = mmap.mmap(descriptor, ROOM, prot=access, **_UNTRACKED)
     with suppress(OSError, AttributeError):  # a kernel without huge pages has small ones
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return mapped
@@ -150,14 +151,17 @@ class Window:
     def __init__(self, identity: Identity) -> None:
         if identity.host != _host():
             raise OSError(errno.EXDEV, "another host's numbers mean nothing here")
-        here = os.open(f"/proc/{identity.process}/fd/{identity.descriptor}", os.O_RDWR)
+        here = os.open(f"/proc/{identity.process}/fd/{identity.descriptor}", os.O_RDONLY)
         try:
             if os.fstat(here).st_size != ROOM:
                 raise OSError(errno.ESTALE, "this is no arena")
-            self._mapped = _map(here)
+            self._mapped = _map(here, mmap.PROT_READ)  # nobody writes to memory that is another rank's
         finally:
             os.close(here)
-        if int(_mark_in(self._mapped).item()) != identity.mark:
+        with warnings.catch_warnings():  # torch says once per process that tensors over such memory must not be written to
+            warnings.simplefilter("ignore")
+            mark = _mark_in(self._mapped)
+        if int(mark.item()) != identity.mark:
             raise OSError(errno.ESTALE, "this is somebody else's arena")
         self.board = _board_in(self._mapped)
         self._seen: dict[tuple[int, int], Tensor] = {}
