@@ -81,6 +81,7 @@ def _end_of_everything() -> list[tuple[bool, int]]:
         dist.destroy_process_group()
         found.append((group() is None, _threads() - alone))
         dist.init_process_group("gloo", store=dist.PrefixStore(f"after {verb} {way}", store), rank=rank, world_size=2)
+        dist.barrier()  # the other rank may still be connecting, and this one closes its end next
         del model
     return found
 
