@@ -49,10 +49,10 @@ CONSTANTS = [
 
 
 @pytest.mark.parametrize(("room", "name", "value"), CONSTANTS, ids=[f"{name} in {room}" for room, name, _ in CONSTANTS])
-def test_the_page_has_a_constant_with_its_value(room: str, name: str, value: int) -> None:
+def test_the_page_has_a_constant_with_its_value(room: str, name: str, value: float) -> None:
     row = re.search(rf"^\| `{name}` in `{re.escape(room)}` \| ([^|]+) \|", _PAGE, re.M)
     assert row is not None, f"docs/settings.md does not tell of {name} in {room}"
-    assert re.match(rf"(?:{as_words(value)}|{value})\b", row[1]), f"{name} is {as_words(value)}, the page says {row[1]}"
+    assert re.match(rf"(?:{re.escape(as_words(value))}|{value})\b", row[1]), f"{name} is {as_words(value)}, the page says {row[1]}"
 
 
 def test_the_page_tells_of_no_constant_that_is_gone() -> None:
