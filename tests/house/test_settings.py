@@ -52,7 +52,8 @@ CONSTANTS = [
 def test_the_page_has_a_constant_with_its_value(room: str, name: str, value: float) -> None:
     row = re.search(rf"^\| `{name}` in `{re.escape(room)}` \| ([^|]+) \|", _PAGE, re.M)
     assert row is not None, f"docs/settings.md does not tell of {name} in {room}"
-    assert re.match(rf"(?:{re.escape(as_words(value))}|{value})\b", row[1]), f"{name} is {as_words(value)}, the page says {row[1]}"
+    words = as_words(value)
+    assert re.match(rf"(?:{re.escape(words)}|{value})\b", row[1]), f"{name} is {words}, the page says {row[1]}"
 
 
 def test_the_page_tells_of_no_constant_that_is_gone() -> None:
