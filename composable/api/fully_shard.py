@@ -13,7 +13,16 @@ from torch.distributed.tensor import Shard
 
 from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import move_buffers
-from composable.api.meshes import Mesh, Spread, device_of, meeting_place, mesh_info_of, refuse_unordered, spread_over
+from composable.api.meshes import (
+    Mesh,
+    Spread,
+    device_of,
+    meeting_place,
+    mesh_info_of,
+    mesh_infos_below,
+    refuse_unordered,
+    spread_over,
+)
 from composable.api.mp_policy import (
     MixedPrecision,
     buffer_holders,
@@ -58,7 +67,7 @@ from composable.runtime.handle import Recipe
 from composable.runtime.inner_units import units_inside
 from composable.runtime.launch_order import launch_together
 from composable.runtime.membership import places_of_replicas
-from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.mesh_info import MeshInfo, note_parts
 from composable.runtime.sharded_unit import ShardedUnit
 from composable.runtime.shown_parameters import rest_as_dtensors
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
@@ -210,6 +219,7 @@ def fully_shard(
         ties = [(shown, Place(place.module, place.name), place.fqn) for shown, managed in tied for place in managed.places]
         rest_as_dtensors([unit.shown for unit in replicated], mesh_info.mesh, ties)
         launch_together([unit.averaging for unit in replicated])
+        note_parts([mesh_info, *mesh_infos_below(modules)])
     note_no_effect("fully_shard", offload, mesh_info)
     return module
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import buffers_of, refuse_elsewhere
-from composable.api.meshes import Mesh, communication_device, device_of, meeting_place, spread_over
+from composable.api.meshes import Mesh, communication_device, device_of, meeting_place, mesh_infos_below, spread_over
 from composable.api.mp_policy import (
     MixedPrecision,
     buffer_holders,
@@ -43,7 +43,7 @@ from composable.model.traversal import (
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.cast_unit import CastUnit
 from composable.runtime.launch_order import launch_together
-from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.mesh_info import MeshInfo, note_parts
 from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.shards_inside import ShardsInside
 from composable.runtime.shown_parameters import rest_as_dtensors
@@ -183,6 +183,7 @@ def replicate(
         cap_bytes = max(1, int(bucket_cap_mb * (1 << 20)))
         _attach(modules, parameters, places, mesh_info, cap_bytes, divisor, casts, exact, keeps)
         launch_together([unit.averaging for unit in (_unit_of(modules), *_inside(modules))])
+        note_parts([mesh_info, *mesh_infos_below(modules)])
     return module
 
 

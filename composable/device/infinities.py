@@ -5,7 +5,8 @@ Note [One decision]
 list is cut over: behind one that every rank holds whole, ranks decide each for itself, and behind one that is cut over some,
 these alone; then some step and others do not. And it refuses lists in which some are DTensors and some are not. So everything
 is looked at where it lies, and then all process groups over which any of these gradients is cut hear of it, one after the
-other: those over most ranks first, and of a mesh of which one unit takes the rows and another one the columns, both.
+other: those over most ranks first, and of a mesh of which one unit takes the rows and another one the columns, both. Of
+experts, those that share other experts hear of it, too: a step that one expert skips is skipped by all.
 
 For gradients on the host, torch copies its numbers there without waiting, and computes with them at once: so the host waits.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import reduce_numbers
+from composable.device.model_parts import enclosing_group
 from composable.device.private import local_of
 from composable.device.private_operations import replace_dtensor_operation
 from composable.device.streams import wait_for_current_stream
@@ -55,7 +57,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _groups_of(gradients: Iterable[Tensor]) -> Sequence[tuple[dist.ProcessGroup, str]]:
-    """Those that any gradient is cut over, the largest first, and where they communicate."""
+    """Those that any gradient is cut over or is a part within, the largest first, and where they communicate."""
     found: dict[tuple[dist.ProcessGroup, str], int] = {}
     for gradient in gradients:
         if isinstance(gradient, DTensor):
@@ -63,4 +65,6 @@ def _groups_of(gradients: Iterable[Tensor]) -> Sequence[tuple[dist.ProcessGroup,
             for dim, placement in enumerate(gradient.placements):
                 if mesh.size(dim) > 1 and not placement.is_replicate():
                     found[mesh.get_group(dim), mesh.device_type] = mesh.size(dim)
+            if (larger := enclosing_group(mesh)) is not None:
+                found[larger, mesh.device_type] = dist.get_world_size(larger)
     return sorted(found, key=lambda each: -found[each])

@@ -9,6 +9,10 @@ Note [Whole gradients]
 What every rank holds whole is counted once. Where there is a collective anyway, each rank puts in its share of it, one over
 the number of ranks: so even if ranks hold different values, or one of them NaN, all ranks get the same norm, scale their shards
 of one gradient by the same number, and raise together.
+
+Note [Experts]
+Parameters on a slice of the ranks count once per slice, wherever the others of the list, or of the model, are on more ranks:
+see Note [Parts of a model] in `composable.device.model_parts`.
 """
 
 from __future__ import annotations
@@ -28,14 +32,16 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.meshes import communication_device, device_for_numbers
 from composable.compilation import untraced
-from composable.device.collectives import reduce_numbers
+from composable.device.collectives import is_distributed, reduce_numbers
 from composable.device.held_gradients import is_held
+from composable.device.model_parts import Share, enclosing_group, over_all_ranks
 from composable.device.parameter_labels import label_of
 from composable.device.private import local_of
 from composable.errors import ClippingError, NonFiniteError
 from composable.runtime.accumulation import any_window_open
 from composable.runtime.early_steps import stepped_in_backward
-from composable.runtime.ownership import local_gradients
+from composable.runtime.optimizer_hooks import Form, refuse_not_trained
+from composable.runtime.ownership import local_gradients, units
 
 _EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
 _DOUBLE: Final = (torch.float64, torch.complex128)
@@ -46,11 +52,16 @@ Placements = tuple[Placement, ...]
 
 
 class _Spread:
-    """Local gradients that are cut over the same process groups; none: every rank holds them whole."""
+    """Local gradients that are cut over the same process groups; none: every rank holds them whole.
 
-    def __init__(self, groups: Groups, device: torch.device) -> None:
-        self.groups = groups
-        self.device = device  # where its share of the norm is put together
+    Attributes:
+        mesh: of the ranks that hold these parameters, if they are not all.
+        device: where its share of the norm is put together.
+    """
+
+    def __init__(self, groups: Groups, device: torch.device, mesh: DeviceMesh | None = None) -> None:
+        self.groups, self.device, self.mesh = groups, device, mesh
+        self.copies = 1 if mesh is None else mesh.size()
         self.locals: list[Tensor] = []
 
     @cached_property
@@ -80,61 +91,105 @@ class _Gradients:
     """The gradients of some parameters, in local tensors."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._spreads: dict[Groups, _Spread] = {}
+        self._spreads: dict[tuple[Groups, DeviceMesh | None], _Spread] = {}
         self.device = _local(parameters[0]).device
         # As for the collectives, it is parameters that decide: ranks that round in different ways would drift apart.
         dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
         self.dtype = torch.float64 if any(dtype in _DOUBLE for dtype in dtypes) else torch.float32
+        self._world = dist.get_world_size() if is_distributed() else 1
+        self._replicas = [unit for unit in units() if unit.mesh is not None] if self._world > 1 else []
         self._collect(parameters)
+        self._parameters = parameters
 
     def _collect(self, parameters: Sequence[Tensor]) -> None:
         """Sort the local gradients by what they are cut over. Written out: it runs for every parameter in every step."""
-        mesh, placements = None, None
+        held_by = self._replicated_on_some_ranks()
+        mesh, placements, part = None, None, None
         whole = sharded = self._spread((), self.device).locals
         for parameter in parameters:
             gradient = parameter.grad
             if not isinstance(parameter, DTensor):
+                locals_ = self._spread((), self.device, held_by[id(parameter)]).locals if id(parameter) in held_by else whole
+                if isinstance(gradient, DTensor):
+                    raise _spread_otherwise(parameter, gradient)
                 if gradient is not None:
-                    if isinstance(gradient, DTensor):
-                        raise _spread_otherwise(parameter, gradient)
-                    whole.append(gradient)
+                    locals_.append(gradient)
                 continue
             if parameter.device_mesh is not mesh or parameter.placements != placements:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 groups = _groups_of(mesh, placements)
-                sharded = self._spread(groups, communication_device(mesh, local_of(parameter).device)).locals
+                part = mesh if mesh.size() < self._world else None
+                at = communication_device(mesh, local_of(parameter).device)
+                sharded = self._spread(groups, at, part).locals if groups else whole
+            locals_ = sharded
+            if sharded is whole and (part is not None or held_by):
+                # A replicated parameter that rests beside shards has their mesh, whichever ranks have it.
+                holders = part if _is_of_shards(parameter) else held_by.get(id(parameter))
+                locals_ = whole if holders is None else self._spread((), at, holders).locals
             if gradient is None:
                 continue
             if not isinstance(gradient, DTensor) or gradient.placements != placements:
                 raise _spread_otherwise(parameter, gradient)
             if gradient.device_mesh is not mesh and gradient.device_mesh != mesh:
                 raise _spread_otherwise(parameter, gradient)
-            sharded.append(local_of(gradient))
+            locals_.append(local_of(gradient))
 
-    def _spread(self, groups: Groups, device: torch.device) -> _Spread:
-        return self._spreads.setdefault(groups, _Spread(groups, device))
+    def _spread(self, groups: Groups, device: torch.device, mesh: DeviceMesh | None = None) -> _Spread:
+        found = self._spreads.get((groups, mesh))
+        if found is None:
+            found = self._spreads[groups, mesh] = _Spread(groups, device, mesh)
+        return found
 
     def total_norm(self, order: float) -> Tensor:
         """The norm of all gradients of all ranks, as if they were one vector: the same on all ranks."""
-        whole, *cut = self._spreads.values()
+        whole, *others = self._spreads.values()
+        enclosing = self._enclosing(others)
+        for spread, larger in zip(others, enclosing, strict=True):
+            if larger is None and not spread.groups:
+                whole.locals, spread.locals = whole.locals + spread.locals, []
+        pairs = zip(others, enclosing, strict=True)
+        cut = [(spread, larger) for spread, larger in pairs if spread.groups or larger is not None]
         if not cut:
             return whole.norm(order, self.device).to(self.dtype)
-        powers = [_power(spread.norm(order, spread.device), order) for spread in cut]
-        alone = _power(whole.norm(order, cut[0].device), order)
-        num_shards = math.prod(dist.get_world_size(group) for group in cut[0].groups)
-        powers[0] = torch.maximum(powers[0], alone) if order == math.inf else powers[0] + alone / num_shards
-        for group in dict.fromkeys(group for spread in cut for group in spread.groups):
-            inside = [index for index, spread in enumerate(cut) if group in spread.groups]
-            numbers = torch.stack([powers[index].to(cut[inside[0]].device) for index in inside])
-            reduced = reduce_numbers(numbers, group, largest=order == math.inf, label="all-reduce of the gradients' norm")
-            for index, number in zip(inside, reduced.unbind(), strict=True):
-                powers[index] = number
-        at_home = torch.stack([power.to(self.device) for power in powers])
-        return (at_home.amax() if order == math.inf else at_home.sum() ** (1 / order)).to(self.dtype)
+        largest = order == math.inf
+        alone = _power(whole.norm(order, cut[0][0].device), order)
+        powers = [_power(spread.norm(order, spread.device), order) for spread, _ in cut]
+        shares = [Share(power, one.groups, larger, one.copies) for power, (one, larger) in zip(powers, cut, strict=True)]
+        around = max(filter(None, enclosing), key=dist.get_world_size, default=None)
+        if around is not None:
+            shares.append(Share(alone, (), around, dist.get_world_size(around)))
+        else:
+            first, num_shards = shares[0], math.prod(map(dist.get_world_size, shares[0].groups))
+            together = torch.maximum(first.number, alone) if largest else first.number + alone / num_shards
+            shares[0] = Share(together, first.groups)
+        found = over_all_ranks(shares, largest=largest, label="all-reduce of the gradients' norm")
+        at_home = torch.stack([power.to(self.device) for power in found])
+        return (at_home.amax() if largest else at_home.sum() ** (1 / order)).to(self.dtype)
+
+    def _enclosing(self, spreads: Sequence[_Spread]) -> list[dist.ProcessGroup | None]:
+        """For each, the group of the ranks that hold other parts of the same model. See Note [Parts of a model]."""
+        if all(spread.mesh is None for spread in spreads):
+            return [None for _ in spreads]
+        given = {id(parameter): None for parameter in self._parameters}
+        here = [unit.mesh for unit in self._replicas if any(id(parameter) in given for parameter in unit.owned_at_rest)]
+        groups = list(dict.fromkeys([*self._groups, *(mesh.get_group() for mesh in here if mesh is not None)]))
+        return [None if spread.mesh is None else enclosing_group(spread.mesh, groups) for spread in spreads]
+
+    def _replicated_on_some_ranks(self) -> dict[int, DeviceMesh]:
+        """The mesh of a replicated parameter, by its id, where not all ranks hold it."""
+        found: dict[int, DeviceMesh] = {}
+        for unit in self._replicas:
+            if unit.mesh is not None and unit.mesh.size() < self._world:
+                found |= dict.fromkeys(map(id, unit.owned_at_rest), unit.mesh)
+        return found
+
+    @property
+    def _groups(self) -> Groups:
+        return tuple(dict.fromkeys(group for spread in self._spreads.values() for group in spread.groups))
 
     def refuse_group(self, group: dist.ProcessGroup) -> None:
         """Raise if `group` is said to be a pipeline's, and gradients are cut over it: stages have different parameters."""
-        if any(group in groups for groups in self._spreads):
+        if group in self._groups:
             raise ClippingError(
                 "clip_grad_norm_: parameters are cut over pp_group, whose norm is taken over it anyway. Pass the group of the "
                 "pipeline, or leave pp_group out"
@@ -181,6 +236,11 @@ def _groups_of(mesh: DeviceMesh, placements: Placements) -> Groups:
         for dimension, placement in enumerate(placements)
         if mesh.size(dimension) > 1 and not placement.is_replicate()
     )
+
+
+def _is_of_shards(parameter: Tensor) -> bool:
+    label = label_of(parameter) if isinstance(parameter, nn.Parameter) else None
+    return label is not None and label[2] == Form.SHARDED.name
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -301,7 +361,8 @@ def clip_grad_norm_(
     parameters in the same order.
 
     Gradients that are plain tensors count once, because they are the same on all ranks, as `replicate` leaves them. Those of
-    parameters that nobody manages (`ignored_params`) are yours to average before.
+    parameters that nobody manages (`ignored_params`) are yours to average before. Units on a part of the ranks that the rest of
+    the model is on (experts) count once per part.
 
     Args:
         model_or_parameters: a module, a tensor, or an iterable of tensors; a list of the parameters made once is the fastest.
@@ -317,7 +378,8 @@ def clip_grad_norm_(
         parameter is, and in float32 otherwise, also for half precision.
 
     Raises:
-        ClippingError: an argument is unusable, or a gradient is not spread over the ranks like its parameter.
+        ClippingError: an argument is unusable, a parameter is not the one that is trained, or a gradient is not spread over
+            the ranks like its parameter.
         NonFiniteError: the norm is not finite, and `error_if_nonfinite` was set.
 
     Example:
@@ -337,6 +399,7 @@ def clip_grad_norm_(
             f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), as soon as its gradient is there "
             "and before the others are. Clip, or step in backward"
         )
+    refuse_not_trained("clip_grad_norm_", parameters)
     if any_window_open():
         _refuse_local(parameters)
     gradients = _Gradients(parameters)

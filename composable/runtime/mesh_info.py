@@ -11,13 +11,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.device.collectives import Communicator, reference_to
+from composable.device.collectives import Communicator, is_distributed, reference_to
+from composable.device.model_parts import note_part
 from composable.errors import AnnotationError, MeshError
 
 _CPU: Final = torch.device("cpu")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class MeshInfo:
     """Where a unit's parameters are spread: a mesh, and the communicators over it by what they are for.
 
@@ -76,6 +77,30 @@ class MeshInfo:
                 "(torch.distributed.checkpoint writes it from all ranks), or call remove() with its module and verb first"
             )
         return MeshInfo, (None, self.shard, self.all)
+
+
+def refuse_left_alone(verb: str, unit: str, mesh_info: MeshInfo | None) -> None:
+    """Raise if a unit was annotated in a process without a group, which has one now.
+
+    Raises:
+        MeshError: each rank would train the unit by itself.
+    """
+    if mesh_info is None or mesh_info.mesh is not None or not is_distributed() or dist.get_world_size() == 1:
+        return
+    raise MeshError(
+        f"unit '{unit}' was annotated before there was a process group: each of the {dist.get_world_size()} ranks would train "
+        f"it by itself. Call remove(module, {verb}) and annotate again, now that init_process_group has run; to train on this "
+        f"rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"
+    )
+
+
+def note_parts(units: Iterable[MeshInfo]) -> None:
+    """Units of one model on fewer ranks than others hold a part of it, of which the other ranks have other ones."""
+    found = [(mesh_info, mesh_info.mesh) for mesh_info in units if mesh_info.mesh is not None]
+    groups = [mesh_info.group() for mesh_info, _ in found if mesh_info.group is not None]
+    for group in filter(None, dict.fromkeys(groups)):
+        for mesh_info, mesh in found:
+            note_part(mesh_info, mesh, group)
 
 
 def refuse_other_replicas(units: Iterable[tuple[str, MeshInfo]]) -> None:

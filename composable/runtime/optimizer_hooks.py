@@ -19,7 +19,7 @@ which decide differently wait for each other, and time out by name, and do not c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum
 from operator import attrgetter
 from typing import Any, Final
@@ -36,7 +36,7 @@ from composable.device.held_gradients import is_held
 from composable.device.parameter_forms import like_parameter
 from composable.device.parameter_labels import label, label_of, unlabel
 from composable.device.private import as_tensors, local_of
-from composable.errors import OptimizerError
+from composable.errors import ClippingError, OptimizerError
 from composable.runtime.accumulation import any_window_open
 from composable.runtime.early_steps import is_asked_to_step, may_step, stepped_in_backward
 from composable.runtime.weighted_window import unfinished
@@ -67,6 +67,7 @@ class Form(Enum):
 
 
 _TRAINED: Final = (Form.SHARDED.name, Form.REPLICATED.name)
+_OWN: Final = (*_TRAINED, Form.WHOLE.name)
 
 _written: int = 0  # notes, ever
 
@@ -83,6 +84,24 @@ def forget(parameter: nn.Parameter) -> None:
     global _written
     _written += 1
     unlabel(parameter)
+
+
+def refuse_not_trained(function: str, parameters: Iterable[Tensor]) -> None:
+    """Raise if another parameter is trained in place of one of `parameters`.
+
+    Raises:
+        ClippingError: the gradient of the other one would not be clipped.
+    """
+    for parameter in parameters:
+        found = label_of(parameter) if isinstance(parameter, nn.Parameter) else None
+        if found is None or found[2] in _OWN or (found[2] == Form.ORIGINAL.name and parameter.grad is not None):
+            continue  # an original with a gradient is used elsewhere, too
+        unit, fqn, _ = found
+        raise ClippingError(
+            f"{function}: parameter '{fqn}' of unit '{unit}' is not the one that is trained, whose gradient would not be "
+            "clipped: it is from before its module was annotated, or was replaced since, or stands there only while modules "
+            "compute. Pass the model, or model.parameters() as of now. No gradient was changed."
+        )
 
 
 class _Holding:
@@ -107,7 +126,7 @@ class _Holding:
                 self._sharded.append(index)
                 if not parameter.ndim:
                     self._points.append(index)
-            elif found is not None and found[2] != Form.WHOLE.name:
+            elif found is not None and found[2] not in _OWN:
                 self.foreign.append(index)
 
     def is_of(self, parameters: list[nn.Parameter]) -> bool:

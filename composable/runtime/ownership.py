@@ -20,6 +20,7 @@ from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -39,6 +40,8 @@ class Holder(Protocol):
         number: units are numbered in the order of annotation; a copy has the number of its original.
         name: what it is called in messages.
         held: ids of the parameters that it held when it made its reducer, and keeps alive.
+        mesh: of the ranks that hold them; None without a process group.
+        owned_at_rest: those that it averages, as users see them between steps.
     """
 
     number: int
@@ -48,6 +51,12 @@ class Holder(Protocol):
     @property
     def reducer(self) -> Reducer:
         """Averages its gradients."""
+
+    @property
+    def mesh(self) -> DeviceMesh | None: ...
+
+    @property
+    def owned_at_rest(self) -> Sequence[nn.Parameter]: ...
 
     def follow(self) -> None:
         """Another unit holds other parameters now."""

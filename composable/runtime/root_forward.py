@@ -21,6 +21,7 @@ from composable.runtime.cast_unit import show_casts
 from composable.runtime.divergence import catch_up, check_order
 from composable.runtime.handle import Handle
 from composable.runtime.last_units import last_units_of, refuse_writes
+from composable.runtime.mesh_info import refuse_left_alone
 from composable.runtime.prefetch import gather_with_next
 from composable.runtime.preparation import Preparation
 from composable.runtime.readers import Readers
@@ -95,6 +96,7 @@ class RootForward:
         self._nesting.enter(index)
 
     def _begin(self, outermost: Handle) -> None:
+        refuse_left_alone("fully_shard", outermost.name, outermost.mesh_info)
         self._sums.claim()
         going_on = self._backward.iteration is not None
         self._steps.open(going_on=going_on)

@@ -5,31 +5,35 @@ Note [Gradients of several kinds]
 lists in which some are DTensors and some are not, or of two meshes. And of DTensors it takes the largest element rank by rank:
 one whose part is empty raises there, and the others wait for it. In these cases the norm is taken here: of what each rank has,
 and then over the process groups that a gradient is cut over, all of them in one message for each group. What every rank has
-whole is its own norm. Torch is handed this one number in place of the gradients. All else is left to torch.
+whole is its own norm. Of experts on slices of a mesh, those of the other slices are added, too; then ranks also average what
+they have whole, so that all get the same number. Torch is handed this one number in place of the gradients. All else is left
+to torch.
 
 A gradient that a rank holds alone (`no_sync`) has no norm that all could scale by, and as a plain tensor it does not say so.
-torch would clip it by numbers of this rank's. So torch asks first. Of parameters that backward steps it finds no gradients, and
-would return a norm of 0.
+torch would clip it by numbers of this rank's. So torch asks first. Of parameters that backward steps, and of those in whose
+place others are trained, it finds no gradients, and would return a norm of 0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, reduce
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.device.collectives import reduce_numbers
+from composable.device.model_parts import Share, enclosing_group, has_parts, over_all_ranks
 from composable.device.private import local_of
 from composable.device.private_operations import ask_before_clipping, extend_dtensor_operation
 from composable.errors import ClippingError
 from composable.runtime.accumulation import any_window_open
 from composable.runtime.early_steps import stepped_in_backward
+from composable.runtime.optimizer_hooks import refuse_not_trained
 from composable.runtime.ownership import local_gradients
 
 _SCALE: Final = torch.ops.aten._foreach_mul_.Tensor
@@ -39,11 +43,14 @@ _SCALE: Final = torch.ops.aten._foreach_mul_.Tensor
 def look_after_torchs_clipping() -> None:
     """Let torch's own clipping take any mix of gradients, and none that this rank holds alone."""
     extend_dtensor_operation(_SCALE, _scale)
-    ask_before_clipping(_refuse_held, _refuse_stepped, _in_one)
+    ask_before_clipping(_refuse_held, _refuse_without_gradients, _in_one)
 
 
-def _refuse_stepped(parameters: Any) -> None:
-    if isinstance(parameters, list) and (name := stepped_in_backward(parameters)) is not None:
+def _refuse_without_gradients(parameters: Any) -> None:
+    if not isinstance(parameters, list):
+        return
+    refuse_not_trained("torch.nn.utils.clip_grad_norm_", parameters)
+    if (name := stepped_in_backward(parameters)) is not None:
         raise ClippingError(
             f"torch.nn.utils.clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), as soon as its "
             "gradient is there and before the others are; there is none left to clip. Clip, or step in backward"
@@ -76,12 +83,10 @@ def _in_one(tensors: list[Tensor], order: float) -> list[Tensor]:
         )
     # Beside a plain number torch's norm would be a DTensor, by which it scales no plain tensor one by one.
     alike = len(spread) == len(tensors) and _are_alike(tensors)
-    if not spread or (alike and order != math.inf) or any(map(_is_summand, tensors)):
+    around, enclosing = _enclosing(spread)
+    if not spread or (alike and order != math.inf and around is None) or any(map(_is_summand, tensors)):
         return tensors
-    # An empty tensor has no largest element, and adds nothing.
-    locals_ = [local if local.numel() else local.new_zeros(1) for local in map(_local, tensors)]
-    norms = _over_ranks(tensors, [torch.linalg.vector_norm(local, order) for local in locals_], order)
-    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), order)
+    norm = _over_ranks(tensors, order, around, enclosing)
     mesh = spread[0].device_mesh
     if not alike or norm.device.type != mesh.device_type:
         return [norm]
@@ -118,26 +123,58 @@ def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _over_ranks(tensors: Sequence[Tensor], norms: Sequence[Tensor], order: float) -> list[Tensor]:
-    """The norms of whole gradients, of those of this rank's parts."""
-    found = list(norms)
-    by_groups: dict[tuple[dist.ProcessGroup, ...], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        if isinstance(tensor, DTensor):
-            mesh, placements = tensor.device_mesh, tensor.placements
-            cut = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and not placements[dim].is_replicate()]
-            by_groups.setdefault(tuple(mesh.get_group(dim) for dim in cut), []).append(index)
-    for groups, members in by_groups.items():
-        if not groups:
-            continue
-        numbers = torch.stack([norms[index] for index in members]).double()
-        numbers = numbers if order == math.inf else numbers**order
-        mesh = tensors[members[0]].device_mesh  # type: ignore[attr-defined]
-        numbers = numbers.to(mesh.device_type)
-        for group in groups:
-            label = "all-reduce of the norms of gradients"
-            numbers = reduce_numbers(numbers, group, largest=order == math.inf, label=label)
-        numbers = numbers if order == math.inf else numbers ** (1 / order)
-        for index, number in zip(members, numbers.unbind(), strict=True):
-            found[index] = number.to(norms[index].device, norms[index].dtype)
-    return found
+def _enclosing(tensors: Sequence[DTensor]) -> tuple[dist.ProcessGroup | None, dict[DeviceMesh, dist.ProcessGroup]]:
+    """The group of all ranks that hold parts of the same model, if it has some; and by mesh, that of each part."""
+    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors)
+    groups = list(dict.fromkeys(group for tensor in tensors for group in _groups_of(tensor)))
+    each = {mesh: enclosing_group(mesh, groups) for mesh in meshes}
+    found = {mesh: group for mesh, group in each.items() if group is not None}
+    # A rank whose own part got no gradients does as the others do.
+    return max([*found.values(), *filter(has_parts, groups)], key=dist.get_world_size, default=None), found
+
+
+def _groups_of(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
+    """Those that it is cut over."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    cut = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and not placements[dim].is_replicate()]
+    return tuple(mesh.get_group(dim) for dim in cut)
+
+
+def _over_ranks(
+    tensors: Sequence[Tensor],
+    order: float,
+    around: dist.ProcessGroup | None,
+    enclosing: Mapping[DeviceMesh, dist.ProcessGroup],
+) -> Tensor:
+    """The norm of all gradients of all ranks, of which `tensors` are this rank's parts: on the device of the first, in the
+    widest dtype."""
+    largest = order == math.inf
+    # What all ranks of a mesh hold whole may be a part of the model, or rest beside one: it counts as what all ranks have.
+    alike: dict[tuple[tuple[dist.ProcessGroup, ...], DeviceMesh | None], list[Tensor]] = {((), None): []}
+    for tensor in tensors:
+        if isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements):
+            alike.setdefault((_groups_of(tensor), tensor.device_mesh), []).append(local_of(tensor))
+        else:
+            alike[(), None].append(_local(tensor))
+    shares = []
+    for (groups, mesh), locals_ in alike.items():
+        if mesh is not None:
+            number = _power(locals_, order).to(mesh.device_type)
+            shares.append(Share(number, groups, enclosing.get(mesh), mesh.size()))
+        elif locals_ or around is not None:
+            shares.append(Share(_power(locals_, order), (), around, 1 if around is None else dist.get_world_size(around)))
+    powers = over_all_ranks(shares, largest=largest, label="all-reduce of the norms of gradients")
+    first = _local(tensors[0])
+    together = torch.stack([power.to(first.device) for power in powers])
+    norm: Tensor = together.amax() if largest else together.sum() ** (1 / order)
+    return norm.to(reduce(torch.promote_types, [_local(tensor).dtype for tensor in tensors]))
+
+
+def _power(locals_: Sequence[Tensor], order: float) -> Tensor:
+    """What is added up over ranks, or compared."""
+    norms = [torch.linalg.vector_norm(each, order).double() for each in locals_ if each.numel()]  # nothing has no largest
+    if not norms:
+        return torch.zeros((), dtype=torch.float64, device=locals_[0].device if locals_ else None)
+    norm = torch.linalg.vector_norm(torch.stack([each.to(norms[0].device) for each in norms]), order)
+    power: Tensor = norm if order == math.inf else norm**order
+    return power

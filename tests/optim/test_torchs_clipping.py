@@ -57,12 +57,6 @@ def _three_kinds(model: nn.Sequential) -> None:
     fully_shard(model[2])
 
 
-def _experts(model: nn.Sequential) -> None:
-    """All ranks have the same batch, so that all experts stay alike, and are counted once."""
-    fully_shard(model[1], mesh=_mesh("experts", "copies")["copies"])
-    fully_shard(model, policy={nn.Linear})
-
-
 def _one_kind(model: nn.Sequential) -> None:
     fully_shard(model, policy={nn.Linear})
 
@@ -75,7 +69,6 @@ SCHEMES: Final[dict[str, Callable[[nn.Sequential], object]]] = {
     "siblings": _siblings,
     "two meshes": _two_meshes,
     "three kinds": _three_kinds,
-    "experts": _experts,
     "one kind": _one_kind,
     "ignored parameters": _ignored,
 }

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from composable import fully_shard, remove, replicate
-from composable.errors import OptimizerError
+from composable import clip_grad_norm_, fully_shard, remove, replicate
+from composable.errors import ClippingError, OptimizerError
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
@@ -108,6 +108,24 @@ def _refusal(when: str) -> str:
 def test_an_optimizer_that_would_train_nothing_is_refused(pool: Pool, when: str, device: str) -> None:
     need_devices(device, 2)
     assert pool.run(2, _refusal, when, device=device) == [MADE[when][1]] * 2
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("when", MADE)
+def test_a_list_of_such_parameters_is_not_clipped(when: str) -> None:
+    model, optimizer = MADE[when][0]()
+    stale = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    model(_model()[1]).sum().backward()
+    before = [None if parameter.grad is None else full(parameter.grad).clone() for parameter in (*stale, *model.parameters())]
+    clips = [clip_grad_norm_]
+    if all(parameter.grad is None for parameter in stale):
+        clips.append(torch.nn.utils.clip_grad_norm_)
+    for clip in clips:
+        with pytest.raises(ClippingError, match=r"parameter '(0\.)?weight' of unit .* is not the one that is trained"):
+            clip(stale, 1e-3)
+    after = [None if parameter.grad is None else full(parameter.grad) for parameter in (*stale, *model.parameters())]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert clip_grad_norm_(model, 1e-3) > 0
 
 
 def _fail(*_: object) -> None:
