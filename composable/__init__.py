@@ -7,6 +7,7 @@ from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint
 from composable.api.comm_hooks import register_comm_hook
 from composable.api.fully_shard import fully_shard
+from composable.api.host_cache import empty_host_cache
 from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
 from composable.api.scopes import keep_unsharded, register_forward_method, reshard, unshard
@@ -40,6 +41,7 @@ __all__ = [
     "clip_grad_norm_",
     "contract",
     "describe",
+    "empty_host_cache",
     "errors",
     "fully_shard",
     "keep_unsharded",

@@ -87,7 +87,7 @@ def unwrapped(module: Any) -> Any:
     return module
 
 
-def forget_compiled() -> None:
+def drop_compiled() -> None:
     """Let everything be compiled anew: graphs do not notice hooks that come later, and would compute without them."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     # Dynamo may be here and idle, since optimizers import it. To reset it then would import inductor, which takes seconds.

@@ -31,7 +31,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class ReshardTo:
-    """Keep a shard over `ranks` neighbours after forward, so that backward gathers nearby."""
+    """Keep a shard over `ranks` consecutive ranks after forward, so that backward gathers nearby."""
 
     ranks: int
 

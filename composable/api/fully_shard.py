@@ -13,16 +13,7 @@ from torch.distributed.tensor import Shard
 
 from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import move_buffers
-from composable.api.meshes import (
-    Mesh,
-    Spread,
-    device_of,
-    meeting_place,
-    mesh_info_of,
-    mesh_infos_below,
-    refuse_unordered,
-    spread_over,
-)
+from composable.api.meshes import Mesh, Spread, device_of, meeting_place, mesh_info_of, refuse_unordered, spread_over
 from composable.api.mp_policy import (
     MixedPrecision,
     buffer_holders,
@@ -35,11 +26,10 @@ from composable.api.mp_policy import (
 )
 from composable.api.offload_policy import Offload, note_no_effect, offload_policies, offload_policy_of
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
-from composable.api.sync_module_states import synchronise
+from composable.api.sync_module_states import refuse_unknown_mode, synchronise
 from composable.api.taken import refuse_taken
 from composable.api.ties import tied_to_replicated
 from composable.config import (
-    SYNC_MODES,
     AfterForward,
     CPUOffloadPolicy,
     GradReduce,
@@ -63,7 +53,7 @@ from composable.model.traversal import (
     walk,
 )
 from composable.policies import PolicyLike, select_modules
-from composable.runtime.handle import Recipe
+from composable.runtime.handle import UnitSpec
 from composable.runtime.inner_units import units_inside
 from composable.runtime.launch_order import launch_together
 from composable.runtime.membership import places_of_replicas
@@ -179,8 +169,7 @@ def fully_shard(
     common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
     common |= {"shard_placement_fn": shard_placement_fn, "grad_reduce": grad_reduce, "offload_policy": offload_policy}
     with failures_told("fully_shard", communicator):
-        if sync_module_states not in SYNC_MODES:
-            raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
+        refuse_unknown_mode(sync_module_states)
         after, precision = _after_forward(reshard_after_forward), precision_policy("fully_shard", mp_policy)
         _refuse_misplaced(modules)
         tied = tied_to_replicated(modules, None if spread is None else spread.mesh)
@@ -219,7 +208,7 @@ def fully_shard(
         ties = [(shown, Place(place.module, place.name), place.fqn) for shown, managed in tied for place in managed.places]
         rest_as_dtensors([unit.shown for unit in replicated], mesh_info.mesh, ties)
         launch_together([unit.averaging for unit in replicated])
-        note_parts([mesh_info, *mesh_infos_below(modules)])
+        note_parts(modules, mesh_info)
     note_no_effect("fully_shard", offload, mesh_info)
     return module
 
@@ -358,7 +347,7 @@ def _attach_unit(
     unit = fully_shard.state(modules[0])
     assert unit is not None
     below = ids_of_exact(modules, precision)
-    recipe = Recipe(
+    spec = UnitSpec(
         params=tuple(
             _info(each, dim, exact=is_exact(each, below, "fully_shard"))
             for each, dim in zip(parameters, placements, strict=True)
@@ -372,13 +361,13 @@ def _attach_unit(
         offload=offload,
     )
     on_undo(unit.restore)
-    unit.initialize(modules, recipe)
+    unit.initialize(modules, spec)
     if mesh_info.mesh is not None:
         move_buffers(modules, mesh_info.device)
     for module in modules:
         on_undo(partial(detach, module, SHARD))
         attach(module, SHARD, unit.bracket)
-    for undo in refuse_wrapping(modules, "fully_shard", [place for info in recipe.params for place in info.places]):
+    for undo in refuse_wrapping(modules, "fully_shard", [place for info in spec.params for place in info.places]):
         on_undo(undo)
 
 
@@ -406,5 +395,5 @@ def _name_units(modules: Sequence[nn.Module]) -> None:
                 if state.modules and state.modules[0] is below:
                     state.rename(name)
                     around = None if state.enclosing is None else state.enclosing()
-                    if below is not module and (around is None or around.recipe is None):
+                    if below is not module and (around is None or around.spec is None):
                         state.enclosed_by(fully_shard.state(module))

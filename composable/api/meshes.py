@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -28,7 +27,6 @@ from composable.device.collectives import (
     world_group,
 )
 from composable.errors import MeshError
-from composable.model.traversal import get_all_sharded_states, get_replicated_states
 from composable.runtime.mesh_info import MeshInfo
 
 logger = logging.getLogger("composable")
@@ -250,13 +248,6 @@ def mesh_info_of(spread: Spread | None, device: torch.device, after: AfterForwar
         replicate = communicator_of(mesh.get_group(spread.replicate), at)
         everybody = replicate if shard.size == 1 else communicator_of(spread.group, at)
     return MeshInfo(mesh, shard, everybody, replicate, post_forward, at, reference_to(spread.group), spread.shard)
-
-
-def mesh_infos_below(modules: Sequence[nn.Module]) -> list[MeshInfo]:
-    """Of all units below and including `modules`."""
-    sharded = [state.handle.mesh_info for each in modules for state in get_all_sharded_states(each)]
-    replicated = [state.averaging.mesh_info for each in modules for state in get_replicated_states(each)]
-    return [*sharded, *(each for each in replicated if each is not None)]
 
 
 def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device:

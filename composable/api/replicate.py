@@ -10,7 +10,7 @@ from torch import nn
 
 from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import buffers_of, refuse_elsewhere
-from composable.api.meshes import Mesh, communication_device, device_of, meeting_place, mesh_infos_below, spread_over
+from composable.api.meshes import Mesh, communication_device, device_of, meeting_place, spread_over
 from composable.api.mp_policy import (
     MixedPrecision,
     buffer_holders,
@@ -22,9 +22,9 @@ from composable.api.mp_policy import (
     refuse_unknown_buffers,
 )
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
-from composable.api.sync_module_states import synchronise
+from composable.api.sync_module_states import refuse_unknown_mode, synchronise
 from composable.api.taken import refuse_other_mesh, refuse_taken
-from composable.config import SYNC_MODES, GradReduce, MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
+from composable.config import GradReduce, MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.device.cast_parameters import CastHolder, can_be_cast
 from composable.device.collectives import LocalCommunicator, backwards_of, communicator_of
 from composable.device.parameter_swap import Place
@@ -131,8 +131,7 @@ def replicate(
     spread = spread_over("replicate", mesh, device)
     communicator = meeting_place(spread, device)
     with failures_told("replicate", communicator):
-        if sync_module_states not in SYNC_MODES:
-            raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {sync_module_states!r}")
+        refuse_unknown_mode(sync_module_states)
         if type(broadcast_buffers) is not bool:
             raise AnnotationError(f"broadcast_buffers must be True or False, got {broadcast_buffers!r}")
         if type(bucket_cap_mb) not in (int, float) or bucket_cap_mb <= 0:
@@ -183,7 +182,7 @@ def replicate(
         cap_bytes = max(1, int(bucket_cap_mb * (1 << 20)))
         _attach(modules, parameters, places, mesh_info, cap_bytes, divisor, casts, exact, keeps)
         launch_together([unit.averaging for unit in (_unit_of(modules), *_inside(modules))])
-        note_parts([mesh_info, *mesh_infos_below(modules)])
+        note_parts(modules, mesh_info)
     return module
 
 

@@ -18,10 +18,18 @@ from torch import Tensor
 from composable.api.all_or_none import everybody_says, label_of, refuse_failure
 from composable.config import SYNC_MODES
 from composable.device.collectives import Communicator
-from composable.errors import RanksDisagreeError
+from composable.errors import AnnotationError, RanksDisagreeError
 from composable.model.traversal import ManagedParameter
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
+_AS_FLAGS: Final = {"True": "broadcast", "False": "off"}  # what FSDP1 and DDP mean by them
+
+
+def refuse_unknown_mode(mode: str) -> None:
+    if mode not in SYNC_MODES:
+        meant = _AS_FLAGS.get(repr(mode))
+        cure = "" if meant is None else f"; what FSDP1 and DDP mean by that is {meant!r}"
+        raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {mode!r}{cure}")
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> list[int]:

@@ -35,8 +35,8 @@ class SwapWithBuffers(ParameterSwap):
         self._holders = holders
         self._shown: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # place, the buffer itself, its cast
 
-    def show(self) -> None:
-        super().show()
+    def use_unsharded(self) -> None:
+        super().use_unsharded()
         casts: dict[tuple[int, torch.dtype], Tensor] = {}  # a buffer that modules share stays one
         with torch.no_grad(), torch.inference_mode(False):
             for holder in self._holders:
@@ -51,7 +51,7 @@ class SwapWithBuffers(ParameterSwap):
                     self._shown.append((module, name, buffer, cast))
                     module._buffers[name] = cast
 
-    def hide(self) -> None:
+    def use_sharded(self) -> None:
         with torch.no_grad():
             while self._shown:  # forgotten when it is done: an interrupt may come in between
                 module, name, buffer, cast = self._shown[-1]
@@ -63,7 +63,7 @@ class SwapWithBuffers(ParameterSwap):
                 elif held is not None and held.dtype == cast.dtype:  # forward put another tensor there
                     module._buffers[name] = held.to(buffer.dtype)
                 self._shown.pop()
-        super().hide()
+        super().use_sharded()
 
 
 def swap_of(params: Sequence[ShardedParam], holders: Sequence[BufferHolder]) -> ParameterSwap:

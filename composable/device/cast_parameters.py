@@ -41,7 +41,7 @@ class CastHolder(NamedTuple):
 
 
 class CastParameters:
-    """The parameters of one unit; `show` and `hide` done twice are done once."""
+    """The parameters of one unit; `use_casts` and `use_originals` done twice are done once."""
 
     def __init__(self, holders: Sequence[CastHolder]) -> None:
         self._holders = tuple(holders)
@@ -51,7 +51,7 @@ class CastParameters:
         self._read_before: list[tuple[int, str]] = []
         self._positions: Mapping[tuple[int, str], int] = {}
 
-    def show(self, dtype: torch.dtype) -> None:
+    def use_casts(self, dtype: torch.dtype) -> None:
         """Modules compute with casts from here on."""
         if not self._registries:
             for number, (module, names, _) in enumerate(self._holders):
@@ -59,7 +59,7 @@ class CastParameters:
                 self._registries.append(registry)  # first: an interrupt may come in between
                 module._parameters = registry
 
-    def hide(self) -> None:
+    def use_originals(self) -> None:
         """Modules have the registries of before again."""
         for holder in self._holders if self._registries else ():
             registry = holder.module._parameters

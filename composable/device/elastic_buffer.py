@@ -32,11 +32,11 @@ def is_elastic(storage: torch.UntypedStorage) -> bool:
 class ElasticBuffer:
     """A 1-D tensor whose memory comes and goes while its views stay valid; there is none at first."""
 
-    __slots__ = ("_block", "_held", "_nbytes", "_shelf", "_storage", "tensor")
+    __slots__ = ("_block", "_free_list", "_held", "_nbytes", "_storage", "tensor")
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, pool: MemoryPool) -> None:
         self._nbytes = numel * dtype.itemsize
-        self._shelf = pool.free_list(self._nbytes, device)
+        self._free_list = pool.free_list(self._nbytes, device)
         self._held = False
         self._block: torch.UntypedStorage | None = None  # empty: what it lent its memory from
         with torch.inference_mode(False):
@@ -75,11 +75,11 @@ class ElasticBuffer:
 
     def allocate(self) -> None:
         if not self._held:
-            if self._shelf.blocks:  # what `fill` does, without the calls: it is done ten times per unit and step
-                self._block = block = self._shelf.blocks.pop()
+            if self._free_list.blocks:  # what `allocate` does, without the calls: it is done ten times per unit and step
+                self._block = block = self._free_list.blocks.pop()
                 swap_memory(self._storage, block)
             else:
-                self._shelf.fill(self._storage)
+                self._free_list.allocate(self._storage)
             self._held = True  # last, and first below: after an interrupt in between there may be more memory, never less
 
     def free(self) -> None:
@@ -87,8 +87,8 @@ class ElasticBuffer:
             self._held = False
             block = self._block
             if block is None:
-                self._shelf.drain(self._storage)
+                self._free_list.release(self._storage)
             else:
                 self._block = None
                 swap_memory(self._storage, block)
-                self._shelf.blocks.append(block)
+                self._free_list.blocks.append(block)

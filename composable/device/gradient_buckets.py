@@ -3,7 +3,7 @@
 Note [Gradients in buckets]
 Autograd makes a new gradient wherever `grad` is None; it is divided and copied into the bucket, and `grad` becomes a view
 of the bucket. Where `grad` is that view already, autograd adds to it in place and nothing is copied. A gradient that was
-somewhere else before backward began is somebody's: it stays where it is (a guest), and gets the result copied back.
+somewhere else before backward began is somebody's: it stays where it is (external), and gets the result copied back.
 What nobody accumulates to is overwritten, so somebody who kept it would see it change. Use counts tell: then the keeper
 gets the memory, and the bucket new one.
 
@@ -47,18 +47,18 @@ def gradient_strides(parameter: Tensor) -> Strides | None:
 
 
 class GradientBucket:
-    """Gradients that are summed in one dtype, on one device. In a backward: `open`, `collect`, `finish`, `settle`.
+    """Gradients that are summed in one dtype, on one device. In a backward: `open`, `collect`, `finish`, `resolve_unused`.
 
     Args:
         strides: of each gradient, the same on all ranks; None means contiguous. Where autograd's own differ from them the
-            gradient cannot be a view of the bucket, and is a guest in every backward.
+            gradient cannot be a view of the bucket, and is external in every backward.
         scaling: how gradients are divided; whether a sum may be made of one where it lies.
         flags: numbers at the end of the message that are none of the gradients'.
         apart: they are in memory of their own instead.
         dtype: of the message, if it is not the parameters'. A gradient in another one cannot be a view of the bucket, either.
 
     Attributes:
-        undecided: what slots held before that are missing on this rank, until `settle`.
+        undecided: what slots held before that are missing on this rank, until `resolve_unused`.
         means: those that the message must not round.
     """
 
@@ -80,14 +80,14 @@ class GradientBucket:
         self._apart = apart
         self._dtype = dtype or self.parameters[0].dtype
         self.means = MeansApart([p for p in self.parameters if p.dtype != self._dtype])
-        self._misfits = [k for k, p in enumerate(parameters) if p.dtype != self._dtype or gradient_strides(p) != strides[k]]
+        self._mismatched = [k for k, p in enumerate(parameters) if p.dtype != self._dtype or gradient_strides(p) != strides[k]]
         self._input_factor = scaling.input_factor if len(self._sizes) == 1 and not flags else None
         self._message = self._body = self.flags = _NOWHERE
         self.views = [_NOWHERE] * len(parameters)
         self._users: GradientUsers  # of the message
         # Of one backward:
         self.scaled_input: tuple[Tensor, float] | None = None  # what to sum instead of the message, and the factor
-        self._guests: dict[int, None] = {}
+        self._external: dict[int, None] = {}
         self._keeps_graph = False
         self._returns: list[tuple[Tensor, Tensor]] = []  # where results are copied to, and from
         self.undecided: dict[int, Tensor | None] = {}
@@ -125,7 +125,7 @@ class GradientBucket:
 
     def open(self) -> None:
         """Backward begins: a gradient that is there already, and not in the bucket, will stay where it is."""
-        self._guests = dict.fromkeys(self._misfits)
+        self._external = dict.fromkeys(self._mismatched)
         if self.means.known:
             self.means.put_aside()
         gradients = list(map(_gradient_of, self.parameters))
@@ -135,7 +135,7 @@ class GradientBucket:
                 self._message, self.views = _NOWHERE, [_NOWHERE] * len(gradients)
             for k, (gradient, view) in enumerate(zip(gradients, self.views, strict=True)):
                 if gradient is not None and gradient is not view:
-                    self._guests[k] = None
+                    self._external[k] = None
         self._keeps_graph = torch.is_grad_enabled()
 
     def hold(self) -> None:
@@ -146,7 +146,7 @@ class GradientBucket:
         fresh = [
             k
             for k, (gradient, view) in enumerate(zip(gradients, self.views, strict=True))
-            if not (gradient is None or gradient is view or k in self._guests or gradient.is_sparse or gradient.requires_grad)
+            if not (gradient is None or gradient is view or k in self._external or gradient.is_sparse or gradient.requires_grad)
         ]
         if fresh and self._kept_by_somebody(fresh):
             if any(map(is_, gradients, self.views)):
@@ -176,7 +176,7 @@ class GradientBucket:
         if outside and self._kept_by_somebody(outside):
             for k, gradient in enumerate(gradients):
                 if gradient is self.views[k]:
-                    self._guests[k] = None  # it stays in the old memory
+                    self._external[k] = None  # it stays in the old memory
             self._make()
             outside = range(len(gradients))
         self.undecided = {k: gradients[k] for k in missing}
@@ -198,7 +198,7 @@ class GradientBucket:
     def _can_be_term(self, gradient: Tensor) -> bool:
         """Whether the sum can be made of the gradient as it is."""
         return (
-            not self._guests
+            not self._external
             and not self.undecided
             and gradient.layout is torch.strided
             and gradient.stride() == self.views[0].stride()
@@ -219,7 +219,7 @@ class GradientBucket:
 
     def _place(self, gradients: Sequence[Tensor], outside: Sequence[int]) -> None:
         """Make views of the bucket the gradients that arrived, or note where their results have to be copied to."""
-        external, unresolved, parameters, views = self._guests, self.undecided, self.parameters, self.views
+        external, unresolved, parameters, views = self._external, self.undecided, self.parameters, self.views
         if self._keeps_graph:  # under `create_graph` a gradient keeps its graph, and gets the mean as its value
             external = {**external, **{k: None for k in outside if gradients[k].requires_grad}}
         self._returns = []
@@ -246,7 +246,7 @@ class GradientBucket:
             returns, self._returns = self._returns, []
             torch._foreach_copy_([target for target, _ in returns], [source for _, source in returns])
 
-    def settle(self, used: Sequence[bool]) -> None:
+    def resolve_unused(self, used: Sequence[bool]) -> None:
         """Decide about the slots that were missing on this rank; what was missing on all ranks stays as it was.
 
         Args:
@@ -261,7 +261,7 @@ class GradientBucket:
                 continue
             elif before is not None and not before.is_sparse:
                 before.data.copy_(view)
-            elif k in self._misfits:
+            elif k in self._mismatched:
                 parameter.grad = torch.empty_like(parameter).copy_(view)
             else:
                 parameter.grad = view
@@ -292,7 +292,7 @@ class GradientBucket:
         self.means = MeansApart([p for p in self.parameters if p.dtype != self._dtype], means)
         for k, parameter in enumerate(self.parameters):
             gradient = parameter.grad
-            if gradient is None or gradient is not others.pop(parameter, None) or k in self._misfits:
+            if gradient is None or gradient is not others.pop(parameter, None) or k in self._mismatched:
                 continue
             if self._message is _NOWHERE:
                 self._make()

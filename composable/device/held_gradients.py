@@ -130,7 +130,7 @@ class HeldGradients:
                 parameter.grad = None
         return taken
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """Hold nothing any more."""
         for parameter in self._sharded:
             if is_held(parameter.grad):

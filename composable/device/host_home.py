@@ -60,7 +60,7 @@ class _Traffic:
             mark.join()
             free()
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Return when nothing is on its way."""
         if self._read is not None:
             self._read.wait_on_host()
@@ -73,10 +73,10 @@ class _Traffic:
 _TRAFFIC: Final[dict[torch.device, _Traffic]] = {}
 
 
-def settle_traffic() -> None:
+def wait_for_traffic() -> None:
     """Return when nothing is on its way between any device and shards on the host. See Note [Who waits on the host]."""
     for traffic in _TRAFFIC.values():
-        traffic.settle()
+        traffic.wait()
 
 
 class HostHome:
@@ -178,7 +178,7 @@ class LeavingSums:
 
     def wait(self) -> None:
         """Return when they are there."""
-        self._traffic.settle()
+        self._traffic.wait()
 
     def drop(self) -> None:
         """They are not wanted."""

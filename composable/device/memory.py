@@ -17,32 +17,32 @@ class FreeList:
         blocks: that nobody uses. Buffers take theirs from here, and put it back, without a call.
     """
 
-    __slots__ = ("__weakref__", "_husks", "blocks", "nbytes")
+    __slots__ = ("__weakref__", "_empty_storages", "blocks", "nbytes")
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
         self.blocks: list[torch.UntypedStorage] = []
-        self._husks: list[torch.UntypedStorage] = []  # empty ones, left when a block's memory went elsewhere
+        self._empty_storages: list[torch.UntypedStorage] = []  # empty ones, left when a block's memory went elsewhere
 
-    def fill(self, storage: torch.UntypedStorage) -> None:
+    def allocate(self, storage: torch.UntypedStorage) -> None:
         """Give `storage`, which is empty, memory with undefined contents."""
         if self.blocks:
             block = self.blocks.pop()
             swap_memory(storage, block)
-            self._husks.append(block)
+            self._empty_storages.append(block)
         else:
             storage.resize_(self.nbytes)
 
-    def drain(self, storage: torch.UntypedStorage) -> None:
+    def release(self, storage: torch.UntypedStorage) -> None:
         """Take `storage`'s memory back and leave it empty."""
-        empty_storage = self._husks.pop() if self._husks else torch.UntypedStorage(0)
+        empty_storage = self._empty_storages.pop() if self._empty_storages else torch.UntypedStorage(0)
         swap_memory(storage, empty_storage)
         self.blocks.append(empty_storage)
 
     def clear(self) -> None:
         """Return all idle blocks to the system."""
         self.blocks.clear()
-        self._husks.clear()
+        self._empty_storages.clear()
 
 
 class Resizing:
@@ -54,11 +54,11 @@ class Resizing:
         self._nbytes = nbytes
         self.blocks: list[torch.UntypedStorage] = []  # nobody leaves any
 
-    def fill(self, storage: torch.UntypedStorage) -> None:
+    def allocate(self, storage: torch.UntypedStorage) -> None:
         """Give `storage`, which is empty, memory with undefined contents."""
         storage.resize_(self._nbytes)
 
-    def drain(self, storage: torch.UntypedStorage) -> None:
+    def release(self, storage: torch.UntypedStorage) -> None:
         """Give `storage`'s memory back and leave it empty."""
         storage.resize_(0)
 

@@ -88,9 +88,9 @@ class ParameterSwap:
         self._by_setattr = tuple(
             (place.module, place.name, param.sharded, param.unsharded) for param in params for place in param.by_setattr
         )
-        self.strays = False  # whether `hide` found a parameter that is neither form of ours
+        self.strays = False  # whether `use_sharded` found a parameter that is neither form of ours
 
-    def show(self) -> None:
+    def use_unsharded(self) -> None:
         """Modules compute with the unsharded parameters."""
         try:
             for registry, name, sharded, unsharded in self._by_table:
@@ -100,9 +100,9 @@ class ParameterSwap:
                 if module._parameters[name] is sharded:
                     setattr(module, name, unsharded)
         except KeyError:
-            self._where_names_are().show()
+            self._where_names_are().use_unsharded()
 
-    def hide(self) -> None:
+    def use_sharded(self) -> None:
         """Modules hold the sharded parameters, as they do at rest."""
         self.strays = False
         try:
@@ -117,7 +117,7 @@ class ParameterSwap:
                     setattr(module, name, sharded)
         except KeyError:
             left = self._where_names_are()
-            left.hide()
+            left.use_sharded()
             self.strays = left.strays
 
     def _where_names_are(self) -> ParameterSwap:

@@ -101,7 +101,7 @@ def when_destroyed(group: dist.ProcessGroup, method: weakref.WeakMethod[Callable
     weakref.finalize(watched, call).atexit = False
 
 
-def have_meshes_forget(group: dist.ProcessGroup) -> None:
+def drop_from_meshes(group: dist.ProcessGroup) -> None:
     """Have all meshes let go of a group. They keep those of their dimensions, which compiled functions look up there, also when
     these are destroyed, and have no public way to end that. Nobody knows all of them: copies of a `DTensor` have their own."""
     for mesh in [each for each in gc.get_objects() if issubclass(type(each), DeviceMesh)]:

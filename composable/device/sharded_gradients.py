@@ -196,8 +196,8 @@ class GradientShards:
     """
 
     __slots__ = (
-        "_belongs", "_buffer", "_dtensors", "_flat", "_holds", "_landed", "_landing", "_leaving", "_like", "_numel", "_places",
-        "_plan", "_released", "_sharded", "_shelf", "_straight", "_users", "direct", "in_place", "reduced", "row", "slots",
+        "_belongs", "_buffer", "_dtensors", "_flat", "_free_list", "_holds", "_landed", "_landing", "_leaving", "_like",
+        "_numel", "_places", "_plan", "_released", "_sharded", "_straight", "_users", "direct", "in_place", "reduced", "row", "slots",
         "worth_releasing"
     )  # fmt: skip
 
@@ -237,7 +237,7 @@ class GradientShards:
             self._landing = ElasticBuffer(numel, flat.reduce_dtype, flat.device, flat.pool)
         nbytes = self._numel * flat.gradient_dtype.itemsize
         self.worth_releasing = nbytes >= WORTH_RELEASING and flat.home is None
-        self._shelf = flat.pool.free_list(nbytes, flat.device)
+        self._free_list = flat.pool.free_list(nbytes, flat.device)
 
     def _make(self) -> None:
         flat = self._flat
@@ -291,7 +291,7 @@ class GradientShards:
         if self._landing is not None:
             self._landing.allocate()
         if self._released:
-            self._shelf.fill(self.buffer.untyped_storage())
+            self._free_list.allocate(self.buffer.untyped_storage())
             self._released = False
             return False
         if self._buffer is None or self._users.keep_any():
@@ -305,7 +305,7 @@ class GradientShards:
         """Give the memory back if nobody holds a gradient in it: during forward, activations need it more."""
         if not self._released and self._buffer is not None and not self._users.keep_any():
             self._released = True  # first: after an interrupt there may be more memory, never less
-            self._shelf.drain(self.buffer.untyped_storage())
+            self._free_list.release(self.buffer.untyped_storage())
 
     @property
     def buffer(self) -> Tensor:

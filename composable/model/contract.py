@@ -33,7 +33,7 @@ from composable.errors import (
 from composable.model import transaction as transactions
 from composable.model.arguments import arguments_of, compare_names, modules_of, names_of
 from composable.model.naming import (
-    calling_place,
+    calling_site,
     find_fqn,
     known_fqn,
     module_name,
@@ -91,7 +91,7 @@ def registry(module: nn.Module) -> Mapping[str, Annotation]:
     Example::
 
         >>> fully_shard(model.head)
-        >>> registry(model.head)["fully_shard"].place
+        >>> registry(model.head)["fully_shard"].call_site
         'train.py:41'
     """
     records = vars(module).get(KEY)
@@ -163,9 +163,9 @@ def contract(
             for module in () if spreads else modules:
                 _admit(name, module, reasons)
             outer = transactions.running()
-            place = outer[-1].place if outer else calling_place()
+            call_site = outer[-1].call_site if outer else calling_site()
             state = state_cls() if state_cls is not None else SimpleNamespace()
-            this = Transaction(name, () if spreads else modules, state, place)
+            this = Transaction(name, () if spreads else modules, state, call_site)
 
             def body() -> None:
                 names = [names_of(module) for module in modules]
@@ -268,7 +268,7 @@ def _remove(module: nn.Module | Sequence[nn.Module], name: str, begun: list[bool
     first = modules_of("remove", module)[0]
     record = registry(first).get(name)
     if record is None:
-        present = [f"{known} (at {record.place})" for known, record in registry(first).items()]
+        present = [f"{known} (at {record.call_site})" for known, record in registry(first).items()]
         there = f"what is there: {few(present)}" if present else "nothing was"
         raise NotAnnotatedError(f"{name} was not applied to {module_name(first)}; {there}")
     record.check_removable(first)
@@ -293,10 +293,10 @@ def _admit(name: str, module: nn.Module, reasons: Mapping[str, str]) -> None:
     applied = registry(module)
     if name in applied:
         record = applied[name]
-        raise AlreadyAnnotatedError(f"{name} was already applied to {module_name(module, record.fqn)} (at {record.place})")
+        raise AlreadyAnnotatedError(f"{name} was already applied to {module_name(module, record.fqn)} (at {record.call_site})")
     for transaction in transactions.running():
         if transaction.covers(name, module):
-            raise AlreadyAnnotatedError(f"{name} is being applied to {module_name(module)} (at {transaction.place})")
+            raise AlreadyAnnotatedError(f"{name} is being applied to {module_name(module)} (at {transaction.call_site})")
     for other, reason in reasons.items():
         if other in applied:
             tail = reason or f"{name} cannot be applied to the same module"

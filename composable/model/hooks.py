@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol, cast
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from composable.compilation import forget_compiled, running_compiler, untraced, untraced_alone
+from composable.compilation import drop_compiled, running_compiler, untraced, untraced_alone
 from composable.model.interrupts import Inputs, calls_of
 
 _WAITING: Final = "composable: called before gradients"  # in a node's metadata
@@ -120,7 +120,7 @@ class Dispatcher:
     @untraced_alone
     def before(self, module: nn.Module, args: Any, kwargs: Any, without: str = "") -> tuple[Any, Any]:
         if self._calls and calls_of(module) <= 1:
-            self._forget_interrupted()
+            self._drop_interrupted()
         call = _Call()
         self._calls.append(call)
         skipped = self.brackets.get(without) if without else None
@@ -141,9 +141,9 @@ class Dispatcher:
     def _let_go(self, module: nn.Module, call: _Call) -> None:
         """What `before` returned is gone, and with it, most likely, the call."""
         if call in self._calls and not calls_of(module):
-            self._forget_interrupted()
+            self._drop_interrupted()
 
-    def _forget_interrupted(self) -> None:
+    def _drop_interrupted(self) -> None:
         """Calls ended without a word: torch tells hooks of ordinary exceptions only."""
         for bracket in reversed(self._ordered):
             bracket.on_interrupt()
@@ -185,7 +185,7 @@ def attach(module: nn.Module, name: str, bracket: Bracket) -> None:
     """Add an annotation's bracket to `module`."""
     dispatcher = dispatcher_of(module) or Dispatcher(module)
     dispatcher.add(name, bracket)
-    forget_compiled()  # what was compiled around this module calls no hooks of it, and would not notice these
+    drop_compiled()  # what was compiled around this module calls no hooks of it, and would not notice these
 
 
 def detach(module: nn.Module, name: str) -> None:

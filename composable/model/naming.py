@@ -88,7 +88,7 @@ def require_callable(module: nn.Module, *, so: str = "its parameters cannot be g
         raise AnnotationError(f"{what} has no forward, so {so}; annotate its children, or pass policy=")
 
 
-def calling_place() -> str:
+def calling_site() -> str:
     """File and line of the call that led here from outside the libraries, as in `train.py:41`."""
     for frame in _users_frames():
         return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

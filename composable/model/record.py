@@ -31,16 +31,16 @@ class Annotation:
 
     Attributes:
         name: of the verb.
-        place: file and line of the call, as in `train.py:41`.
+        call_site: file and line of the call, as in `train.py:41`.
         fqn: of the module, or of the first of several that were annotated as one, if it was known at the call.
         state: what the verb keeps; see `contract`.
     """
 
-    __slots__ = ("_kwargs", "_modules", "_nested", "_undo", "fqn", "name", "place", "state")
+    __slots__ = ("_kwargs", "_modules", "_nested", "_undo", "call_site", "fqn", "name", "state")
 
     def __init__(self, done: Transaction, kwargs: Mapping[str, Any], fqn: str | None) -> None:
         self.name = done.name
-        self.place = done.place
+        self.call_site = done.call_site
         self.fqn = fqn
         self.state = done.state
         self._kwargs = dict(kwargs)
@@ -50,13 +50,18 @@ class Annotation:
         self._undo: ExitStack | None = done.undo  # None in a copy
 
     @property
+    def place(self) -> str:
+        """`call_site`, under the name that it had first."""
+        return self.call_site
+
+    @property
     def kwargs(self) -> Mapping[str, Any]:
         """The call's arguments, as they were given."""
         return MappingProxyType(self._kwargs)
 
     def __repr__(self) -> str:
         given = ", ".join(f"{key}={value!r}" for key, value in self._kwargs.items() if not _holds_modules(value))
-        return f"<{self.name}({given}) at {self.place}>"
+        return f"<{self.name}({given}) at {self.call_site}>"
 
     def states(self) -> Iterator[Any]:
         """What this verb keeps, and what those keep that it called."""
@@ -123,7 +128,7 @@ class Annotation:
     def __deepcopy__(self, memo: dict[int, Any]) -> Annotation:
         twin = Annotation.__new__(Annotation)
         memo[id(self)] = twin  # first of all: the state may lead back here
-        twin.name, twin.place, twin.fqn, twin._undo = self.name, self.place, self.fqn, None
+        twin.name, twin.call_site, twin.fqn, twin._undo = self.name, self.call_site, self.fqn, None
         twin._modules = copy.deepcopy(self._modules, memo)
         twin._nested = copy.deepcopy(self._nested, memo)
         twin._kwargs = {key: _copied(value, memo) for key, value in self._kwargs.items()}
@@ -133,7 +138,7 @@ class Annotation:
     def __getstate__(self) -> dict[str, Any]:
         return {
             "name": self.name,
-            "place": self.place,
+            "call_site": self.call_site,
             "fqn": self.fqn,
             "state": self.state,
             "_kwargs": {key: _portable(value) for key, value in self._kwargs.items()},

@@ -55,11 +55,11 @@ class Snapshot:
 class Transaction:
     """One verb that is running: on which modules, with which state, and how to take back what it did so far."""
 
-    def __init__(self, name: str, modules: tuple[nn.Module, ...], state: Any, place: str) -> None:
+    def __init__(self, name: str, modules: tuple[nn.Module, ...], state: Any, call_site: str) -> None:
         self.name = name
         self.modules = modules
         self.state = state
-        self.place = place
+        self.call_site = call_site
         self.undo = ExitStack()
         self.nested: list[tuple[nn.Module, Any]] = []  # annotations that were finished inside this one
 

@@ -144,7 +144,7 @@ class Plan:
         for span in self._spans:
             self._members[id(span)] = [optimizer.state.get(p) for p in span.parameters]
             self._adopt(span, move=True)
-        self._settle(optimizer)
+        self._note_state(optimizer)
         self._let_go()
 
     def holds(self, optimizer: Optimizer) -> bool:
@@ -218,7 +218,7 @@ class Plan:
         for column in self._columns:
             column.spread()
         if changed:
-            self._settle(optimizer)
+            self._note_state(optimizer)
 
     def _enter_in_order(self, changed: Sequence[Span], states: Any) -> None:
         """Enter parameters that got their first state, in the order in which torch would have."""
@@ -287,7 +287,7 @@ class Plan:
                 "step_on_shards returned, and make a new optimizer."
             )
 
-    def _settle(self, optimizer: Optimizer) -> None:
+    def _note_state(self, optimizer: Optimizer) -> None:
         """Members' scalars move into columns; from now on, what is there is what is expected."""
         together = [
             [state for state in self._members[id(span)] if state is not None]

@@ -18,7 +18,7 @@ class Phase(_State):
     """What exists of a handle's parameters."""
 
     SHARDED = "only this rank's shard exists"
-    SHARDED_POST_FORWARD = "a coarser shard, cut over a few neighbours, exists as well"
+    SHARDED_POST_FORWARD = "a post-forward shard, cut over a few consecutive ranks, exists as well"
     GATHERING = "an all-gather is writing the unsharded buffer"
     UNSHARDED = "the unsharded parameters exist"
 
@@ -29,13 +29,13 @@ class Event(_State):
     UNSHARD = "launch the all-gather"
     WAIT = "wait for the all-gather at the first use"
     RESHARD = "free the unsharded parameters"
-    RESHARD_POST_FORWARD = "keep a coarser shard over neighbours and free the rest"
+    RESHARD_POST_FORWARD = "keep a post-forward shard over a few consecutive ranks and free the rest"
 
 
 NEXT: Final[dict[tuple[Phase, Event], Phase]] = {
     (Phase.SHARDED, Event.UNSHARD): Phase.GATHERING,
     (Phase.SHARDED, Event.RESHARD): Phase.SHARDED,  # nothing to free
-    (Phase.SHARDED_POST_FORWARD, Event.UNSHARD): Phase.GATHERING,  # among the neighbours
+    (Phase.SHARDED_POST_FORWARD, Event.UNSHARD): Phase.GATHERING,  # among the ranks of the post-forward mesh
     (Phase.SHARDED_POST_FORWARD, Event.RESHARD): Phase.SHARDED,
     (Phase.GATHERING, Event.UNSHARD): Phase.GATHERING,  # already prefetched
     (Phase.GATHERING, Event.WAIT): Phase.UNSHARDED,

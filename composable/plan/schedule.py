@@ -53,10 +53,10 @@ class ForwardOrder:
         changed = tuple(self._current) != self.recorded
         if changed:
             self.recorded = tuple(self._current)
-        self.abandon()
+        self.drop()
         return changed
 
-    def abandon(self) -> None:
+    def drop(self) -> None:
         """Forget a forward that did not complete."""
         self._current = []
         self._cursor = 0

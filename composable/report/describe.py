@@ -203,7 +203,7 @@ def _verbs(annotations: Mapping[str, Annotation]) -> list[str]:
 
 
 def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
-    unit.settle()
+    unit.recover()
     handle = unit.handle
     parameters = [param.sharded for param in handle.parameters.params]
     after = _AFTER.get(type(handle.after_forward), "")
@@ -228,14 +228,14 @@ def _sharded(name: str, unit: ShardedUnit, verbs: list[str]) -> UnitRow:
         after_forward=after,
         state=handle.phase.name,
         checkpointed="checkpoint" in verbs,
-        grad_reduce=grad_reduce_in_words(None if unit.recipe is None else unit.recipe.divisor),
+        grad_reduce=grad_reduce_in_words(None if unit.spec is None else unit.spec.divisor),
         offload=_offload(unit),
         comm_hook="" if handle.gradients.comm_hooks is None else handle.gradients.comm_hooks.name,
     )
 
 
 def _offload(unit: ShardedUnit) -> str:
-    if unit.recipe is None or unit.recipe.offload is None:
+    if unit.spec is None or unit.spec.offload is None:
         return ""
     return "no effect" if unit.home == unit.handle.mesh_info.device else "host"
 

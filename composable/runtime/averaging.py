@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from composable.device.collectives import Communicator, LocalCommunicator
@@ -83,11 +82,6 @@ class Averaging:
     def communicator(self) -> Communicator:
         assert self.mesh_info is not None, "the unit is used before replicate has finished"
         return self.mesh_info.all
-
-    @property
-    def mesh(self) -> DeviceMesh | None:
-        """Of the ranks that hold the parameters; None without a process group."""
-        return None if self.mesh_info is None else self.mesh_info.mesh
 
     @property
     def reducer(self) -> Reducer:

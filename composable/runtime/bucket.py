@@ -38,7 +38,7 @@ def grouped_in_order(
     return [[order[position] for position in positions] for positions in buckets]
 
 
-class Tally:
+class PendingGradients:
     """Which gradients of a bucket have arrived in this backward. It is all that hooks hold, for the reason that
     Note [Hooks on parameters hold nothing] gives."""
 
@@ -93,7 +93,7 @@ class Bucket:
         hop: in place of the communicator's sum.
     """
 
-    __slots__ = ("_hop", "gradients", "label", "members", "phase", "tally")
+    __slots__ = ("_hop", "gradients", "label", "members", "pending_gradients", "phase")
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Bucket:
         self.gradients = gradients
         self.label = label
         self.phase = phase
-        self.tally = Tally(len(members))
+        self.pending_gradients = PendingGradients(len(members))
         self._hop = hop or Hop(communicator)
 
     def _advance(self, event: GradEvent) -> None:
@@ -117,17 +117,17 @@ class Bucket:
     @property
     def missing(self) -> list[int]:
         """Slots without a gradient in this backward, so far."""
-        states = self.tally.states
-        return [slot for slot, state in enumerate(states) if state == AWAITED] if self.tally.awaited else []
+        states = self.pending_gradients.states
+        return [slot for slot, state in enumerate(states) if state == AWAITED] if self.pending_gradients.awaited else []
 
     @property
     def arrived(self) -> list[int]:
         """The parameters that this backward has brought gradients to, so far."""
-        return [i for i, state in zip(self.members, self.tally.states, strict=True) if state in (ARRIVED, SENT)]
+        return [i for i, state in zip(self.members, self.pending_gradients.states, strict=True) if state in (ARRIVED, SENT)]
 
     def open(self) -> None:
         """A backward begins."""
-        self.tally.enter(AWAITED)
+        self.pending_gradients.enter(AWAITED)
         self.gradients.open()
 
     def hold(self) -> None:
@@ -138,8 +138,8 @@ class Bucket:
     def launch(self) -> None:
         """The message is complete: sum it."""
         self._advance(GradEvent.REDUCE)
-        if not self.tally.awaited:  # otherwise backward is at its end, and what was awaited was missing
-            self.tally.enter(SENT)
+        if not self.pending_gradients.awaited:  # otherwise backward is at its end, and what was awaited was missing
+            self.pending_gradients.enter(SENT)
         message = (self.gradients.message, self.label, self.gradients.scaled_input)
         try:
             if profiled():
@@ -173,8 +173,8 @@ class Bucket:
 
     def close(self) -> None:
         """The backward has ended, well or not: the next gradient belongs to another one."""
-        self.tally.enter(IDLE)
-        self.tally.awaited = len(self.members)
+        self.pending_gradients.enter(IDLE)
+        self.pending_gradients.awaited = len(self.members)
         self.gradients.drop()
 
     def drop(self) -> None:

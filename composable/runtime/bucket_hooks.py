@@ -51,7 +51,7 @@ class BucketHooks:
         parameters = self._averaged.everyone
         for number, bucket in enumerate(buckets):
             for slot, i in enumerate(bucket.members):
-                hook = bucket.tally.hook(slot, complete, partial(unexpected, number), failed)
+                hook = bucket.pending_gradients.hook(slot, complete, partial(unexpected, number), failed)
                 if i not in self._frozen:
                     self._handles.append(call_when_accumulated(parameters[i], agreement.noting(i, hook)))
         for slot, i in enumerate(self._averaged.sparse):
@@ -79,7 +79,7 @@ class BucketHooks:
         """The first gradient of a backward that came through no output, or one that came twice."""
         self._order.open()
         bucket = self._buckets[number]
-        if bucket.tally.states[slot] == SENT:
+        if bucket.pending_gradients.states[slot] == SENT:
             name = self._averaged.names[bucket.members[slot]]
             raise PhaseError(
                 f"replicate(unit '{self._unit}'): parameter '{name}' got a second gradient in one backward, after its first "

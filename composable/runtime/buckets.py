@@ -67,7 +67,7 @@ class Buckets:
     @property
     def awaited(self) -> bool:
         """Whether a gradient is still to come."""
-        return any(bucket.tally.awaited for bucket in self.each)
+        return any(bucket.pending_gradients.awaited for bucket in self.each)
 
     @property
     def arrived(self) -> list[int]:
@@ -89,7 +89,7 @@ class Buckets:
                 for each in before:
                     if each not in self._in_flight:
                         _step(self, each)
-        while (bucket := self._next) is not None and not bucket.tally.awaited:
+        while (bucket := self._next) is not None and not bucket.pending_gradients.awaited:
             if bucket is self.each[-1] and self._round.incomplete:
                 return  # backward may come to those forwards yet, or end without
             self._launch(bucket)
@@ -140,7 +140,7 @@ class Buckets:
         if self._local.accumulation.early:
             _step(self, bucket)
 
-    def settle(self, said: Sequence[float]) -> bool:
+    def resolve_unused(self, said: Sequence[float]) -> bool:
         """All sums are there: decide about gradients that were missing on this rank.
 
         Args:
@@ -153,7 +153,7 @@ class Buckets:
         unused, complete = self.trailer.unused(said)
         absent = dict.fromkeys(unused)
         for bucket in self.each:
-            bucket.gradients.settle([i not in absent for i in bucket.members])
+            bucket.gradients.resolve_unused([i not in absent for i in bucket.members])
         return complete
 
     def close(self) -> None:

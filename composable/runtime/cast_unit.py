@@ -53,23 +53,23 @@ class CastUnit:
         if self.precision.outdated:
             self.precision.follow_mode()
 
-    def show(self) -> None:
+    def use_casts(self) -> None:
         """Modules compute with casts from here on. Done twice is done once."""
         if self._shown:
             return
         self._shown = True  # first: whoever hides finds what has been shown
         dtype = self.precision.in_force.param_dtype
         if dtype is not None:
-            self._casts.show(dtype)
+            self._casts.use_casts(dtype)
         if self.precision.holders:
             self._buffer_casts = SwapWithBuffers((), self.precision.holders)
-            self._buffer_casts.show()
+            self._buffer_casts.use_unsharded()
 
-    def hide(self) -> None:
+    def use_originals(self) -> None:
         """Modules hold what they hold at rest. Done twice is done once."""
         if self._shown:
-            self._casts.hide()
-            self._buffer_casts.hide()
+            self._casts.use_originals()
+            self._buffer_casts.use_sharded()
             self._shown = False
 
     def refuse_written(self, unit: str) -> None:
@@ -96,7 +96,7 @@ class _Shows(Protocol):
     def shown(self) -> _Shown: ...
 
 
-def show_casts(units: Sequence[_Shows], *, trains: bool) -> None:
+def use_casts(units: Sequence[_Shows], *, trains: bool) -> None:
     """Modules of `units` are about to be called: they compute as their policies say.
 
     Args:
@@ -106,4 +106,4 @@ def show_casts(units: Sequence[_Shows], *, trains: bool) -> None:
         casts = unit.shown.casts
         if casts is not None:
             casts.follow_mode(trains=trains)
-            casts.show()
+            casts.use_casts()

@@ -87,7 +87,7 @@ class Company:
         """Whether somebody of another kin may train or compute on some rank."""
         return any(count for other, count in self._members.items() if other is not kin)
 
-    def forget_others(self, kin: object) -> None:
+    def drop_others(self, kin: object) -> None:
         """On no rank is anybody left who is of another kin."""
         self._members = {kin: self._members.get(kin, 0)}
         self._trained = {kin: None}

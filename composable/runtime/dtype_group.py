@@ -46,7 +46,7 @@ def digest_of_dtypes(groups: Sequence[DtypeGroup]) -> int:
 
 
 class DtypeGroup:
-    """The parameters of one precision on one device: their buffers, and the coarse shard kept after forward."""
+    """The parameters of one precision on one device: their buffers, and the post-forward shard kept after forward."""
 
     __slots__ = (
         "_absent", "_addresses", "_aliased", "_all_come", "_coarse_of_whole", "_comes", "_coming", "_communicator",
@@ -127,7 +127,7 @@ class DtypeGroup:
         return self._communicator.all_gather(self.flat.gather_plan, label=label, tags=tags)
 
     def gather_post_forward(self, tags: TagSequence, label: str) -> Work | None:
-        """Launch the all-gather from the coarse shards."""
+        """Launch the all-gather from the post-forward shards."""
         if self._post_forward is None or not self._gathered:
             return None
         self._full.allocate()
@@ -229,7 +229,7 @@ class DtypeGroup:
 
     @outside_transforms
     def reshard_post_forward(self) -> Sequence[str]:
-        """Only the shards and the coarse shard remain. Names what `free` names."""
+        """Only the shards and the post-forward shard remain. Names what `free` names."""
         written = self.look_for_writes()
         if self._post_forward_shard is not None:
             self._there = False

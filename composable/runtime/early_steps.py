@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from composable.device.host_home import settle_traffic
+from composable.device.host_home import wait_for_traffic
 from composable.device.private import node_that_runs
 from composable.device.user_hooks import WaitingHooks, call_hooks_after_accumulation
 from composable.errors import PhaseError, few
@@ -120,7 +120,7 @@ class EarlySteps:
                 "all ranks, to go on with the parameters as they are"
             )
         self._stepped.update({id(parameter): self._names[id(parameter)] for parameter in found})
-        settle_traffic()  # of shards and gradients on the host
+        wait_for_traffic()  # of shards and gradients on the host
         self._step(mine)
         for parameter in found:
             parameter.grad = None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from composable.device.collectives import Communicator
-from composable.device.host_home import settle_traffic
+from composable.device.host_home import wait_for_traffic
 from composable.device.private import in_backward
 from composable.errors import PhaseError, RanksDisagreeError
 from composable.model.interrupts import calls_of
@@ -34,7 +34,7 @@ class _Units:
     def finish_backward(self) -> None:
         for handle in self._handles:
             handle.gradients.end()
-        settle_traffic()
+        wait_for_traffic()
         for handle in self._handles:
             handle.gradients.hooks.call()
 

@@ -192,11 +192,11 @@ class GradientGroup:
         self.undecided = False
         return [parameter for reduction in self.reductions.values() for parameter in reduction.decide()]
 
-    def forget_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         """Forget what was not reduced yet."""
         take_gradients(self._unsharded)
         if self._held is not None:
-            self._held.forget()
+            self._held.drop()
             self._held = None
 
     def drop_reduction(self) -> None:

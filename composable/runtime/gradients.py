@@ -119,7 +119,7 @@ class UnitGradients:
             for each in groups:
                 each.go_on_holding()
 
-    def settle(self) -> None:
+    def reduce_or_hold(self) -> None:
         """The unit has been left: reduce what arrived, or hold it until a backward does."""
         accumulation = self.accumulation
         if accumulation.now is Pass.HOLDS:
@@ -208,7 +208,7 @@ class UnitGradients:
         self.accumulation.drop()
         self._end_round()
         for each in self.groups:
-            each.forget_gradients()
+            each.drop_gradients()
         for each in self.groups:
             each.drop_reduction()
 

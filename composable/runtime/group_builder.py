@@ -75,7 +75,7 @@ class GroupBuilder:
         groups = []
         for members, flat in flats:
             for position, param in enumerate(members):
-                self._settle_in(flat, position, param)
+                self._adopt_into(flat, position, param)
             groups.append(DtypeGroup(flat, members, self._mesh_info))
         return tuple(groups)
 
@@ -134,7 +134,7 @@ class GroupBuilder:
             direct_multiple=max(1, capabilities.packed_align // min(sent, dtype_named(precision.reduce).itemsize)),
         )
 
-    def _settle_in(self, flat: FlatParameters, position: int, param: ShardedParam) -> None:
+    def _adopt_into(self, flat: FlatParameters, position: int, param: ShardedParam) -> None:
         mesh, registered = self._mesh_info.mesh, param.registered
         assert isinstance(registered, nn.Parameter)
         param.sharded = registered

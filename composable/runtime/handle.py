@@ -29,7 +29,7 @@ from composable.runtime.unit_tags import UnitTags
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class UnitSpec:
     """All that it takes to make a handle around the parameters that are registered; copied with the module."""
 
     params: tuple[ParamInfo, ...]
@@ -65,10 +65,10 @@ class Handle:
         "phase", "tags", "versions"
     )  # fmt: skip
 
-    def __init__(self, params: Sequence[ShardedParam], recipe: Recipe, pool: MemoryPool) -> None:
-        mesh_info = recipe.mesh_info
+    def __init__(self, params: Sequence[ShardedParam], spec: UnitSpec, pool: MemoryPool) -> None:
+        mesh_info = spec.mesh_info
         self.mesh_info = mesh_info
-        self.after_forward = recipe.after_forward
+        self.after_forward = spec.after_forward
         self.phase = Phase.SHARDED
         self.kept_by: dict[object, None] = {}  # the reasons to keep the parameters unsharded
         self.is_last = False
@@ -78,11 +78,11 @@ class Handle:
         self.parameters = UnitParameters(
             params,
             mesh_info,
-            UnitPrecision(recipe.mp_policy, recipe.holders),
+            UnitPrecision(spec.mp_policy, spec.holders),
             pool,
             on_gradient=self.gradients.watch.arrived,
-            divisor=recipe.divisor,
-            offload=recipe.offload,
+            divisor=spec.divisor,
+            offload=spec.offload,
         )
         self.gradients.groups = self.parameters.gradient_groups
         self.tags = UnitTags(mesh_info, self.gradients)
@@ -188,7 +188,7 @@ class Handle:
         """Done twice is done once. Frees nothing by itself."""
         self.kept_by.pop(reason, None)
 
-    def settle_after_forward(self) -> None:
+    def reshard_after_forward(self) -> None:
         """Free, keep or regroup, as the user asked."""
         if self.phase is not Phase.UNSHARDED or self.kept_by:
             return
@@ -208,7 +208,7 @@ class Handle:
 
     # --- leaving ----------------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
+    def abort(self) -> None:
         """After an error: nothing in flight, nothing unsharded, no unreduced gradient, modules hold sharded parameters."""
         self.calls.set_to(0)
         self.outputs.pending = 0

@@ -96,7 +96,7 @@ class Shards:
     @property
     def is_there(self) -> bool:
         """Whether it was not removed."""
-        return self._unit.recipe is not None
+        return self._unit.spec is not None
 
     @property
     def waits_for_backward(self) -> bool:

@@ -125,25 +125,25 @@ class HookedHop:
             assert self._bucket is not None
             self._hook.finish(self._returned, self._bucket, self._into, self._label)
         except BaseException as error:
-            self._forget()
+            self._drop()
             if not self._at_launch:
                 self._hook.group.give_up(error)
             raise
-        self._forget()
+        self._drop()
 
     def _call(self) -> None:
         # Another view: what becomes of it, `resize_` for example, is no matter of the message.
         self._bucket = self._bucket_of(self._into.view(-1))
         self._returned = self._hook.start(self._bucket, self._label)
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         self._bucket, self._returned, self._into = None, _NOTHING, _NOWHERE
 
     def abort(self) -> None:
         """The result is not wanted. The backend may write to it whenever it comes, so it is waited for."""
         self.in_flight = False
         bucket, returned, into = self._bucket, self._returned, self._into
-        self._forget()
+        self._drop()
         try:
             self._start.abort()
         finally:

@@ -112,9 +112,9 @@ class HookedReplicas:
         else:
             self._start.wait()
         self._flags.copy_(self._numbers)
-        self._forget()
+        self._drop()
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         self._views, self._pending = [], False
         self._message = self._numbers = self._flags = _NOWHERE
 
@@ -133,7 +133,7 @@ class HookedReplicas:
             if self._returned is not None:
                 self._returned.abort()
         finally:
-            self._forget()
+            self._drop()
 
 
 def _in_order(landed: Tensor, shape: torch.Size, order: Sequence[int]) -> Tensor:

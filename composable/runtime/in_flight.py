@@ -52,7 +52,7 @@ class ReductionsInFlight:
         for hop in (self._first_hop, self._second_hop):
             if gradients in hop:
                 hop.remove(gradients)
-        gradients.settle()
+        gradients.reduce_or_hold()
         self._first_hop.append(gradients)
 
     def give_back_beside(self, arriving: UnitGradients, streams: Streams, stream: Any, *, beside_next: bool) -> None:

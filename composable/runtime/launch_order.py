@@ -91,7 +91,7 @@ class LaunchOrder:
         company: all that launch over that.
         backward: the one of this order that has been opened and not closed: it runs, or has raised and not been forgotten.
         kin: it and its copies have this in common.
-        settled: the last change in the company of which all ranks have said whether they keep others.
+        agreed: the last change in the company of which all ranks have said whether they keep others.
     """
 
     def __init__(self, communicator: Communicator, original: LaunchOrder | None = None) -> None:
@@ -100,7 +100,7 @@ class LaunchOrder:
         self._is_copy = original is not None
         self.company = company_of(communicator)
         self.company.join(self)
-        self.settled = -1
+        self.agreed = -1
         self._places: dict[int, Member] = {}
         self.members: tuple[Member, ...] = ()
         self.backward: OrderedBackward | None = None
@@ -265,8 +265,8 @@ class OrderedBackward:
         for backward in self._up_to_this():
             backward._finish_sums()
         order = self._order
-        if not self.launches_early and order.settled != order.company.changes:
-            self._settle()
+        if not self.launches_early and order.agreed != order.company.changes:
+            self._agree_on_others()
         for member in order.members:
             member.conclude()
         order.close()
@@ -274,15 +274,15 @@ class OrderedBackward:
         for member in order.members:
             member.deliver()
 
-    def _settle(self) -> None:
+    def _agree_on_others(self) -> None:
         """Read whether some rank keeps others. All ranks come to it in the same backward."""
         order = self._order
         for member in order.members:
             others = keep_others(member.buckets)
             if others is not None:
-                order.settled = order.company.changes
+                order.agreed = order.company.changes
                 if not others:
-                    order.company.forget_others(order.kin)
+                    order.company.drop_others(order.kin)
                 return
 
     def _finish_sums(self) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.device.collectives import Communicator, is_distributed, reference_to
 from composable.device.model_parts import note_part
 from composable.errors import AnnotationError, MeshError
+from composable.model.traversal import get_all_sharded_states, get_replicated_states
 
 _CPU: Final = torch.device("cpu")
 
@@ -28,7 +30,7 @@ class MeshInfo:
         shard: among the ranks that parameters are cut over.
         all: among all ranks of the mesh, which train together: for checks, and to say farewell.
         replicate: among the ranks that have the same shards; None where there is one such rank only.
-        post_forward: among neighbours of those that parameters are cut over, for `ReshardTo`.
+        post_forward: among some consecutive ranks of those that parameters are cut over, for `ReshardTo`.
         group: of `all`; not kept, see `let_go_when_destroyed`.
         shard_dim: the dimension of the mesh that parameters are cut over; along the other one, if any, they are the same.
     """
@@ -94,8 +96,12 @@ def refuse_left_alone(verb: str, unit: str, mesh_info: MeshInfo | None) -> None:
     )
 
 
-def note_parts(units: Iterable[MeshInfo]) -> None:
-    """Units of one model on fewer ranks than others hold a part of it, of which the other ranks have other ones."""
+def note_parts(modules: Sequence[nn.Module], mesh_info: MeshInfo) -> None:
+    """Of units below `modules`, which are being annotated over `mesh_info`, those on fewer ranks than others hold a part of the
+    model, of which the other ranks have other ones."""
+    sharded = [state.handle.mesh_info for each in modules for state in get_all_sharded_states(each)]
+    replicated = [state.averaging.mesh_info for each in modules for state in get_replicated_states(each)]
+    units = [mesh_info, *sharded, *(each for each in replicated if each is not None)]
     found = [(mesh_info, mesh_info.mesh) for mesh_info in units if mesh_info.mesh is not None]
     groups = [mesh_info.group() for mesh_info, _ in found if mesh_info.group is not None]
     for group in filter(None, dict.fromkeys(groups)):

@@ -68,7 +68,7 @@ class MixedParameters:
         self._watch({id(place.module): place.module for place in places if id(place.module) not in known})
         self.paired.tie(places, names)
 
-    def show(self, reader: object) -> None:
+    def use_plain(self, reader: object) -> None:
         """Modules compute with plain tensors for as long as there is a `reader`. Done twice is done once."""
         alone = not self._shown
         if not in_backward():
@@ -79,31 +79,31 @@ class MixedParameters:
         self._shown[reader] = None  # first: whoever hides for it finds what has been shown
         if alone:
             self._row.step_aside()
-            self.paired.swap.show()
+            self.paired.swap.use_unsharded()
 
-    def hide(self, reader: object) -> None:
+    def use_resting(self, reader: object) -> None:
         """Modules hold DTensors again when this was the last reader."""
         self._shown.pop(reader, None)
         if not self._shown:
-            self.paired.swap.hide()
+            self.paired.swap.use_sharded()
             self._row.stand()
 
     @untraced
     def _before_state_dict(self, *_: Any) -> None:
         for reader in list(self._shown):
             if isinstance(reader, Readers):
-                reader.settle()
+                reader.recover()
 
-    def forget_calls(self) -> None:
+    def drop_calls(self) -> None:
         """Calls of modules by themselves have ended without a word."""
         for reader in [each for each in self._shown if isinstance(each, _CalledAlone) and not calls_of(each.module)]:
-            self.hide(reader)
+            self.use_resting(reader)
 
     def _called_alone(self, module: nn.Module) -> None:
         """A module inside the unit is called while no call, or backward, of an annotated module around it is under way."""
         call = _CalledAlone(module)
-        self.show(call)
-        after_call(module, partial(self.hide, call))
+        self.use_plain(call)
+        after_call(module, partial(self.use_resting, call))
 
     def leave(self) -> None:
         """Register the plain parameters for good."""

@@ -79,7 +79,7 @@ def note(parameter: nn.Parameter, form: Form, unit: str, fqn: str) -> None:
     label(parameter, unit, fqn, form.name)
 
 
-def forget(parameter: nn.Parameter) -> None:
+def drop_note(parameter: nn.Parameter) -> None:
     """`parameter` is the user's own again."""
     global _written
     _written += 1

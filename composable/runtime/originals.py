@@ -47,5 +47,5 @@ class Originals:
                 parameters.leave(self.alive(), self.exact_values, self.whole_gradients)
                 self._registered = True
             handle.reshard()
-            parameters.forget()
+            parameters.drop()
         handle.gradients.adopt(())

@@ -20,11 +20,11 @@ from typing import Any, Final, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable.runtime.early_steps import is_asked_to_step
+from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.reducer import Reducer
 
 _numbers: Final = count()
@@ -40,20 +40,18 @@ class Holder(Protocol):
         number: units are numbered in the order of annotation; a copy has the number of its original.
         name: what it is called in messages.
         held: ids of the parameters that it held when it made its reducer, and keeps alive.
-        mesh: of the ranks that hold them; None without a process group.
+        mesh_info: where they are spread; None before the annotation is done.
         owned_at_rest: those that it averages, as users see them between steps.
     """
 
     number: int
     held: frozenset[int]
     name: str
+    mesh_info: MeshInfo | None
 
     @property
     def reducer(self) -> Reducer:
         """Averages its gradients."""
-
-    @property
-    def mesh(self) -> DeviceMesh | None: ...
 
     @property
     def owned_at_rest(self) -> Sequence[nn.Parameter]: ...

@@ -21,7 +21,7 @@ from composable.device.parameter_forms import describe_mesh, make_replicated
 from composable.device.parameter_swap import ParameterSwap, ParamInfo, Place, ShardedParam
 from composable.device.private import local_of
 from composable.errors import ForeignParameterError
-from composable.runtime.optimizer_hooks import Form, forget, note
+from composable.runtime.optimizer_hooks import Form, drop_note, note
 from composable.runtime.resting_form import Pair, fits, pair_of, plain_over
 from composable.runtime.sparse import is_sparse_lookup
 
@@ -49,9 +49,9 @@ class PairedPlaces:
         self.each = tuple(places)
         self._names = tuple(names)
         self._found: tuple[Pair | None, ...] = (None,) * len(places)
-        self._forget()
+        self._drop()
 
-    def _forget(self) -> None:
+    def _drop(self) -> None:
         """Nothing is known of what is registered: `build` is to be done, or done again."""
         self.pairs: tuple[Pair, ...] = ()
         self._params: list[ShardedParam] = []
@@ -195,7 +195,7 @@ class PairedPlaces:
             self.build()  # which an interrupt has left half done
         for name, pair in zip(self._names, self._found, strict=True):
             if pair is not None:
-                forget(pair.plain)
+                drop_note(pair.plain)
                 note(pair.resting, Form.REMOVED, self._unit, name)
         for pair, param in zip(self.pairs, self._params, strict=True):
             pair.follow()
@@ -215,5 +215,5 @@ class PairedPlaces:
         twin._mesh, twin._unit, twin._names = self._mesh, self._unit, self._names
         twin._own, twin._tied_to = self._own, self._tied_to
         twin.each = copy.deepcopy(self.each, memo)
-        twin._forget()
+        twin._drop()
         return twin

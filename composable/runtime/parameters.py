@@ -185,7 +185,7 @@ class UnitParameters:
         Args:
             exact: what `gather_exact` returned.
         """
-        self.swap.hide()
+        self.swap.use_sharded()
         if self._in_place:
             for param in self.params:
                 keep_gradients_in(param.sharded.dtype, param.sharded)
@@ -193,7 +193,7 @@ class UnitParameters:
         for param, original, value, gradient in zip(self.params, originals, exact, gradients, strict=True):
             restore(param, param.unsharded.data if value is None else value, original, gradient)
 
-    def forget(self) -> None:
+    def drop(self) -> None:
         """The parameters are somebody else's."""
         self.term_hooks.remove()
         self._adopt(())

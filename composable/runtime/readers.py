@@ -21,14 +21,14 @@ class Shown(Protocol):
 
     casts: CastUnit | None
 
-    def show(self, reader: object) -> bool:
+    def use_plain(self, reader: object) -> bool:
         """Modules compute with plain parameters from here on, for `reader`.
 
         Returns:
             Whether nobody was around the unit before.
         """
 
-    def hide(self, reader: object) -> None:
+    def use_resting(self, reader: object) -> None:
         """Modules hold what they hold at rest again, if they show nothing for anybody else."""
 
 
@@ -41,7 +41,7 @@ class Readable(Protocol):
     @property
     def shown(self) -> Shown: ...
 
-    def forget_calls(self) -> None:
+    def drop_calls(self) -> None:
         """An interrupt ended the calls of its modules."""
 
 
@@ -53,9 +53,9 @@ class Readers:
 
     turn = sys.maxsize  # last: whoever finishes a backward may still recompute
 
-    def __init__(self, units: Sequence[Readable], settle: Callable[[], None]) -> None:
+    def __init__(self, units: Sequence[Readable], recover: Callable[[], None]) -> None:
         self._units = tuple(units)
-        self.settle = settle  # leaves the call if an interrupt has ended it
+        self.recover = recover  # leaves the call if an interrupt has ended it
         self._in_call = False
         self._in_backward = object()  # who reads then: a call may go on around a backward
         self._backward: Callable[[], BackwardEnd | None] | None = None  # while it runs; see Note [What an interrupt leaves]
@@ -67,7 +67,7 @@ class Readers:
         self._in_call = True
         try:
             # This may refuse what was put in a parameter's place.
-            return [unit for unit in self._units if unit.shown.show(self)]
+            return [unit for unit in self._units if unit.shown.use_plain(self)]
         except Exception:
             self.leave_call()
             raise
@@ -75,13 +75,13 @@ class Readers:
     def leave_call(self) -> None:
         if self._in_call:
             for unit in self._units:
-                unit.shown.hide(self)
+                unit.shown.use_resting(self)
             self._in_call = False
 
-    def forget_calls(self) -> None:
+    def drop_calls(self) -> None:
         """An interrupt ended the calls that were under way, of these units and of who is around them."""
         for unit in self._units:
-            unit.forget_calls()
+            unit.drop_calls()
         self.leave_call()
 
     def enter_backward(self) -> None:
@@ -90,7 +90,7 @@ class Readers:
             end.join(self)
             self._backward = ref(end)
             for unit in self._units:
-                unit.shown.show(self._in_backward)
+                unit.shown.use_plain(self._in_backward)
                 unit.averaging.open_backward()
 
     def launch_rest(self) -> None:
@@ -99,7 +99,7 @@ class Readers:
     def finish_backward(self) -> None:
         if self._backward is not None:
             for unit in self._units:
-                unit.shown.hide(self._in_backward)
+                unit.shown.use_resting(self._in_backward)
             self._backward = None
 
     leave_failed_backward = finish_backward

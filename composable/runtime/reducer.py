@@ -192,12 +192,12 @@ class Reducer:
         agreement, buckets = self.agreement, self.buckets
         if buckets.trailer is not None:
             checks = self._communicator.capabilities.reads_freely or not agreement.sure
-            settles = agreement.recording or buckets.awaited
-            said = buckets.trailer.read(buckets.each[-1].gradients.flags) if checks or settles else []
+            resolves = agreement.recording or buckets.awaited
+            said = buckets.trailer.read(buckets.each[-1].gradients.flags) if checks or resolves else []
             if checks:
                 buckets.trailer.check(said, self.refuse_others)
                 agreement.sure = not agreement.recording
-            complete = buckets.settle(said) if settles else False
+            complete = buckets.resolve_unused(said) if resolves else False
             for bucket in buckets.each:
                 bucket.gradients.means.add_new()
             if agreement.recording and complete:
@@ -230,14 +230,14 @@ class Reducer:
         for steps in self.local.accumulation.early:
             steps.lose()
         for bucket in self.buckets.each:
-            bucket.tally.enter(IDLE)
+            bucket.pending_gradients.enter(IDLE)
         in_flight = any(bucket.phase is GradPhase.REDUCING for bucket in self.buckets.each)
         if self._hook is not None and in_flight and self._communicator.capabilities.looked_after:
             self._hook.leave()  # others may call hooks that this rank does not come to
 
     def close(self) -> None:
         self.buckets.close()
-        self._rows.reset()
+        self._rows.clear()
         self.agreement.close()
 
     # --- agreement --------------------------------------------------------------------------------------------------

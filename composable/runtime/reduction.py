@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from composable.device.collectives import Communicator, ReducePart, TagSequence
 from composable.device.flat_parameters import FlatParameters
-from composable.device.host_home import settle_traffic
+from composable.device.host_home import wait_for_traffic
 from composable.device.parameter_forms import gradient_like
 from composable.device.private import gradient_hooks
 from composable.device.sharded_gradients import GradientRows, GradientShards, landed_in
@@ -225,7 +225,7 @@ class Reduction:
             if self.flat.home is not None:
                 gradients = self.flat.home.take(gradients)
                 if any(p.grad is not None or gradient_hooks(p) for p in parameters) or with_hooks(parameters):
-                    settle_traffic()
+                    wait_for_traffic()
             for parameter, gradient in zip(parameters, gradients, strict=True):
                 _add_gradient(parameter, gradient)
             return with_hooks(parameters)

@@ -20,7 +20,7 @@ from composable.model.values import map_tensors, tensors_in, with_a_node
 from composable.runtime.accumulation import refuse_removal
 from composable.runtime.averaging import Averaging
 from composable.runtime.buffer_broadcast import share_buffers
-from composable.runtime.cast_unit import CastUnit, show_casts
+from composable.runtime.cast_unit import CastUnit, use_casts
 from composable.runtime.dtype_notes import note_of_dtypes
 from composable.runtime.exact_modules import ExactModule
 from composable.runtime.forward_steps import ForwardSteps
@@ -49,7 +49,7 @@ class ReplicatedUnit:
         self.averaging = Averaging(self.parameters)
         self.shown = ShownParameters(self.averaging)
         self.forward_steps = ForwardSteps(self.averaging)
-        self._readers = Readers((self,), self.settle)
+        self._readers = Readers((self,), self.recover)
         self._depth = 0
         self.exact: list[ExactModule] = []
 
@@ -84,7 +84,7 @@ class ReplicatedUnit:
     def contain(self, inside: Sequence[ReplicatedUnit]) -> None:
         """Replicated units below this one: who is in a forward of this module may read their parameters, too."""
         self.forward_steps.contain([unit.averaging for unit in inside])
-        self._readers = Readers((self, *inside), self.settle)
+        self._readers = Readers((self, *inside), self.recover)
 
     # --- the bracket ------------------------------------------------------------------------------------------------
 
@@ -110,7 +110,7 @@ class ReplicatedUnit:
                 if steps.opened_here:
                     steps.open()
                 share_buffers(found)
-                show_casts(found, trains=module.training)
+                use_casts(found, trains=module.training)
         casts = self.shown.casts
         return (args, kwargs) if casts is None or casts.edges is None else casts.edges.inputs(args, kwargs)
 
@@ -151,7 +151,7 @@ class ReplicatedUnit:
 
     @untraced
     def on_interrupt(self) -> None:
-        self._readers.forget_calls()
+        self._readers.drop_calls()
         communicator = self.averaging.communicator
         if communicator.size > 1:
             communicator.sums.steps.behind = True
@@ -164,16 +164,16 @@ class ReplicatedUnit:
         self._depth -= 1  # last: after an interrupt it is done again
 
     @untraced
-    def forget_calls(self) -> None:
+    def drop_calls(self) -> None:
         """An interrupt ended the calls of its modules."""
         self._depth = 0
-        self.shown.forget_calls()
+        self.shown.drop_calls()
         self._readers.leave_call()
 
-    def settle(self) -> None:
+    def recover(self) -> None:
         """Show what should be seen, if an interrupt has ended what was under way."""
         if self._depth and not any(calls_of(module) for module in self.parameters.modules):
-            self._readers.forget_calls()
+            self._readers.drop_calls()
 
     def _enter_backward(self, forward: Forward | None, *_: Any) -> None:
         """Backward is about to go through an output; with it the units inside take part, whether or not it comes to them."""

@@ -23,7 +23,7 @@ from composable.runtime.readers import Readers
 from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.root_backward import RootBackward
 from composable.runtime.root_forward import RootForward
-from composable.runtime.step import Unit, reset
+from composable.runtime.step import Unit, abort_units
 from composable.runtime.sums_in_step import SumsInStep
 
 logger = logging.getLogger("composable")
@@ -59,7 +59,7 @@ class Root:
         self._watch = HookWatch(module for unit in units for module in unit.modules)
         nesting = CallNesting(len(handles))
         self.running = nesting.running
-        self._readers = readers = Readers(replicated, self.settle)
+        self._readers = readers = Readers(replicated, self.recover)
         self.backward = RootBackward(handles, nesting, steps, readers)
         self.forward = RootForward(
             handles,
@@ -101,7 +101,7 @@ class Root:
             self.abort(self._failure, self._reason)
             self._failure = ""
 
-    def settle(self) -> None:
+    def recover(self) -> None:
         """Show what should be seen, if an interrupt or an error has ended what was under way."""
         if self.forward.is_left():
             self.recover_from_interrupt()
@@ -112,9 +112,9 @@ class Root:
         """A forward ended without a word. All of this may be interrupted, and done again."""
         self.steps.behind = True
         for unit in self.units:
-            unit.bracket.forget_calls()
+            unit.bracket.drop_calls()
         close_interrupted()
-        self._readers.forget_calls()
+        self._readers.drop_calls()
         self.abort("its forward was interrupted")
 
     def abort(self, why: str, reason: str = "") -> None:
@@ -122,9 +122,9 @@ class Root:
         self.forward.doubt()
         say_farewell(self.handles, reason or why)
         logger.warning("%s; state was reset", why if why.startswith("previous") else f"previous step: {why}")
-        reset(self.handles)
+        abort_units(self.handles)
         self.backward.unpin()
         self._readers.abort()
-        self.forward.order.abandon()
+        self.forward.order.drop()
         self.backward.drop()
         self.forward.end()  # last: what an interrupt ends is done again

@@ -9,7 +9,7 @@ from typing import Final
 
 from composable.config import Keep
 from composable.device.collectives import Steps
-from composable.device.host_home import settle_traffic
+from composable.device.host_home import wait_for_traffic
 from composable.device.streams import streams_of
 from composable.plan.phases import GradPhase, Phase
 from composable.plan.schedule import CallNesting
@@ -105,7 +105,7 @@ class RootBackward:
             if entering and self._saves_memory and iteration.finished.next_units(1):
                 iteration.reducing.give_back_beside(handle.gradients, self._streams, iteration.stream, beside_next=ahead)
             if entering:
-                handle.calls.show()  # parts of the unit may be recomputed by themselves: guards let them pass now
+                handle.calls.use_unsharded()  # parts of the unit may be recomputed by themselves: guards let them pass now
         except BaseException:
             if self.iteration is not None:
                 self.iteration.lose_backward()  # it may not have been opened yet
@@ -169,12 +169,12 @@ class RootBackward:
         with self._streams.on(iteration.stream):
             iteration.reducing.make_room(0, second=0)
             for index in iteration.active:
-                self._handles[index].calls.hide()
+                self._handles[index].calls.use_sharded()
             if iteration.builds_graph or self._nesting.running:
                 self._go_on(iteration)
             else:
                 self._conclude()
-            settle_traffic()
+            wait_for_traffic()
         for handle in [handle for handle in self._handles if handle.gradients.hooks.waiting]:
             handle.gradients.hooks.call()
 
@@ -218,7 +218,7 @@ class RootBackward:
 
 def _free(handle: Handle) -> None:
     """Backward has left it."""
-    handle.calls.hide()
+    handle.calls.use_sharded()
     if not _stays(handle):
         handle.reshard()
 

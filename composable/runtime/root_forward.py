@@ -11,13 +11,13 @@ from torch import nn
 
 from composable.config import FreeUnlessLast
 from composable.device.collectives import Steps
-from composable.device.host_home import settle_traffic
+from composable.device.host_home import wait_for_traffic
 from composable.errors import CommunicationError
 from composable.model.interrupts import calls_of
 from composable.plan.phases import Phase
 from composable.plan.schedule import CallNesting, ForwardOrder
 from composable.runtime.buffer_broadcast import share_buffers
-from composable.runtime.cast_unit import show_casts
+from composable.runtime.cast_unit import use_casts
 from composable.runtime.divergence import catch_up, check_order
 from composable.runtime.handle import Handle
 from composable.runtime.last_units import last_units_of, refuse_writes
@@ -108,7 +108,7 @@ class RootForward:
         self._preparation.prepare()  # this may raise
         found = self._readers.enter_call()
         share_buffers(found)
-        show_casts(found, trains=self._preparation.trains)
+        use_casts(found, trains=self._preparation.trains)
         self._backward.expect()
 
     def enter(self, handle: Handle) -> None:
@@ -148,7 +148,7 @@ class RootForward:
             if with_grad and isinstance(handle.after_forward, FreeUnlessLast):
                 self._last_units[index].leave(handle)
             else:
-                handle.settle_after_forward()
+                handle.reshard_after_forward()
         running = self._nesting.running
         running.pop()
         if not running:
@@ -175,7 +175,7 @@ class RootForward:
         iteration = self._backward.iteration
         if not torch.is_grad_enabled() and iteration is not None and not (iteration.finished.next_units(1) or iteration.pinned):
             self._backward.drop()
-        settle_traffic()
+        wait_for_traffic()
         self._steps.behind = False
         self.call = None
 

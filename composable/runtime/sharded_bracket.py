@@ -128,7 +128,7 @@ class ShardedBracket:
         root = self._unit.root
         if root is not None:
             unnoted = root.forward.call is None and any(call.stage is Stage.ENTERING for call in self._calls)
-            root.settle()
+            root.recover()
             root.steps.behind = True
             if unnoted:
                 root.steps.open()  # the others have
@@ -136,7 +136,7 @@ class ShardedBracket:
         while self._calls:  # of a forward that goes on: somebody inside it caught the interrupt
             self.on_error(self._unit.modules[0])
 
-    def forget_calls(self) -> None:
+    def drop_calls(self) -> None:
         """No call of this unit's modules is under way any more."""
         self._calls = [call for call in self._calls[-1:] if call.stage is Stage.ENTERING]
         self._left_to_run = []

@@ -18,12 +18,12 @@ from composable.model.transaction import is_rolling_back
 from composable.runtime.accumulation import refuse_removal
 from composable.runtime.exact_modules import ExactModule
 from composable.runtime.group_builder import home_of
-from composable.runtime.handle import Handle, Recipe
+from composable.runtime.handle import Handle, UnitSpec
 from composable.runtime.inner_units import InnerUnit, sharded_units_changed
 from composable.runtime.joint_removal import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
 from composable.runtime.model_averagers import take_replicated_parameters
-from composable.runtime.optimizer_hooks import Form, forget, note
+from composable.runtime.optimizer_hooks import Form, drop_note, note
 from composable.runtime.originals import Originals
 from composable.runtime.parametrizations import refuse_late_parametrizations
 from composable.runtime.recurrent import WeightsInPlace
@@ -47,8 +47,23 @@ class ShardedUnit:
     """One fully sharded module, or several that were annotated as one."""
 
     __slots__ = (
-        "__weakref__", "_handle", "_loading", "bracket", "enclosing", "exact", "former", "guards", "in_place", "inner",
-        "inside", "modules", "originals", "recipe", "replicated_inside", "root", "spare_name"
+        "__weakref__",
+        "_handle",
+        "_loading",
+        "bracket",
+        "enclosing",
+        "exact",
+        "former",
+        "guards",
+        "in_place",
+        "inner",
+        "inside",
+        "modules",
+        "originals",
+        "replicated_inside",
+        "root",
+        "spare_name",
+        "spec"
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -59,7 +74,7 @@ class ShardedUnit:
         self.guards: list[Guard] = []
         self.in_place: list[WeightsInPlace] = []
         self.exact: list[ExactModule] = []
-        self.recipe: Recipe | None = None
+        self.spec: UnitSpec | None = None
         self.spare_name = ""
         self.inner = InnerUnit()  # what annotations around it know
         self.inside: list[InnerUnit] = []  # that it is around, or was when they were removed
@@ -69,21 +84,21 @@ class ShardedUnit:
         self._loading: list[RemovableHandle] = []
         self.bracket = ShardedBracket(self)
 
-    def initialize(self, modules: Sequence[nn.Module], recipe: Recipe) -> None:
-        """Shard the parameters that `recipe` names."""
+    def initialize(self, modules: Sequence[nn.Module], spec: UnitSpec) -> None:
+        """Shard the parameters that `spec` names."""
         self.modules = tuple(modules)
-        self.recipe = recipe
-        held = [info.places[0].registered for info in recipe.params]
+        self.spec = spec
+        held = [info.places[0].registered for info in spec.params]
         self.originals = Originals([parameter for parameter in held if parameter is not None])
         del held
         handle = self.handle
         handle.tags.open()
         self.inner.module, self.inner.told = modules[0], handle.mesh_info.all.size == 1
-        self.inner.places = [place for info in recipe.params for place in info.places]
+        self.inner.places = [place for info in spec.params for place in info.places]
         sharded_units_changed()
         self.rename("")
         holders: dict[int, nn.Module] = {}
-        for info in recipe.params:
+        for info in spec.params:
             for place in info.places:
                 holders.setdefault(id(place.module), place.module)
         mine = [id(module) for module in modules]
@@ -96,17 +111,17 @@ class ShardedUnit:
             self._loading = [each.register_load_state_dict_pre_hook(hook) for each in holders.values()]
         if handle.parameters.groups:
             self.in_place = [WeightsInPlace(module) for module in holders.values() if isinstance(module, nn.RNNBase)]
-        swapped = [*(holders.values() if handle.parameters.groups else ()), *(holder.module for holder in recipe.holders)]
+        swapped = [*(holders.values() if handle.parameters.groups else ()), *(holder.module for holder in spec.holders)]
         for each in dict.fromkeys(swapped):
-            self._loading.append(each.register_state_dict_pre_hook(self.settle))
+            self._loading.append(each.register_state_dict_pre_hook(self.recover))
         handle.calls.guarded_by(self.guards)
-        self.exact = [ExactModule(module, self, "handle.parameters.precision") for module in recipe.exact]
+        self.exact = [ExactModule(module, self, "handle.parameters.precision") for module in spec.exact]
 
     @property
     def handle(self) -> Handle:
         if self._handle is None:
-            assert self.recipe is not None, "the unit is used before fully_shard has finished"
-            self._handle = self.recipe.build()
+            assert self.spec is not None, "the unit is used before fully_shard has finished"
+            self._handle = self.spec.build()
             self._handle.rename(self.spare_name)
             self._handle.calls.guarded_by(self.guards)
         return self._handle
@@ -114,8 +129,8 @@ class ShardedUnit:
     @property
     def home(self) -> torch.device:
         """Where the parameters are at rest, or belong."""
-        device, recipe = self.handle.mesh_info.device, self.recipe
-        return device if recipe is None or home_of(recipe.offload, device) is None else torch.device("cpu")
+        device, spec = self.handle.mesh_info.device, self.spec
+        return device if spec is None or home_of(spec.offload, device) is None else torch.device("cpu")
 
     @property
     def fqn(self) -> str:
@@ -172,7 +187,8 @@ class ShardedUnit:
         handle.parameters.term_hooks.remove()
         originals = self.originals.alive()
         if is_rolling_back():
-            handle.calls.hide()  # a verb failed: the registry puts the original parameters back, and no rank may be waited for
+            # A verb failed: the registry puts the original parameters back, and no rank may be waited for.
+            handle.calls.use_sharded()
         else:
             self.originals.come_back(handle)
         for param in self.params:
@@ -180,18 +196,18 @@ class ShardedUnit:
         for param, original in zip(self.params, originals, strict=True):
             for parameter in (param.registered, original):
                 if isinstance(parameter, nn.Parameter):
-                    forget(parameter)
-        self._handle = self.recipe = None  # last: what an interrupt ends is done again
+                    drop_note(parameter)
+        self._handle = self.spec = None  # last: what an interrupt ends is done again
 
     @untraced
-    def settle(self, *_: object) -> None:
+    def recover(self, *_: object) -> None:
         """Show what should be seen, if an interrupt has ended what was under way. A hook, too, before state dicts are made."""
         if self.root is not None:
-            self.root.settle()
+            self.root.recover()
 
     def check_hooks(self) -> None:
         """Raise when somebody removed the hooks of one of this unit's modules, and not the annotation."""
-        if self.recipe is not None:  # units inside of it may outlive it
+        if self.spec is not None:  # units inside of it may outlive it
             refuse_removed_hooks(self.modules, self.name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -203,7 +219,7 @@ class ShardedUnit:
         copied = {
             "modules": self.modules,
             "guards": self.guards,
-            "recipe": self.recipe,
+            "spec": self.spec,
             "spare_name": fqn,
             "inner": self.inner,
             "inside": self.inside,

@@ -14,14 +14,14 @@ import torch
 from composable.device.private import in_backward
 from composable.runtime.divergence import say_farewell
 from composable.runtime.handle import Handle
-from composable.runtime.step import reset
+from composable.runtime.step import abort_units
 
 
 class Unit(Protocol):
     """A sharded unit."""
 
     root: Any
-    recipe: Any  # None once it was removed
+    spec: Any  # None once it was removed
 
     @property
     def handle(self) -> Handle: ...
@@ -42,14 +42,14 @@ class ShardsInside:
     def expect(self) -> None:
         """A forward begins."""
         self._records = torch.is_grad_enabled()
-        self._next = [unit.handle.tags.steps.next_number if unit.recipe is not None else 0 for unit in self._units]
+        self._next = [unit.handle.tags.steps.next_number if unit.spec is not None else 0 for unit in self._units]
 
     def lose(self, why: str) -> None:
         """It raised. Done twice is done once."""
         if in_backward():
             return  # a recomputation, which may end so
         for unit, number in zip(self._units, self._next, strict=False):
-            if unit.recipe is None:
+            if unit.spec is None:
                 continue  # it was removed
             root = unit.root
             steps = unit.handle.tags.steps
@@ -58,7 +58,7 @@ class ShardsInside:
                 steps.open()
             if root is None:
                 say_farewell([unit.handle], why)
-                reset([unit.handle])
+                abort_units([unit.handle])
             elif late or (self._records and root.backward.iteration is not None):
                 root.abort(why, why)
 

@@ -89,13 +89,13 @@ class ShownParameters:
     def leave(self) -> None:
         """Register plain parameters for good."""
         if self.casts is not None:
-            self.casts.hide()
+            self.casts.use_originals()
         self._averaging.parameters.pairs = None
         mixed, self._mixed = self._mixed, None
         if mixed is not None:
             mixed.leave()
 
-    def show(self, reader: object) -> bool:
+    def use_plain(self, reader: object) -> bool:
         """Modules compute with plain parameters from here on, for `reader`. Done twice is done once.
 
         Returns:
@@ -108,31 +108,31 @@ class ShownParameters:
             refuse_gradients_left(self._averaging.name, held, partial(communicator.presence.leave, communicator.sums))
         alone, self.around[reader] = not self.around, None
         if self.casts is not None and in_backward():
-            self.casts.show()  # what is recomputed is cast again; before a forward, buffers are shared first
+            self.casts.use_casts()  # what is recomputed is cast again; before a forward, buffers are shared first
         if self._mixed is not None:
-            self._mixed.show(reader)
+            self._mixed.use_plain(reader)
             if not in_backward():
                 _ = self._averaging.reducer  # of the parameters that are there now
         return alone
 
-    def hide(self, reader: object) -> None:
+    def use_resting(self, reader: object) -> None:
         """Modules hold what they hold at rest again, if they show nothing for anybody else."""
         self.around.pop(reader, None)
         if self.casts is not None and not self.around:
-            self.casts.hide()
+            self.casts.use_originals()
         if not self.around and not in_backward():
             if not self.called:  # whoever called it has noticed what became of the parameters, and launches other buckets
                 self._averaging.order.abort()
                 self._averaging.reducer.prepare()
             self.called = False
         if self._mixed is not None:
-            self._mixed.hide(reader)
+            self._mixed.use_resting(reader)
 
-    def forget_calls(self) -> None:
+    def drop_calls(self) -> None:
         """An interrupt ended the calls of the unit's modules."""
         if self._mixed is not None:
             self._doubtful = self._doubtful or not self._mixed.paired.swap.intact()
-            self._mixed.forget_calls()
+            self._mixed.drop_calls()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShownParameters:
         twin = memo[id(self)] = ShownParameters(self._averaging)

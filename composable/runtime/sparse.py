@@ -45,7 +45,7 @@ class SparseGradients:
 
         return note
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         self._arrived[:] = bytes(len(self._arrived))
 
     @property

@@ -90,7 +90,7 @@ class Iteration:
 class Bracket(Protocol):
     """What a root asks of what is around its units' modules."""
 
-    def forget_calls(self) -> None: ...
+    def drop_calls(self) -> None: ...
 
 
 class Unit(Protocol):
@@ -111,12 +111,12 @@ class Unit(Protocol):
     def bracket(self) -> Bracket: ...
 
 
-def reset(handles: Sequence[Handle]) -> None:
+def abort_units(handles: Sequence[Handle]) -> None:
     """After an error: every unit is at rest, whatever it was at, and holds no gradients: some may be there by halves."""
     log_dropped(max((handle.gradients.accumulation.passes for handle in handles), default=0), when=" before it")
     for handle in handles:
         try:
-            handle.reset()
+            handle.abort()
         except CommunicationError as error:
             logger.warning("while resetting unit '%s': %s", handle.name, error)
 

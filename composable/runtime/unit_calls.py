@@ -27,29 +27,29 @@ class UnitCalls:
         """`guards` stand wherever one of the parameters is registered, while no call is running."""
         self._guards = GuardRow(guards)
 
-    def show(self) -> None:
+    def use_unsharded(self) -> None:
         """Modules compute with the unsharded parameters from here on; nests."""
         self.depth += 1
         if self.depth == 1:
-            self._unit_parameters.swap.show()
+            self._unit_parameters.swap.use_unsharded()
 
-    def hide(self) -> None:
+    def use_sharded(self) -> None:
         """Modules hold the sharded parameters again, whether or not the unsharded ones still exist."""
         if self.depth:
             self.depth -= 1
         if not self.depth:
-            self._unit_parameters.swap.hide()
+            self._unit_parameters.swap.use_sharded()
 
     def begin(self) -> None:
-        """`show`, for a call of one of its modules: the modules inside, too, are called as they should be."""
-        self.show()
+        """`use_unsharded`, for a call of one of its modules: the modules inside, too, are called as they should be."""
+        self.use_unsharded()
         self._running += 1
         if self._running == 1:
             self._guards.step_aside()
 
     def end(self) -> None:
-        """`hide`, at the end of a call."""
-        self.hide()
+        """`use_sharded`, at the end of a call."""
+        self.use_sharded()
         if self._running:
             self._running -= 1
         if not self._running:
@@ -58,6 +58,6 @@ class UnitCalls:
     def set_to(self, running: int) -> None:
         """Whatever was shown or hidden before: show for so many calls, and no backward."""
         if not running:
-            self._unit_parameters.swap.hide()
+            self._unit_parameters.swap.use_sharded()
             self._guards.stand()
         self.depth = self._running = running

@@ -142,10 +142,10 @@ def test_gradients_have_arrived_when_backward_returns(hooked: bool) -> None:
     expected = _gradients_of_a_slow_device(fully_shard(model_of(), policy={Block}, mesh=mesh_of()))
     found = _gradients_of_a_slow_device(_offloaded(hooked=hooked))
     assert all(torch.equal(one, other.cpu()) for one, other in zip(found, expected, strict=True))
-    with mock.patch.object(root_backward, "settle_traffic"):
+    with mock.patch.object(root_backward, "wait_for_traffic"):
         early = _gradients_of_a_slow_device(_offloaded(hooked=hooked))
     assert not any(map(torch.equal, early, found)), "this test notices"
-    host_home.settle_traffic()
+    host_home.wait_for_traffic()
 
 
 def _output_of_a_slow_device(model: nn.Module) -> Tensor:
@@ -164,9 +164,9 @@ def test_shards_may_be_written_to_when_forward_returns() -> None:
     with torch.no_grad():
         expected = fully_shard(model_of(), policy={Block}, mesh=mesh_of())(x_of(0)).cpu()
     assert torch.equal(_output_of_a_slow_device(_offloaded()), expected)
-    with mock.patch.object(root_forward, "settle_traffic"):
+    with mock.patch.object(root_forward, "wait_for_traffic"):
         assert not torch.equal(_output_of_a_slow_device(_offloaded()), expected), "this test notices"
-    host_home.settle_traffic()
+    host_home.wait_for_traffic()
 
 
 @spmd(ranks=2)
@@ -182,7 +182,7 @@ def test_the_host_waits_once_in_forward_and_once_for_each_direction_in_backward(
         model.zero_grad()
     waits = watch.host_waits_of(step)
     assert len(waits) == 3, waits
-    assert all("settle" in each for each in waits), waits
+    assert all("wait" in each for each in waits), waits
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

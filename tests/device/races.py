@@ -220,17 +220,17 @@ def watched(streams: ClockedStreams) -> Iterator[RaceWatch]:
 
 def _noting(kind: type[FreeList | Resizing], watch: RaceWatch) -> dict[str, Callable[..., None]]:
     """What storages get their memory from, and give it back to, with a word to `watch`."""
-    fill, drain = kind.fill, kind.drain
+    allocate, release = kind.allocate, kind.release
 
-    def noted_fill(free_list: Any, storage: torch.UntypedStorage) -> None:
-        fill(free_list, storage)
+    def noted_allocate(free_list: Any, storage: torch.UntypedStorage) -> None:
+        allocate(free_list, storage)
         watch.filled(storage)
 
-    def noted_drain(free_list: Any, storage: torch.UntypedStorage) -> None:
+    def noted_release(free_list: Any, storage: torch.UntypedStorage) -> None:
         watch.drained(storage)
-        drain(free_list, storage)
+        release(free_list, storage)
 
-    return {"fill": noted_fill, "drain": noted_drain}
+    return {"allocate": noted_allocate, "release": noted_release}
 
 
 def _noting_buffers(watch: RaceWatch) -> dict[str, Callable[..., None]]:

@@ -30,7 +30,7 @@ class Unit:
         with torch.no_grad():
             message = self.bucket.collect([k for k, v in enumerate(values) if v is None])
             self.bucket.finish()
-            self.bucket.settle(used)
+            self.bucket.resolve_unused(used)
         return message
 
     def zero_grad(self) -> None:

@@ -59,7 +59,9 @@ def _assert_parts_see_the_memory(buffer: ElasticBuffer, parts: list[torch.Tensor
 def test_parts_are_cut_before_there_is_memory_and_without_any(pool: MemoryPool, monkeypatch: pytest.MonkeyPatch) -> None:
     filled: list[object] = []
     for kind in (memory.FreeList, memory.Resizing):
-        monkeypatch.setattr(kind, "fill", lambda self, storage, fill=kind.fill: (filled.append(self), fill(self, storage)))
+        monkeypatch.setattr(
+            kind, "allocate", lambda self, storage, real=kind.allocate: (filled.append(self), real(self, storage))
+        )
     buffer, parts = _parts_of_an_empty_one(pool)
     assert not filled
     _assert_parts_see_the_memory(buffer, parts)

@@ -22,10 +22,10 @@ def test_modules_see_the_unsharded_parameters_while_they_are_shown() -> None:
     swap = ParameterSwap(slots)
     assert swap.intact()
     for _ in range(2):
-        swap.show()
+        swap.use_unsharded()
         assert [module.weight, module.bias] == [slot.unsharded for slot in slots]
         assert not swap.intact()
-        swap.hide()
+        swap.use_sharded()
         assert all(one is slot.sharded for one, slot in zip((module.weight, module.bias), slots, strict=True))
         assert swap.intact()
 
@@ -33,9 +33,9 @@ def test_modules_see_the_unsharded_parameters_while_they_are_shown() -> None:
 def test_names_and_their_order_stay() -> None:
     module = nn.Linear(2, 2)
     swap = ParameterSwap([_slots((module, "bias")), _slots((module, "weight"))])
-    swap.show()
+    swap.use_unsharded()
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
-    swap.hide()
+    swap.use_sharded()
     assert [name for name, _ in module.named_parameters()] == ["weight", "bias"]
 
 
@@ -44,9 +44,9 @@ def test_a_tied_parameter_changes_in_all_its_places() -> None:
     other.weight = one.weight
     slots = _slots((one, "weight"), (other, "weight"))
     swap = ParameterSwap([slots])
-    swap.show()
+    swap.use_unsharded()
     assert one.weight is other.weight is slots.unsharded
-    swap.hide()
+    swap.use_sharded()
     assert one.weight is other.weight is slots.sharded
 
 
@@ -56,12 +56,12 @@ def test_a_parameter_that_somebody_replaced_is_left_where_it_is_and_noticed() ->
     swap = ParameterSwap([slots])
     theirs = module.weight = nn.Parameter(torch.ones(2, 2))
     assert not swap.intact()
-    swap.show()
+    swap.use_unsharded()
     assert module.weight is theirs
     module.weight = slots.sharded
-    swap.show()
+    swap.use_unsharded()
     module.weight = theirs
-    swap.hide()
+    swap.use_sharded()
     assert module.weight is theirs
 
 
@@ -70,9 +70,9 @@ def test_a_module_that_keeps_books_on_its_parameters_hears_of_the_change() -> No
     module = nn.LSTM(2, 2)
     slots = [_slots((module, name)) for name in list(module._parameters)]
     swap = ParameterSwap(slots)
-    swap.show()
+    swap.use_unsharded()
     assert [id(weight) for weight in module._flat_weights] == [id(slot.unsharded) for slot in slots]
-    swap.hide()
+    swap.use_sharded()
     assert [id(weight) for weight in module._flat_weights] == [id(slot.sharded) for slot in slots]
     assert swap.intact()
 

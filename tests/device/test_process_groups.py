@@ -91,7 +91,7 @@ def _stages() -> tuple[str, list[str]]:
 
 def test_stages_of_which_some_ranks_only_annotate_need_no_others(pool: Pool) -> None:
     """On a host each replicated unit has a group of its own, on an accelerator there is one for each group of ranks."""
-    sums, gathers = "composable sums of replicated modules", "composable gathers among neighbours"
+    sums, gathers = "composable sums of replicated modules", "composable gathers of post-forward shards"
     found = pool.run(4, _stages, group_timeout=60.0)
     assert found[:2] == [(where, [sums]) for where, _ in found[:2]]
     assert found[2:] == [(where, [gathers, *[sums] * (3 if where == "cpu" else 2)]) for where, _ in found[2:]]

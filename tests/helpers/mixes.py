@@ -137,7 +137,7 @@ def kinds(model: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class UnitSpec:
     """An optimizer of torch, and what is done around its steps."""
 
     make: Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -149,37 +149,37 @@ class Recipe:
 
 _stock_clip: Final = nn.utils.clip_grad_norm_
 
-RECIPES: Final[dict[str, Recipe]] = {
-    "AdamW": Recipe(lambda ps: torch.optim.AdamW(ps, lr=0.05), clip=_stock_clip),
-    "AdamW(foreach=True)": Recipe(
+RECIPES: Final[dict[str, UnitSpec]] = {
+    "AdamW": UnitSpec(lambda ps: torch.optim.AdamW(ps, lr=0.05), clip=_stock_clip),
+    "AdamW(foreach=True)": UnitSpec(
         lambda ps: torch.optim.AdamW(ps, lr=0.05, foreach=True), clip=_stock_clip, clipping={"foreach": True}, set_to_none=False
     ),
-    "AdamW(foreach=False)": Recipe(
+    "AdamW(foreach=False)": UnitSpec(
         lambda ps: torch.optim.AdamW(ps, lr=0.05, foreach=False), clip=_stock_clip, clipping={"foreach": False}
     ),
-    "AdamW(fused=True)": Recipe(
+    "AdamW(fused=True)": UnitSpec(
         lambda ps: torch.optim.AdamW(ps, lr=0.05, fused=True), clip=_stock_clip, clipping={"norm_type": float("inf")}
     ),
-    "SGD(foreach=True)": Recipe(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True)),
-    "GradScaler, unscaled and clipped": Recipe(lambda ps: torch.optim.AdamW(ps, lr=0.05), scaled=True, clip=_stock_clip),
-    "GradScaler and a fused step": Recipe(lambda ps: torch.optim.AdamW(ps, lr=0.05, fused=True), scaled=True),
-    "our clipping": Recipe(lambda ps: torch.optim.AdamW(ps, lr=0.05), clip=composable.clip_grad_norm_),
+    "SGD(foreach=True)": UnitSpec(lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, foreach=True)),
+    "GradScaler, unscaled and clipped": UnitSpec(lambda ps: torch.optim.AdamW(ps, lr=0.05), scaled=True, clip=_stock_clip),
+    "GradScaler and a fused step": UnitSpec(lambda ps: torch.optim.AdamW(ps, lr=0.05, fused=True), scaled=True),
+    "our clipping": UnitSpec(lambda ps: torch.optim.AdamW(ps, lr=0.05), clip=composable.clip_grad_norm_),
 }
 
 
-def train(plain: Model, mixed: Model, recipe: Recipe, steps: int = 4) -> None:
+def train(plain: Model, mixed: Model, spec: UnitSpec, steps: int = 4) -> None:
     models = plain, mixed
-    optimizers = [recipe.make(model.parameters()) for model in models]
+    optimizers = [spec.make(model.parameters()) for model in models]
     kind = current_device().type
-    scalers = [torch.amp.GradScaler(kind, init_scale=8.0, enabled=recipe.scaled) for _ in models]
+    scalers = [torch.amp.GradScaler(kind, init_scale=8.0, enabled=spec.scaled) for _ in models]
     for step in range(steps):
         for scaler, loss in zip(scalers, losses(plain, mixed, step), strict=True):
             scaler.scale(loss).backward()
         norms = []
         for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
-            if recipe.clip is not None:
+            if spec.clip is not None:
                 scaler.unscale_(optimizer)
-                norms.append(full(recipe.clip(model.parameters(), 0.1, **recipe.clipping)))
+                norms.append(full(spec.clip(model.parameters(), 0.1, **spec.clipping)))
             scaler.step(optimizer)
             scaler.update()
         if norms:
@@ -189,15 +189,15 @@ def train(plain: Model, mixed: Model, recipe: Recipe, steps: int = 4) -> None:
         assert_alike(plain, mixed, f"parameters after step {step}")
         if step != 1:  # what is there then is added to
             for optimizer in optimizers:
-                optimizer.zero_grad(recipe.set_to_none)
+                optimizer.zero_grad(spec.set_to_none)
 
 
 def train_all(mix: str) -> None:
-    for name, recipe in RECIPES.items():
+    for name, spec in RECIPES.items():
         plain, mixed = twins(mix)
         assert "plain" not in kinds(mixed)
         try:
-            train(plain, mixed, recipe)
+            train(plain, mixed, spec)
         except Exception as error:
             error.add_note(name)
             raise

@@ -301,7 +301,7 @@ ASK_FOR_TYPES: Final = {
     "device/memory.py": "whether a storage can be lent memory of the host",
     "device/parameter_forms.py": "whether a local tensor rests where its ranks communicate",
     "device/streams.py": "whether there are streams",
-    "optim/clipping.py": "whether a number lies where it can be read at once",
+    "optim/gradient_norm.py": "whether a number lies where it can be read at once",
     "optim/scalars.py": "the same, of a scalar of an optimizer's state, which may lie on the host while parameters do not",
     "optim/spans.py": "whether it is a CPU's kernels that compute, which do not round alike everywhere in a tensor",
     "runtime/group_builder.py": "whether a parameter is where it belongs",

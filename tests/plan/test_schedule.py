@@ -86,7 +86,7 @@ def test_a_forward_that_failed_leaves_the_record_as_it_was() -> None:
     order = _after([0, 1, 2])
     order.record(0)
     order.record(2)
-    order.abandon()
+    order.drop()
     assert order.recorded == (0, 1, 2)
     assert order.current == ()
     assert order.next_units(1) == (0,)

@@ -28,7 +28,7 @@ class Ledger:
         self.log.append("finish")
         return []
 
-    def forget_gradients(self) -> None:
+    def drop_gradients(self) -> None:
         self.here = {}
 
     def drop_reduction(self) -> None:

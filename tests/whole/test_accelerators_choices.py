@@ -151,7 +151,7 @@ def _memory_of_buffers(hosts: bool) -> None:
     model = _sharded(nn.Linear(64, 64), hosts=hosts)
     model(torch.ones(2, 64)).sum().backward()
     pooled = hosts and memory.CAN_SWAP
-    assert isinstance(_flat(model).unsharded[0]._shelf, memory.FreeList if pooled else Resizing)
+    assert isinstance(_flat(model).unsharded[0]._free_list, memory.FreeList if pooled else Resizing)
     assert (HOST_MEMORY.idle_bytes > 0) is pooled
 
 

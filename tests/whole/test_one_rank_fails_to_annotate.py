@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 
 from composable import fully_shard, replicate
 from composable.errors import ComposableError
-from composable.runtime.handle import Recipe
+from composable.runtime.handle import UnitSpec
 from composable.runtime.reducer import Reducer
 from tests.helpers.world import Pool, current_device
 
@@ -192,7 +192,7 @@ def test_all_ranks_raise_when_replicate_fails_on_one(pool: Pool) -> None:
 
 
 _LATE: Final[dict[str, tuple[Callable[..., Any], Any, str]]] = {
-    "fully_shard": (fully_shard, Recipe, "build"),
+    "fully_shard": (fully_shard, UnitSpec, "build"),
     "replicate": (replicate, Reducer, "_make_buckets"),
 }
 

@@ -89,10 +89,10 @@ def _assert_tied(model: Tied) -> None:
     assert "plain" not in kinds(model)
 
 
-def _train(plain: Tied, model: Tied, recipe: str = "AdamW") -> None:
+def _train(plain: Tied, model: Tied, spec: str = "AdamW") -> None:
     for each in (plain, model):
         each.zero_grad()
-    train_as(plain, model, RECIPES[recipe], steps=2)
+    train_as(plain, model, RECIPES[spec], steps=2)
     _assert_tied(model)
 
 

@@ -9,7 +9,7 @@ Anything else: plain tensor collectives, asynchronous where the backend is.
 
 from composable.device.collectives.accelerator import AcceleratorCommunicator
 from composable.device.collectives.base import backwards_of
-from composable.device.collectives.choice import PAIRS_UP_TO, communicator_of, communicators_wrapped_by
+from composable.device.collectives.choice import PAIRS_UP_TO, communicator_of, communicators_wrapped_by, release_messages
 from composable.device.collectives.communicator import (
     ON_ACCELERATOR,
     Capabilities,
@@ -65,6 +65,7 @@ __all__ = [
     "let_go_when_destroyed",
     "reduce_numbers",
     "reference_to",
+    "release_messages",
     "subgroup_of",
     "world_group",
 ]

@@ -30,6 +30,9 @@ except ModuleNotFoundError:  # the folder may be left out: ranks of one host use
         return None
 
 
+# Not a set of weak references, whose callbacks remove from it while it is copied.
+_MADE: Final[WeakKeyDictionary[Communicator, None]] = WeakKeyDictionary()
+
 PAIRS_UP_TO: Final = 8  # ranks in a gloo group up to which pairs beat its collectives
 
 _WRAPPERS: list[Callable[[Communicator], Communicator]] = []
@@ -69,9 +72,18 @@ def communicator_of(group: dist.ProcessGroup | None, device: torch.device, *, de
         communicator = host_communicator(group, cpu, dedicated=dedicated) or pairs(mine(group), cpu)
     else:
         communicator = GenericCommunicator(mine(group), cpu)
+    _MADE[communicator] = None
     for wrapper in _WRAPPERS:
         communicator = wrapper(communicator)
     return communicator
+
+
+def release_messages() -> None:
+    """Let all communicators return memory that is kept for messages to come."""
+    for reference in _MADE.keyrefs():
+        communicator = reference()
+        if communicator is not None:
+            communicator.release()
 
 
 _DEDICATED: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = WeakKeyDictionary()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.device.private_groups import have_meshes_forget, named_group, timeout_of, when_destroyed
+from composable.device.private_groups import drop_from_meshes, named_group, timeout_of, when_destroyed
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -32,7 +32,7 @@ class _Watched:
     def _end(self) -> None:
         group = self._group()
         if group is not None:
-            have_meshes_forget(group)
+            drop_from_meshes(group)
 
 
 _WATCHED: WeakKeyDictionary[dist.ProcessGroup, _Watched] = WeakKeyDictionary()
@@ -59,12 +59,12 @@ _UNIONS: WeakKeyDictionary[dist.ProcessGroup, WeakKeyDictionary[dist.ProcessGrou
 
 
 def subgroup_of(group: dist.ProcessGroup, size: int, device: torch.device) -> dist.ProcessGroup:
-    """The group of `size` neighbouring ranks of `group` that this rank belongs to; made once."""
+    """The group of `size` consecutive ranks of `group` that this rank belongs to; made once."""
     made = _SUBGROUPS.setdefault(group, {})
     if size not in made:
         ranks = dist.get_process_group_ranks(group)
         start = dist.get_rank(group) // size * size
-        made[size] = _new_group(ranks[start : start + size], group, device, "gathers among neighbours")
+        made[size] = _new_group(ranks[start : start + size], group, device, "gathers of post-forward shards")
     return made[size]
 
 

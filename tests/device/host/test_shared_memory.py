@@ -114,10 +114,10 @@ class _Readers:
         self.waited += 1
 
 
-def _lent(outbox: Outbox, nbytes: int, readers: _Readers, *, settled: bool = True, in_step: bool = True) -> Block:
+def _lent(outbox: Outbox, nbytes: int, readers: _Readers, *, received: bool = True, in_step: bool = True) -> Block:
     block = outbox.take(nbytes)
     outbox.lend(block, readers, in_step=in_step)
-    block.settled = settled
+    block.received = received
     return block
 
 
@@ -145,7 +145,7 @@ def test_a_block_that_nobody_reads_any_more_is_filled_again_at_once() -> None:
 def test_nobody_waits_for_readers_of_a_collective_that_it_has_not_finished_itself() -> None:
     """They may wait for this very rank: a new block is made instead."""
     outbox, readers = Outbox(Arena()), _Readers()
-    blocks = [_lent(outbox, 100, readers, settled=False) for _ in range(SPARE_BLOCKS + 3)]
+    blocks = [_lent(outbox, 100, readers, received=False) for _ in range(SPARE_BLOCKS + 3)]
     assert len({id(block) for block in blocks}) == SPARE_BLOCKS + 3
     assert readers.waited == 0
 
@@ -162,7 +162,7 @@ def test_nobody_waits_for_readers_who_may_read_at_another_point_of_their_program
 
 def test_a_collective_that_nobody_finishes_does_not_keep_later_blocks_from_coming_back() -> None:
     outbox = Outbox(Arena())
-    _lent(outbox, 100, _Readers(finished=True), settled=False)
+    _lent(outbox, 100, _Readers(finished=True), received=False)
     later = [_lent(outbox, 100, _Readers()) for _ in range(SPARE_BLOCKS)]
     assert outbox.take(100) is later[0]
 
@@ -173,11 +173,11 @@ def test_idle_blocks_are_used_again_the_smallest_that_fits_or_else_the_largest_g
     small, large = Block(arena, GRAIN), Block(arena, 3 * GRAIN)
     for block in (small, large):
         outbox.lend(block, _Readers(finished=True), in_step=True)
-        block.settled = True
+        block.received = True
     taken = outbox.take(GRAIN)
     assert taken is small
     outbox.lend(taken, _Readers(finished=True), in_step=True)
-    taken.settled = True
+    taken.received = True
     assert outbox.take(4 * GRAIN) is large
     assert large.nbytes == 4 * GRAIN
     assert outbox.take(2 * GRAIN) is small

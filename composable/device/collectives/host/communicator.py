@@ -72,7 +72,7 @@ class _Transfer:
         self._steps = steps
         self._receive = receive
         self._keeps = keeps  # what has come stays until all have come: a check may be made again after an interrupt
-        host_group.show(block, tag, in_step=in_step)
+        host_group.send_block(block, tag, in_step=in_step)
 
     def progress(self) -> bool:
         if self._receive is not None:
@@ -122,7 +122,7 @@ class _Transfer:
             self.abort()
             raise
         self._receive = None  # first: a block that comes back is another message's
-        self._block.settled = True
+        self._block.received = True
 
     def _note_met(self) -> None:
         self._steps.meet(TagSequence.step_in(self._tag), self._host_group.number)

@@ -171,14 +171,14 @@ class HostGroup:
         """This rank reads nothing that the others show under `tag`, but they may read what it has shown."""
         block.readers = AcksOfSome(self, tag, received, steps)
         block.in_step = False
-        block.settled = True
+        block.received = True
         for peer in self.peers:
             with suppress(OSError, EOFError):
                 self._send(peer, tag + TagBit.ACK)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def show(self, block: Block, tag: int, *, in_step: bool) -> None:
+    def send_block(self, block: Block, tag: int, *, in_step: bool) -> None:
         """Tell everybody that `block` is filled; they will acknowledge it.
 
         Args:

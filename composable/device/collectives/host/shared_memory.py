@@ -195,7 +195,7 @@ class Block:
         self.start = 0
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.readers: Readers | None = None
-        self.settled = False  # whether this rank has received its own part of the collective that the block served
+        self.received = False  # whether this rank has received its own part of the collective that the block served
         self.in_step = False  # whether all ranks receive theirs at the same point of the program
         self._provided = 0
         self.make_room(nbytes)
@@ -249,7 +249,7 @@ class Outbox:
             block = self._idle_block(nbytes)
             waiting = None
             if block is None and len(self._read) > SPARE_BLOCKS:
-                waiting = next((read for read in self._read if read.settled and read.in_step), None)  # the oldest
+                waiting = next((read for read in self._read if read.received and read.in_step), None)  # the oldest
                 if waiting is not None:
                     self._read.remove(waiting)
         if waiting is not None:
@@ -275,7 +275,7 @@ class Outbox:
     def _collect(self) -> None:
         """Find out which blocks nobody reads any more."""
         for block in tuple(self._read):
-            if block.settled and (block.readers is None or block.readers.finished()):
+            if block.received and (block.readers is None or block.readers.finished()):
                 self._read.remove(block)
                 self._idle.append(block)
 
@@ -291,7 +291,7 @@ class Outbox:
     def lend(self, block: Block, readers: Readers, *, in_step: bool) -> None:
         """`block` is being read until all `readers` have finished."""
         block.readers = readers
-        block.settled = False
+        block.received = False
         block.in_step = in_step
         with self._lock:
             self._read.append(block)
