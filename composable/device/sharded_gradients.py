@@ -197,8 +197,8 @@ class GradientShards:
 
     __slots__ = (
         "_belongs", "_buffer", "_dtensors", "_flat", "_free_list", "_holds", "_landed", "_landing", "_leaving", "_like",
-        "_numel", "_places", "_plan", "_released", "_sharded", "_straight", "_users", "direct", "in_place", "reduced", "row", "slots",
-        "worth_releasing"
+        "_numel", "_places", "_plan", "_released", "_sharded", "_straight", "_users", "direct", "in_place", "reduced", "row",
+        "slots", "worth_releasing"
     )  # fmt: skip
 
     def __init__(

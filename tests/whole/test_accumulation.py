@@ -307,7 +307,7 @@ _OTHERS: Final = ["hybrid", "replicated_inside_sharded"]  # where levels differ 
 
 @pytest.mark.parametrize(("level", "scheme"), [*(("all", scheme) for scheme in SCHEMES), *(("replicate", s) for s in _OTHERS)])
 def test_accumulated_gradients_are_those_of_the_plain_model(pool: Pool, scheme: str, level: str, device: str) -> None:
-    ranks = 4 if scheme in ("by_policy", "hybrid") else 2
+    ranks = 4 if scheme in ("by_policy", "hybrid", "replicated") else 2
     need_devices(device, ranks)
     pool.run(ranks, _run, scheme, level, device=device)
 

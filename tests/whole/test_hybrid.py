@@ -43,12 +43,12 @@ def _by_policy(mesh: DeviceMesh, **options: Any) -> Annotate:
     return annotate
 
 
-def _plain_around_hybrid(mesh: DeviceMesh) -> Annotate:
+def _plain_around_hybrid(mesh: DeviceMesh, **options: Any) -> Annotate:
     """Every other unit is hybrid, the rest is sharded over all ranks."""
 
     def annotate(model: nn.Module, case: Case) -> None:
         for unit in outermost_units_of(model, case)[::2]:
-            fully_shard(unit, mesh=mesh)
+            fully_shard(unit, mesh=mesh, **options)
         fully_shard(model, policy=set(case.units))
 
     return annotate
@@ -68,14 +68,23 @@ def _hybrid_around_replicated(mesh: DeviceMesh) -> Annotate:
 def _ways_to_annotate() -> dict[str, Annotate]:
     """By the number of ranks: every shape, every way to name it, and every way to reshard."""
     if dist.get_world_size() == 2:
-        return {"1x2": _by_policy(_mesh(1, 2)), "2x1": _by_policy(_mesh(2, 1)), "mixed": _plain_around_hybrid(_mesh(2, 1))}
+        found = {"1x2": _by_policy(_mesh(1, 2)), "2x1": _by_policy(_mesh(2, 1)), "mixed": _plain_around_hybrid(_mesh(2, 1))}
+        for after in (True, False, 1):
+            found[f"1x2, {after}"] = _by_policy(_mesh(1, 2), reshard_after_forward=after)
+            found[f"2x1, {after}"] = _by_policy(_mesh(2, 1), reshard_after_forward=after)
+            found[f"mixed, {after}"] = _plain_around_hybrid(_mesh(1, 2), reshard_after_forward=after)
+        return found
     return {
         "2x2": _by_policy(_mesh(2, 2)),
+        "freed": _by_policy(_mesh(2, 2), reshard_after_forward=True),
         "by name": _by_policy(_mesh(2, 2, names=("dp_shard", "dp_replicate")), reshard_after_forward=False),
         "regrouping": _by_policy(_mesh(2, 2, names=("replicate", "shard")), reshard_after_forward=2),
         "4x1": _by_policy(_mesh(4, 1, names=("replicate", "shard"))),
         "1x4": _by_policy(_mesh(1, 4), reshard_after_forward=2),
         "mixed": _plain_around_hybrid(_mesh(2, 2)),
+        "mixed and freed": _plain_around_hybrid(_mesh(2, 2), reshard_after_forward=True),
+        "mixed and kept": _plain_around_hybrid(_mesh(2, 2), reshard_after_forward=False),
+        "mixed and regrouping": _plain_around_hybrid(_mesh(2, 2), reshard_after_forward=2),
         "with replicated units": _hybrid_around_replicated(_mesh(2, 2)),
     }
 

@@ -255,8 +255,20 @@ def _all_train_as_written() -> None:
         hybrid = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         for name in ("bf16", "bf16, summed in float32", "fp16, summed in fp16"):
             _trains_as_written(partial(_in_units, mesh=hybrid), POLICIES[name], replicas=2)
+            _trains_as_written(partial(_in_units, mesh=hybrid), POLICIES[name], replicas=2, held=True)
             _held_over_replicas(hybrid, POLICIES[name])
+            _trains_as_written(_in_units, POLICIES[name], held=True)
+        for after in (True, False, 2):
+            regrouped = partial(_in_units, mesh=hybrid, reshard_after_forward=after)
+            _trains_as_written(regrouped, POLICIES["bf16, summed in float32"], replicas=2)
         return
+    if _seat()[0] == 2:
+        for replicas in (1, 2):
+            mesh = init_device_mesh(current_device().type, (replicas, 2 // replicas), mesh_dim_names=("replicate", "shard"))
+            for after in (None, True, False, 1):
+                annotate = partial(_in_units, mesh=mesh, reshard_after_forward=after)
+                _trains_as_written(annotate, POLICIES["bf16, summed in float32"], replicas=replicas)
+                _trains_as_written(annotate, POLICIES["bf16"], replicas=replicas, held=True)
     for annotate in SCHEMES.values():
         _trains_as_written(annotate, POLICIES["bf16, summed in float32"])
     for policy in POLICIES.values():
