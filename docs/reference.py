@@ -88,8 +88,9 @@ def _entry(name: str, thing: Any) -> list[str]:
     lines = [f"### {name}", "", "```python", f"{kind}{name}{signature_of(thing)}", "```", "", *_paragraphs(thing), ""]
     if isinstance(thing, type):
         for method, value in vars(thing).items():
-            if not method.startswith("_") and inspect.isfunction(value):
-                lines += [f"**`{name}.{method}{signature_of(value)}`**", "", *_paragraphs(value), ""]
+            if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
+                called = signature_of(value) if inspect.isfunction(value) else ""
+                lines += [f"**`{name}.{method}{called}`**", "", *_paragraphs(getattr(thing, method)), ""]
     return lines
 
 

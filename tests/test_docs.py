@@ -11,6 +11,7 @@ import pytest
 from composable.plan.phases import GRAD_NEXT, NEXT
 from docs.generate import ROOT, Outputs, Program, execute, pages, programs_in, regenerated
 from tests.helpers.world import Pool
+from tests.house.test_plan import ROOMS_OF
 
 PAGES = pages()
 _FENCE = re.compile(r"^(```+)[^\n]*\n.*?^\1\s*$", re.M | re.S)
@@ -126,9 +127,17 @@ def test_every_decision_says_what_it_should_and_is_on_the_index() -> None:
 
 def test_the_plan_of_the_house_names_every_file() -> None:
     plan = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = ("plan", "model", "device", "runtime", "api")
+    rooms = ("plan", "model", "device", "runtime", "api", "optim", "policies", "report")
     files = [path.name for room in rooms for path in sorted((ROOT / "composable" / room).glob("*.py"))]
     assert [name for name in files if name != "__init__.py" and f"`{name}`" not in plan] == []
+
+
+@pytest.mark.parametrize(
+    ("row", "power"), [("which tensor stands in", "_parameters"), ("legal changes of state", "advance_gradients")]
+)
+def test_the_plan_of_the_house_says_which_rooms_use_a_power(row: str, power: str) -> None:
+    (line,) = [each for each in (ROOT / "docs" / "architecture.md").read_text().splitlines() if each.startswith(f"| {row}")]
+    assert [room for room in ROOMS_OF[power] if f"`{room}`" not in line] == []
 
 
 def test_the_diagrams_have_every_arrow_of_both_tables() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from operator import attrgetter
 from typing import Any, Final
 
 import pytest
@@ -11,7 +12,14 @@ import composable
 from docs.reference import CHAPTERS, MODULES, documented_arguments, public_errors, reference, signature_of
 
 NAMES: Final = [name for name in composable.__all__ if name not in (*MODULES, "__version__")]
-OBVIOUS: Final = ("module", "self", "optimizer")  # what they are stands in the first sentence
+OBVIOUS: Final = ("module", "self", "optimizer", "root")  # what they are stands in the first sentence
+METHODS: Final = [
+    f"{name}.{method}"
+    for name in NAMES
+    if isinstance(getattr(composable, name), type)
+    for method, value in vars(getattr(composable, name)).items()
+    if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+]
 
 
 def test_the_reference_has_every_public_name_once() -> None:
@@ -24,12 +32,21 @@ def test_the_reference_has_every_public_name_once() -> None:
         assert f"| `{error.__name__}` |" in page
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *(f"traversal.{name}" for name in composable.traversal.__all__), *METHODS])
 def test_a_docstring_explains_every_argument(name: str) -> None:
-    thing: Any = getattr(composable, name)
+    thing: Any = attrgetter(name)(composable)
     assert inspect.getdoc(thing)
-    arguments = [argument for argument in inspect.signature(thing).parameters if argument not in OBVIOUS]
-    assert [argument for argument in arguments if argument not in documented_arguments(thing)] == []
+    if not isinstance(thing, property):
+        arguments = [argument for argument in inspect.signature(thing).parameters if argument not in OBVIOUS]
+        assert [argument for argument in arguments if argument not in documented_arguments(thing)] == []
+
+
+def test_methods_and_properties_are_among_what_is_checked() -> None:
+    page = reference()
+    for name in ("OptimizerInBackward.step", "OptimizerInBackward.lost", "ShardStepping.remove", "Policy.select"):
+        assert name in METHODS
+    for name in METHODS:
+        assert f"**`{name}" in page, name
 
 
 def test_signatures_say_what_is_a_keyword() -> None:

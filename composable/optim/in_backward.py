@@ -61,6 +61,7 @@ class OptimizerInBackward(Optimizer):
 
     @property
     def lost(self) -> tuple[str, ...]:
+        """Names of what a backward that raised had stepped on this rank; empty again after `load_state_dict` or `resume`."""
         return self._early.lost
 
     def _attach(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -121,7 +122,14 @@ class OptimizerInBackward(Optimizer):
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step what has a gradient: after a backward, nothing."""
+        """Step what has a gradient: after a backward, nothing.
+
+        Args:
+            closure: refused, because its backward would step already.
+
+        Raises:
+            OptimizerError: there is a closure.
+        """
         if closure is not None:
             raise OptimizerError(
                 "apply_optimizer_in_backward: step() was given a closure, whose backward would step already. Call it without"
@@ -151,6 +159,14 @@ class OptimizerInBackward(Optimizer):
     # --- what does not go together ------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused after the first one: call `apply_optimizer_in_backward` again for other parameters.
+
+        Args:
+            param_group: as torch's optimizers take it.
+
+        Raises:
+            OptimizerError: there is a group already.
+        """
         if self.param_groups:
             raise OptimizerError(
                 "apply_optimizer_in_backward takes no second parameter group: call it again for other parameters, with other "
@@ -160,6 +176,7 @@ class OptimizerInBackward(Optimizer):
 
     @property
     def grad_scale(self) -> NoReturn:
+        """What a `torch.amp.GradScaler` sets, which raises an `OptimizerError`: backward has stepped already."""
         raise AttributeError("grad_scale")
 
     @grad_scale.setter

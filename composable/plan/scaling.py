@@ -44,6 +44,16 @@ def may_scale_inputs(dtype: str, factor: float) -> bool:
     return dtype in _WIDE and math.frexp(factor)[0] == 0.5
 
 
+def share_of_mean(ranks: int) -> float:
+    """What a sum over so many ranks is multiplied by to be their mean: said to hooks of users, who divide for themselves.
+
+    Example:
+        >>> share_of_mean(4)
+        0.25
+    """
+    return 1.0 / ranks
+
+
 @dataclass(frozen=True, slots=True)
 class Scaling:
     """How a sum of gradients over all ranks becomes their mean, or what else was asked for.

@@ -17,6 +17,7 @@ from composable.device.comm_hooks import CommHook, GradientBucketForHooks
 from composable.device.gradient_buckets import GradientBucket
 from composable.device.private import local_of
 from composable.errors import AnnotationError
+from composable.plan.scaling import share_of_mean
 from composable.runtime.gradient_hooks import weakly
 from composable.runtime.hooked_hop import HookedHop, Start
 from composable.runtime.trailer import Trailer
@@ -156,7 +157,7 @@ class UnitHook:
             fqns,
             units.index_of(fqns),
             last=units.is_last_reduction(fqns),
-            scale=1.0 / ranks,
+            scale=share_of_mean(ranks),
             group=units.hook.group,
         )
 
@@ -183,7 +184,7 @@ class HookedSums:
 
     def __init__(self, hook: UnitHook, communicator: Communicator) -> None:
         self._hook = hook
-        self._scale = 1.0 / communicator.size
+        self._scale = share_of_mean(communicator.size)
         self._at_launch = not communicator.capabilities.looked_after
         self._start = Start(communicator, hook.units.hook.group)
 

@@ -15,6 +15,7 @@ from composable.device.collectives.base import GroupCommunicator, alive
 from composable.device.collectives.communicator import (
     ON_ACCELERATOR,
     GatherPart,
+    PreparedGather,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -67,10 +68,10 @@ class AcceleratorCommunicator(GroupCommunicator):
         self.reductions = self._group
         self._coalesces = True  # until the backend says otherwise
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> PreparedGather:
         return [as_real(part.whole) for part in parts], [as_real(part.shard) for part in parts]
 
-    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+    def all_gather(self, prepared: PreparedGather, *, label: str, tags: TagSequence) -> Work:
         return self._on_stream("all_gather", label, self._launch_all, (self._group, self._gather, *prepared))
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:

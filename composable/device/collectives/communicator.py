@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final, NoReturn, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,10 @@ from composable.device.collectives.tags import Presence, TagSequence, TagSequenc
 from composable.errors import CommunicationError, first_line
 from composable.plan.bucketing import ALONE_BYTES, ALONE_BYTES_ON_ACCELERATORS
 from composable.plan.routes import DIRECT_BYTES_OF_COLLECTIVES, DIVIDED_BYTES_ON_ACCELERATORS, PARTS_ON_ACCELERATORS
+
+# What `prepare` makes and the same communicator alone reads: views, launches or a plan, as its algorithm wants them. Each makes
+# another kind, and no caller looks inside.
+PreparedGather: TypeAlias = Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +189,10 @@ class Communicator(Protocol):
     def release(self) -> None:
         """Return memory that is kept for messages to come. Not a collective; what is in flight is not affected."""
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> PreparedGather:
         """What `all_gather` needs, made once."""
 
-    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+    def all_gather(self, prepared: PreparedGather, *, label: str, tags: TagSequence) -> Work:
         """Launch. The parts' memory must be there."""
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:

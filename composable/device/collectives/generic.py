@@ -16,6 +16,7 @@ from composable.device.collectives.communicator import (
     Capabilities,
     CompositeWork,
     GatherPart,
+    PreparedGather,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -42,10 +43,10 @@ class GenericCommunicator(GroupCommunicator):
         # Torch's fake group is done with a collective when the call returns, and never says so.
         self._completes_at_launch = backend_of(group, device) == "fake"
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> PreparedGather:
         return [(as_real(part.whole), as_real(part.shard), self._gather.options) for part in parts]
 
-    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+    def all_gather(self, prepared: PreparedGather, *, label: str, tags: TagSequence) -> Work:
         return self._run(label, self._gather.single, prepared)
 
     def reduce_scatter(self, parts: Sequence[ReducePart], *, scratch: Scratch, label: str, tags: TagSequence) -> Work:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from composable.device.collectives.communicator import (
     Capabilities,
     CompositeWork,
     GatherPart,
+    PreparedGather,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -71,10 +72,10 @@ class LocalCommunicator:
     def release(self) -> None:
         return None
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> PreparedGather:
         return tuple(parts)
 
-    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+    def all_gather(self, prepared: PreparedGather, *, label: str, tags: TagSequence) -> Work:
         for part in prepared:
             part.whole.copy_(part.shard)
         return CompositeWork([], label, 0)

@@ -19,6 +19,7 @@ from composable.device.collectives.communicator import (
     Capabilities,
     CompositeWork,
     GatherPart,
+    PreparedGather,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -41,7 +42,7 @@ class PointToPointCommunicator(GroupCommunicator):
         # Each rank starts with its right neighbour, so that nobody is everybody's first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> PreparedGather:
         receives: list[tuple[list[Tensor], int, int]] = []
         sends: list[tuple[list[Tensor], int, int]] = []
         copies: tuple[list[Tensor], list[Tensor]] = ([], [])  # targets, sources
@@ -59,7 +60,7 @@ class PointToPointCommunicator(GroupCommunicator):
                     sends.append(([mine], peer, index))
         return receives, sends, copies
 
-    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+    def all_gather(self, prepared: PreparedGather, *, label: str, tags: TagSequence) -> Work:
         receives, sends, copies = prepared
         tag = tags.next_tag() & TagSequence.LOWEST
         try:

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from composable import fully_shard, replicate
 from composable.device.collectives import GatherPart, PointToPointCommunicator, base, communicator_of, world_group
 from composable.device.collectives.host import host_communicator
+from composable.device.collectives.host.communicator import HostCommunicator
 from composable.device.collectives.host.host_group import HostGroup
 from composable.device.collectives.host.pipes import PipeWriter, Process
 from composable.errors import CommunicationError
@@ -180,6 +181,33 @@ def test_ranks_use_sockets_if_one_of_them_reaches_a_limit_of_its_process_while_t
         del group
         held.append(_holdings()["descriptors"])
     assert held[-1] <= held[0], "nothing that was opened on the way is left open"
+
+
+@spmd(ranks=2)
+def test_with_room_for_any_number_of_descriptors_ranks_agree_on_how_they_communicate() -> None:
+    """From none to more than it takes: a rank that has just too few must not leave the others with the fast path."""
+    kinds: list[type] = []
+    for more in range(16):
+        group = dist.new_group()
+        dist.barrier(group)
+        gc.collect()
+        unused = os.dup(0)
+        os.close(unused)
+        with _at_limit(resource.RLIMIT_NOFILE, unused + more) if dist.get_rank() == 1 else nullcontext():
+            communicator = communicator_of(group, CPU)
+        for numel in (10, 100_000):
+            message = torch.ones(numel)
+            communicator.all_reduce(message, label="").wait()
+            assert message.eq(2).all(), more
+        of_all: list[type] = [object, object]
+        dist.all_gather_object(of_all, type(communicator), group=group)
+        assert of_all[0] is of_all[1], more
+        kinds.append(of_all[0])
+        del communicator
+        dist.destroy_process_group(group)
+        del group
+    assert kinds[0] is PointToPointCommunicator
+    assert kinds[-1] is HostCommunicator
 
 
 @spmd(ranks=2)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from composable.device.collectives.communicator import (
     FAILURES,
     Capabilities,
     GatherPart,
+    PreparedGather,
     ReducePart,
     ScaledInput,
     Scratch,
@@ -170,10 +171,10 @@ class HostCommunicator(GroupCommunicator):
 
     # --- gathers ----------------------------------------------------------------------------------------------------
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
+    def prepare(self, parts: Sequence[GatherPart]) -> PreparedGather:
         return plan_gather(parts, self.rank, self.size)
 
-    def all_gather(self, prepared: Any, *, label: str, tags: TagSequence) -> Work:
+    def all_gather(self, prepared: PreparedGather, *, label: str, tags: TagSequence) -> Work:
         plan: GatherPlan = prepared
 
         def receive(messages: dict[int, Message]) -> None:
