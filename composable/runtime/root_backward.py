@@ -34,9 +34,10 @@ class RootBackward:
 
     Attributes:
         iteration: what forwards have left for backward, and the backward that is open.
+        pinned: units, by number, that graphs which backwards have built keep unsharded. See Note [Backward through a backward].
     """
 
-    __slots__ = ("_handles", "_nesting", "_readers", "_saves_memory", "_steps", "_streams", "iteration")
+    __slots__ = ("_handles", "_nesting", "_readers", "_saves_memory", "_steps", "_streams", "iteration", "pinned")
 
     turn = -1  # of the end of a backward; roots follow each other as their outputs do
 
@@ -48,6 +49,7 @@ class RootBackward:
         self._saves_memory = saves_memory(handles)
         self._streams = streams_of(handles[0].mesh_info.device)
         self.iteration: Iteration | None = None
+        self.pinned: dict[int, None] = {}
         for index, handle in enumerate(handles):
             handle.outputs.on_backward = partial(self.enter, index)
             handle.gradients.on_unexpected = self._open
@@ -77,8 +79,8 @@ class RootBackward:
         end = end_of_backward()
         iteration.open_backward(end)  # before anything changes: whoever finds it open, and no backward, cleans up
         end.join(self)
-        for handle in self._handles:
-            if handle.is_last:
+        for index, handle in enumerate(self._handles):
+            if handle.is_last and index not in self.pinned:
                 handle.drop_if_stale()  # recomputations go by what the shards say now, in this unit as in the others
             elif handle.phase is not Phase.SHARDED:
                 handle.versions.look_up()
@@ -115,15 +117,23 @@ class RootBackward:
     def _pin(self, iteration: Iteration, index: int) -> None:
         """The backward that goes through unit `index` builds a graph."""
         iteration.builds_graph = True
-        if index not in iteration.pinned:
-            iteration.pinned[index] = None
+        if index not in self.pinned:
+            self.pinned[index] = None
             self._handles[index].keep_for(self)
 
     def unpin(self) -> None:
         """Graphs of backwards keep no unit unsharded any more."""
-        if self.iteration is not None:
-            for index in self.iteration.pinned:
-                self._handles[index].keep_no_longer_for(self)
+        for index in self.pinned:
+            self._handles[index].keep_no_longer_for(self)
+        self.pinned = {}
+
+    def begin(self) -> None:
+        """A forward begins that goes on with nothing: whatever graphs of former backwards were for, they have had it."""
+        pinned = [self._handles[index] for index in self.pinned]
+        self.unpin()
+        for handle in pinned:
+            if handle.phase is not Phase.SHARDED and not _stays(handle):
+                handle.reshard()
 
     def _leave(self, iteration: Iteration, entered: int) -> None:
         """See Note [When a unit is left in backward]. A unit may share its outputs with the one around it: neither is left."""
@@ -180,7 +190,6 @@ class RootBackward:
 
     def _conclude(self) -> None:
         """A backward has ended that nothing follows before the next forward."""
-        self.unpin()
         for handle in self._handles:
             handle.gradients.end()
             handle.outputs.pending = 0  # no backward will come to the forwards that have been

@@ -99,6 +99,8 @@ class RootForward:
         refuse_left_alone("fully_shard", outermost.name, outermost.mesh_info)
         self._sums.claim()
         going_on = self._backward.iteration is not None
+        if not going_on and self._backward.pinned:
+            self._backward.begin()
         self._steps.open(going_on=going_on)
         self._steps.evaluates = not (going_on or torch.is_grad_enabled())
         self._steps.look_ahead(self._presences)
@@ -173,7 +175,11 @@ class RootForward:
             elif handle.phase is Phase.UNSHARDED and (no_grad or (all_frozen and handle.is_last)) and not handle.kept_by:
                 handle.reshard()  # no backward will come
         iteration = self._backward.iteration
-        if not torch.is_grad_enabled() and iteration is not None and not (iteration.finished.next_units(1) or iteration.pinned):
+        if (
+            not torch.is_grad_enabled()
+            and iteration is not None
+            and not (iteration.finished.next_units(1) or self._backward.pinned)
+        ):
             self._backward.drop()
         wait_for_traffic()
         self._steps.behind = False

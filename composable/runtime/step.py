@@ -23,7 +23,8 @@ arrived, and only then is a gradient that has not arrived known not to come.
 
 Note [Backward through a backward]
 A backward that builds a graph (`create_graph=True`) leaves nodes behind that need parameters and belong to no call, so
-nothing tells when backward comes to them. The units that such a backward entered stay unsharded until one without has ended.
+nothing tells when backward comes to them, nor how many losses have such nodes. The units that such a backward entered stay
+unsharded until a forward begins that is not part of the same step: the first one after a backward without.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Iteration:
     """What lives for one or more forwards and their backward; dropped at its end, never reset."""
 
     __slots__ = (
-        "active", "backward", "builds_graph", "entered", "finished", "pinned", "reducing", "stream", "to_reduce", "untracked"
+        "active", "backward", "builds_graph", "entered", "finished", "reducing", "stream", "to_reduce", "untracked"
     )  # fmt: skip
 
     def __init__(self, stream: Any = None) -> None:
@@ -65,7 +66,6 @@ class Iteration:
         self.untracked: dict[int, None] = {}  # whose gradients may come by another way than through their outputs
         self.reducing = ReductionsInFlight()
         self.builds_graph = False  # this backward, see Note [Backward through a backward]
-        self.pinned: dict[int, None] = {}  # units that it, or one before, keeps unsharded
 
     def open_backward(self, end: BackwardEnd) -> None:
         self.backward = ref(end)
@@ -82,7 +82,6 @@ class Iteration:
         """What is left of it when a backward has ended that is not the last."""
         following = Iteration(self.stream)
         following.finished = self.finished
-        following.pinned = self.pinned
         following.untracked = self.untracked
         return following
 

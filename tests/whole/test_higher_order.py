@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from composable import fully_shard, replicate
 from composable.device.collectives import Communicator, communicators_wrapped_by
 from composable.errors import ComposableError
+from composable.plan.phases import Phase
+from composable.traversal import get_handles
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
@@ -25,7 +27,7 @@ from tests.helpers.communicators import all_ordered, all_sockets
 from tests.helpers.compare import assert_same_gradients, full
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.world import Pool, need_devices
+from tests.helpers.world import Pool, current_device, need_devices
 
 _SCHEMES: Final = ("fully_shard by policy", "fully_shard as one unit", "fully_shard without resharding")
 
@@ -71,6 +73,21 @@ def two_penalties(model: nn.Module, x: Tensor) -> Tensor:
     penalty = _penalty(model, x) + _penalty(model, x.cos())
     penalty.backward()
     return penalty
+
+
+def two_penalties_one_after_the_other(model: nn.Module, x: Tensor) -> Tensor:
+    penalties = [_penalty(model, x), _penalty(model, x.cos()) + model(x).square().mean()]
+    for penalty in penalties:
+        penalty.backward()
+    return penalties[1]
+
+
+def two_penalties_backwards(model: nn.Module, x: Tensor) -> Tensor:
+    penalties = [_penalty(model, x), model(x).square().mean(), _penalty(model, x.cos())]
+    for penalty in reversed(penalties):
+        penalty.backward()
+    model(x).square().mean().backward()
+    return penalties[0]
 
 
 def a_penalty_of_a_penalty(model: nn.Module, x: Tensor) -> Tensor:
@@ -153,6 +170,8 @@ PROGRAMS: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
         a_penalty_before_the_loss,
         a_penalty_with_an_evaluation_in_between,
         two_penalties,
+        two_penalties_one_after_the_other,
+        two_penalties_backwards,
         a_penalty_of_a_penalty,
         a_penalty_that_nobody_follows,
         a_penalty_after_a_backward_that_retains_the_graph,
@@ -201,6 +220,42 @@ def _run(program: str, scheme: str) -> None:
 def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme: str, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _run, program, scheme, device=device)
+
+
+def _train_with_penalties() -> list[list[str]]:
+    """What stays unsharded after each step, until the next forward has begun."""
+    device = current_device()
+    plain, model = _DISCRIMINATOR.model(0, 0, device), _DISCRIMINATOR.model(0, 0, device)
+    fully_shard(model, policy={Layer})
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    kept = []
+    for step in range(3):
+        (x,) = _DISCRIMINATOR.inputs(0, step, 0, device)  # the same on all ranks
+        for each in (plain, model):
+            if each is model:
+                with model.first.register_forward_pre_hook(lambda *_: kept.append(_unsharded(model))):
+                    penalties = [_penalty(each, x), _penalty(each, x.cos())]
+            else:
+                penalties = [_penalty(each, x), _penalty(each, x.cos())]
+            for penalty in penalties:
+                penalty.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(full(other), one, msg=f"{name} in step {step}")
+    return kept
+
+
+def _unsharded(model: nn.Module) -> list[str]:
+    return [handle.name for handle in get_handles(model) if handle.phase is Phase.UNSHARDED]
+
+
+def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_kept(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    for kept in pool.run(2, _train_with_penalties, device=device):
+        # Two forwards per step: in the first nothing is left of the step before; in the second the first one's graph keeps all.
+        assert kept == [["(root)", "first"], ["(root)", "first", "second", "third"]] * 3
 
 
 TRANSFORMS: Final = tuple(name for name in PROGRAMS if "penalt" not in name)
