@@ -64,7 +64,7 @@ def test_a_policy_that_matches_nothing_lists_the_classes_that_are_there(policy: 
         (lambda: as_policy(Block()), "policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and got a Block"),
         (lambda: as_policy(SizePolicy), "policy= got the class SizePolicy; make one: SizePolicy(...)"),
         (lambda: as_policy(int), "ModuleWrapPolicy takes classes of modules, and got the class int"),
-        (lambda: as_policy({"Block"}), "ModuleWrapPolicy takes classes of modules, and got the str 'Block'; for names of modules, use NamePolicy"),
+        (lambda: as_policy({"Block"}), "ModuleWrapPolicy takes classes of modules, and got the str 'Block'; for names of modules, use NamePolicy({'Block': {}})"),
         (lambda: as_policy([Block()]), "ModuleWrapPolicy takes classes of modules, and got a Block"),
         (lambda: as_policy(set()), "ModuleWrapPolicy got no class at all; give it the classes to pick"),
         (lambda: as_policy({}), "NamePolicy got no glob at all; give it the names to pick, as in {'blocks.*': {}}"),
@@ -78,7 +78,7 @@ def test_a_policy_that_matches_nothing_lists_the_classes_that_are_there(policy: 
         (lambda: SizePolicy(0), "SizePolicy takes a number of elements of at least 1, and got 0"),
         (lambda: SizePolicy("1M"), "SizePolicy takes a number of elements of at least 1, and got the str '1M'"),
         (lambda: SizePolicy(True), "SizePolicy takes a number of elements of at least 1, and got True"),
-        (lambda: SizePolicy(1, exclude=["Block"]), "exclude= takes classes of modules, and got the str 'Block'; for names of modules, use NamePolicy"),
+        (lambda: SizePolicy(1, exclude=["Block"]), "exclude= takes classes of modules, and got the str 'Block'; for names of modules, use NamePolicy({'Block': {}})"),
         (lambda: SizePolicy(1, force_leaf=nn.ReLU()), "force_leaf= takes classes of modules, and got a ReLU"),
     ],
 )  # fmt: skip

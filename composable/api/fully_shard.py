@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any, Final
 
 from torch import nn
@@ -27,7 +28,7 @@ from composable.api.mp_policy import (
 from composable.api.offload_policy import Offload, note_no_effect, offload_policies, offload_policy_of
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.sync_module_states import refuse_unknown_mode, synchronise
-from composable.api.taken import refuse_taken
+from composable.api.taken import refuse_taken, tell_of_gradients
 from composable.api.ties import tied_to_replicated
 from composable.config import (
     AfterForward,
@@ -53,6 +54,7 @@ from composable.model.traversal import (
     walk,
 )
 from composable.policies import PolicyLike, select_modules
+from composable.policies.base import kind_of
 from composable.runtime.handle import UnitSpec
 from composable.runtime.inner_units import units_inside
 from composable.runtime.launch_order import launch_together
@@ -165,7 +167,7 @@ def fully_shard(
         _attach_unit(modules, assigned.parameters, assigned.placements, mesh_info, after, precision, divisor, top, mine)
         return module
     spread = _spread_over(modules[0], mesh)
-    communicator = meeting_place(spread, device_of(modules[0]))
+    communicator = meeting_place("fully_shard", spread, device_of(modules[0]))
     common: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
     common |= {"shard_placement_fn": shard_placement_fn, "grad_reduce": grad_reduce, "offload_policy": offload_policy}
     with failures_told("fully_shard", communicator):
@@ -176,9 +178,8 @@ def fully_shard(
         left_out = ids_of_ignored(modules, ignored_params) | {id(managed.parameter): None for _, managed in tied}
         picked = _picked(modules, policy)
         shares = parameters_by_unit(modules, list(picked), left_out)
-        refuse_wrapped(modules, "fully_shard", [managed for share in shares for managed in share])
-        for parameters in shares:
-            refuse_taken("fully_shard", modules, parameters)
+        refuse_wrapped(modules, "fully_shard", everything := list(chain(*shares)))
+        refuse_taken("fully_shard", modules, everything)
         inherited = inherited_inside(modules, list(picked), precision)
         options = [common, *({**common, "mp_policy": inherited[unit], **overrides} for unit, overrides in picked.items())]
         for unit, share, own in zip([modules, *([child] for child in picked)], shares, options, strict=True):
@@ -189,7 +190,8 @@ def fully_shard(
         each_unit = zip([modules[0], *picked], options, placements, strict=True)
         treatment = [text for unit, o, placed in each_unit for text in _treatment(modules[0], unit, o, placed)]
         offload = offload_policies("fully_shard", options, None if spread is not None else device_of(modules[0]))
-    synchronise("fully_shard", [p for share in shares for p in share], communicator, sync_module_states, treatment)
+    synchronise("fully_shard", everything, communicator, sync_module_states, treatment)
+    tell_of_gradients([] if spread is None else everything)
     mesh_info = mesh_info_of(spread, device_of(modules[0]), after)
     with all_or_none("fully_shard", communicator, *mesh_info.communicators[1:]):
         innermost_first = list(zip(picked, shares[1:], placements[1:], options[1:], strict=True))[::-1]
@@ -247,8 +249,7 @@ def _treatment(module: nn.Module, unit: nn.Module, options: Mapping[str, Any], p
 
 def _after_forward(value: object) -> AfterForward:
     if not isinstance(value, int | None):
-        name = type(value).__name__
-        raise AnnotationError(f"reshard_after_forward must be None, True, False or a number of ranks, got {name}")
+        raise AnnotationError(f"reshard_after_forward must be None, True, False or a number of ranks, got {kind_of(value)}")
     return after_forward(value)
 
 

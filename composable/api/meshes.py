@@ -26,7 +26,7 @@ from composable.device.collectives import (
     subgroup_of,
     world_group,
 )
-from composable.errors import MeshError
+from composable.errors import CommunicationError, MeshError
 from composable.runtime.mesh_info import MeshInfo
 
 logger = logging.getLogger("composable")
@@ -209,11 +209,21 @@ def refuse_unordered(verb: str, spread: Spread) -> None:
         )
 
 
-def meeting_place(spread: Spread | None, device: torch.device) -> Communicator:
-    """Where all ranks meet before any of them does something with a module."""
+def meeting_place(verb: str, spread: Spread | None, device: torch.device) -> Communicator:
+    """Where all ranks meet before any of them does something with a module.
+
+    Raises:
+        CommunicationError: some do not come.
+    """
     if spread is None:
         return LocalCommunicator()
-    return communicator_of(spread.group, communication_device(spread.mesh, device))
+    try:
+        return communicator_of(spread.group, communication_device(spread.mesh, device))
+    except CommunicationError as error:
+        raise CommunicationError(
+            f"{verb}: all ranks of the mesh call it together, and first of all find each other; on this rank that ended with: "
+            f"{error}"
+        ) from error
 
 
 def ranks_of(mesh: DeviceMesh | dist.ProcessGroup) -> list[int]:

@@ -129,7 +129,7 @@ def replicate(
     modules = module if isinstance(module, list) else [module]
     device = device_of(modules[0])
     spread = spread_over("replicate", mesh, device)
-    communicator = meeting_place(spread, device)
+    communicator = meeting_place("replicate", spread, device)
     with failures_told("replicate", communicator):
         refuse_unknown_mode(sync_module_states)
         if type(broadcast_buffers) is not bool:

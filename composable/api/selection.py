@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from composable.api.ties import enclosing_units, innermost_of_all, refuse_tied_outside
-from composable.errors import AnnotationError, PolicyError
+from composable.errors import AnnotationError, PolicyError, closest
+from composable.model.contract import module_name
 from composable.model.traversal import ManagedParameter, managed_parameters
 
 
@@ -54,8 +55,10 @@ def check_keywords(verb: str, picked: Mapping[nn.Module, Mapping[str, Any]], all
     for module, overrides in picked.items():
         for keyword in overrides:
             if keyword not in allowed:
+                near = closest(keyword, allowed)
+                hint = f"; did you mean '{near[0]}'? A" if near else "; a"
                 raise PolicyError(
-                    f"{verb}: the policy overrides '{keyword}' for a {type(module).__name__}; a policy may override: "
+                    f"{verb}: the policy overrides '{keyword}' for {module_name(module)}{hint} policy may override: "
                     f"{', '.join(allowed)}"
                 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import is_distributed
 from composable.device.parameter_labels import label_of
-from composable.errors import AnnotationError, TiedParametersError
+from composable.errors import AnnotationError, TiedParametersError, few
 from composable.model.contract import find_fqn, module_name
 from composable.model.traversal import REPLICATE, ManagedParameter
 from composable.runtime.averaging import Averaging
@@ -18,6 +19,8 @@ from composable.runtime.early_steps import stepped_in_backward
 from composable.runtime.optimizer_hooks import Form
 from composable.runtime.ownership import holder_of
 from composable.runtime.sparse import is_sparse_lookup
+
+logger = logging.getLogger("composable")
 
 _DONE = {"fully_shard": "sharded", "replicate": "replicated"}
 
@@ -75,6 +78,17 @@ def _fqn(managed: ManagedParameter) -> str:
     place = managed.places[0]
     owner = find_fqn(place.module)
     return f"{owner}.{place.name}" if owner else managed.fqn
+
+
+def tell_of_gradients(parameters: Sequence[ManagedParameter]) -> None:
+    """Log that gradients of parameters that are about to be sharded will be gone: no rank has averaged them."""
+    found = [managed for managed in parameters if managed.parameter.grad is not None]
+    if found:
+        logger.warning(
+            "fully_shard: %s had gradients from before the annotation, which are dropped: each rank had its own. Run backward "
+            "after annotating",
+            few([f"'{_fqn(managed)}'" for managed in found]),
+        )
 
 
 def refuse_other_mesh(parameters: Sequence[ManagedParameter], mesh: DeviceMesh | None) -> None:

@@ -293,7 +293,10 @@ def _admit(name: str, module: nn.Module, reasons: Mapping[str, str]) -> None:
     applied = registry(module)
     if name in applied:
         record = applied[name]
-        raise AlreadyAnnotatedError(f"{name} was already applied to {module_name(module, record.fqn)} (at {record.call_site})")
+        raise AlreadyAnnotatedError(
+            f"{name} was already applied to {module_name(module, record.fqn)} (at {record.call_site}); to apply it anew, call "
+            f"remove(module, {name}) first"
+        )
     for transaction in transactions.running():
         if transaction.covers(name, module):
             raise AlreadyAnnotatedError(f"{name} is being applied to {module_name(module)} (at {transaction.call_site})")

@@ -74,7 +74,7 @@ def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
     found = list(value)
     for item in found:
         if not isinstance(item, type) or not issubclass(item, nn.Module):
-            hint = "; for names of modules, use NamePolicy" if isinstance(item, str) else ""
+            hint = f"; for names of modules, use NamePolicy({{{item!r}: {{}}}})" if isinstance(item, str) else ""
             raise PolicyError(f"{takes}, and got {kind_of(item)}{hint}")
     # A set has no order of its own; sorted, messages are the same on every rank.
     return tuple(sorted(dict.fromkeys(found), key=lambda cls: (cls.__module__, cls.__qualname__)))

@@ -122,15 +122,11 @@ class RootBackward:
             self._handles[index].keep_for(self)
 
     def unpin(self) -> None:
-        """Graphs of backwards keep no unit unsharded any more."""
-        for index in self.pinned:
-            self._handles[index].keep_no_longer_for(self)
-        self.pinned = {}
-
-    def begin(self) -> None:
-        """A forward begins that goes on with nothing: whatever graphs of former backwards were for, they have had it."""
+        """A forward begins that is not part of the step before: whatever graphs of that step were for, they have had it."""
         pinned = [self._handles[index] for index in self.pinned]
-        self.unpin()
+        for handle in pinned:
+            handle.keep_no_longer_for(self)
+        self.pinned = {}
         for handle in pinned:
             if handle.phase is not Phase.SHARDED and not _stays(handle):
                 handle.reshard()

@@ -100,7 +100,7 @@ class RootForward:
         self._sums.claim()
         going_on = self._backward.iteration is not None
         if not going_on and self._backward.pinned:
-            self._backward.begin()
+            self._backward.unpin()
         self._steps.open(going_on=going_on)
         self._steps.evaluates = not (going_on or torch.is_grad_enabled())
         self._steps.look_ahead(self._presences)

@@ -160,13 +160,19 @@ def test_a_second_application_says_where_the_first_one_was():
     place = f"{Path(__file__).name}:{this_line() + 1}"
     fully_shard(model.layers[3])
     text = message(AlreadyAnnotatedError, lambda: fully_shard(model.layers[3]))
-    assert_text(text.replace(place, "train.py:41"), """fully_shard was already applied to 'layers.3' (at train.py:41)""")
+    assert_text(
+        text.replace(place, "train.py:41"),
+        """fully_shard was already applied to 'layers.3' (at train.py:41); to apply it anew, call remove(module, fully_shard) first""",
+    )
 
 
 def test_a_module_that_nobody_holds_by_name_is_called_by_its_class():
     place = f"{Path(__file__).name}:{this_line() + 1}"
     text = message(AlreadyAnnotatedError, lambda: mark(mark(Block())))
-    assert_text(text.replace(place, "train.py:41"), """mark was already applied to Block (at train.py:41)""")
+    assert_text(
+        text.replace(place, "train.py:41"),
+        """mark was already applied to Block (at train.py:41); to apply it anew, call remove(module, mark) first""",
+    )
 
 
 def test_a_record_remembers_the_fqn_that_a_policy_knew():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from composable import fully_shard
 from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import averaged_gradients, full_gradients
-from tests.helpers.world import Pool, current_device
+from tests.helpers.world import Pool, current_device, spmd
 
 
 class _Log(logging.Handler):
@@ -101,3 +101,20 @@ def test_a_failed_step_is_reported_once_with_its_unit_and_the_next_one_is_good(p
 def test_gradients_are_within_reach_as_soon_as_a_backward_has_failed(pool: Pool, clear_by: str, policy: bool) -> None:
     first = "WARNING: previous step: its backward did not finish; state was reset"
     assert pool.run(2, _in_backward, clear_by, policy)[0] == [first]
+
+
+@spmd(ranks=2)
+def test_gradients_from_before_the_annotation_are_told_of_when_they_go() -> None:
+    model = _model()
+    model(_batch()).sum().backward()
+    with _Log() as lines:
+        fully_shard(model, policy={Layer})
+    (line,) = lines
+    assert line.startswith("WARNING: fully_shard: 'head.weight', 'head.bias', 'encoder.up.weight', ")
+    assert line.endswith(
+        " had gradients from before the annotation, which are dropped: each rank had its own. Run backward after annotating"
+    )
+    with _Log() as lines:
+        _step(model)
+        fully_shard(_model())
+    assert lines == []

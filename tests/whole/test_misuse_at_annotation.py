@@ -52,15 +52,15 @@ def _twice(verb: str) -> str:
 def test_the_same_verb_twice_is_refused_with_the_place_of_the_first(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _twice, "fully_shard")),
-        """AlreadyAnnotatedError: fully_shard was already applied to 'blocks.1' (at FILE:LINE)""",
+        """AlreadyAnnotatedError: fully_shard was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, fully_shard) first""",
     )
     assert_text(
         same_on_all(pool.run(2, _twice, "replicate")),
-        """AlreadyAnnotatedError: replicate was already applied to 'blocks.1' (at FILE:LINE)""",
+        """AlreadyAnnotatedError: replicate was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, replicate) first""",
     )
     assert_text(
         same_on_all(pool.run(2, _twice, "checkpoint")),
-        """AlreadyAnnotatedError: checkpoint was already applied to 'blocks.1' (at FILE:LINE)""",
+        """AlreadyAnnotatedError: checkpoint was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, checkpoint) first""",
     )
 
 

@@ -104,7 +104,9 @@ def test_meshes_that_do_not_fit_are_refused_with_an_example(pool: Pool) -> None:
         of_shards,
         """MeshError: reshard_after_forward=3: the shard dimension of the mesh has 2 ranks, which 3 does not divide.""",
     )
-    assert_text(word, """AnnotationError: reshard_after_forward must be None, True, False or a number of ranks, got str""")
+    assert_text(
+        word, """AnnotationError: reshard_after_forward must be None, True, False or a number of ranks, got the str 'yes'"""
+    )
 
 
 def _unordered() -> list[str]:

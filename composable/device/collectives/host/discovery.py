@@ -21,7 +21,7 @@ from composable.device.collectives.host.shared_memory import UNKNOWN_HOST, Arena
 T = TypeVar("T")
 
 ENABLE_VARIABLE: Final = "COMPOSABLE_SHARED_MEMORY"  # "0" in the environment of any rank: all of them use sockets
-_LABEL: Final = "exchange of where each rank's shared memory is"
+_LABEL: Final = "exchange of how ranks reach each other"
 
 _FOUND: WeakKeyDictionary[dist.ProcessGroup, HostGroup | None] = WeakKeyDictionary()
 
