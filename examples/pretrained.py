@@ -1,4 +1,4 @@
-"""Shard a Hugging Face model, which is built from a configuration here, and feed it rank by rank.
+"""Shard a Hugging Face model, built from a configuration here, and feed it rank by rank; needs `pip install transformers`.
 
 torchrun --standalone --nproc-per-node=2 examples/pretrained.py
 """
