@@ -149,6 +149,7 @@ def _over_ranks(
     """The norm of all gradients of all ranks, of which `tensors` are this rank's parts: on the device of the first, in the
     widest dtype."""
     largest = order == math.inf
+    at = next(tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor))  # ranks communicate there
     # What all ranks of a mesh hold whole may be a part of the model, or rest beside one: it counts as what all ranks have.
     alike: dict[tuple[tuple[dist.ProcessGroup, ...], DeviceMesh | None], list[Tensor]] = {((), None): []}
     for tensor in tensors:
@@ -158,11 +159,11 @@ def _over_ranks(
             alike[(), None].append(_local(tensor))
     shares = []
     for (groups, mesh), locals_ in alike.items():
+        number = _power(locals_, order).to(at)
         if mesh is not None:
-            number = _power(locals_, order).to(mesh.device_type)
             shares.append(Share(number, groups, enclosing.get(mesh), mesh.size()))
         elif locals_ or around is not None:
-            shares.append(Share(_power(locals_, order), (), around, 1 if around is None else dist.get_world_size(around)))
+            shares.append(Share(number, (), around, 1 if around is None else dist.get_world_size(around)))
     powers = over_all_ranks(shares, largest=largest, label="all-reduce of the norms of gradients")
     first = _local(tensors[0])
     together = torch.stack([power.to(first.device) for power in powers])
