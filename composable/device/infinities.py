@@ -13,7 +13,7 @@ For gradients on the host, torch copies its numbers there without waiting, and c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -56,15 +56,17 @@ def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _groups_of(gradients: Iterable[Tensor]) -> Sequence[tuple[dist.ProcessGroup, str]]:
+def _groups_of(gradients: Sequence[Tensor]) -> Sequence[tuple[dist.ProcessGroup, str]]:
     """Those that any gradient is cut over or is a part within, the largest first, and where they communicate."""
     found: dict[tuple[dist.ProcessGroup, str], int] = {}
+    meshes = dict.fromkeys(gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor))
+    for mesh in meshes:
+        if (larger := enclosing_group(mesh)) is not None:
+            found[larger, mesh.device_type] = dist.get_world_size(larger)
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh
             for dim, placement in enumerate(gradient.placements):
                 if mesh.size(dim) > 1 and not placement.is_replicate():
                     found[mesh.get_group(dim), mesh.device_type] = mesh.size(dim)
-            if (larger := enclosing_group(mesh)) is not None:
-                found[larger, mesh.device_type] = dist.get_world_size(larger)
     return sorted(found, key=lambda each: -found[each])

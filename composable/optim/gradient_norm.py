@@ -113,9 +113,10 @@ class Gradients:
             if parameter.device_mesh is not mesh or parameter.placements != placements:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 groups = _groups_of(mesh, placements)
+                # Only units lie on slices; of tensor parallel parameters the ranks of the mesh have everything.
                 part = mesh if mesh.size() < self._world else None
                 at = communication_device(mesh, local_of(parameter).device)
-                sharded = self._spread(groups, at, part).locals if groups else whole
+                sharded = self._spread(groups, at, part if _is_of_shards(parameter) else None).locals if groups else whole
             locals_ = sharded
             if sharded is whole and (part is not None or held_by):
                 # A replicated parameter that rests beside shards has their mesh, whichever ranks have it.

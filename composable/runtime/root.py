@@ -45,6 +45,9 @@ class Root:
         self, module: nn.Module, units: Sequence[Unit], membership: Membership, replicated: Sequence[ReplicatedUnit]
     ) -> None:
         """Replicated units inside show their parameters, and take part, wherever the root's units may want them."""
+        for former in dict.fromkeys(root for unit in units for root in (unit.root, unit.former)):
+            if former is not None:
+                former.backward.unpin()  # or nobody would
         self.module = module
         self.membership = membership
         self.units = tuple(units)

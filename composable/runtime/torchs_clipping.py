@@ -127,7 +127,7 @@ def _enclosing(tensors: Sequence[DTensor]) -> tuple[dist.ProcessGroup | None, di
     """The group of all ranks that hold parts of the same model, if it has some; and by mesh, that of each part."""
     meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors)
     groups = list(dict.fromkeys(group for tensor in tensors for group in _groups_of(tensor)))
-    each = {mesh: enclosing_group(mesh, groups) for mesh in meshes}
+    each = {mesh: enclosing_group(mesh) for mesh in meshes}  # of groups alone: tensor parallel parameters have some around them
     found = {mesh: group for mesh, group in each.items() if group is not None}
     # A rank whose own part got no gradients does as the others do.
     return max([*found.values(), *filter(has_parts, groups)], key=dist.get_world_size, default=None), found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 from weakref import WeakKeyDictionary, ref
 
@@ -83,7 +83,8 @@ def release_messages() -> None:
     for reference in _MADE.keyrefs():
         communicator = reference()
         if communicator is not None:
-            communicator.release()
+            with suppress(EOFError):  # its group was destroyed, and gave all back
+                communicator.release()
 
 
 _DEDICATED: WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Communicator]] = WeakKeyDictionary()
