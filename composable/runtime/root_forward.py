@@ -41,7 +41,7 @@ class RootForward:
 
     __slots__ = (
         "_abort", "_backward", "_doubtful", "_handles", "_index", "_known", "_last_units", "_nesting", "_preparation",
-        "_presences", "_readers", "_steps", "_sums", "_verified", "call", "handled", "order"
+        "_presences", "_readers", "_steps", "_sums", "_verified", "_without_mesh", "call", "handled", "order"
     )  # fmt: skip
 
     def __init__(
@@ -58,6 +58,7 @@ class RootForward:
     ) -> None:
         """`known` are the handles, too: first those that other ranks know from former roots."""
         self._handles = handles
+        self._without_mesh = tuple([handle for handle in handles if handle.mesh_info.mesh is None])
         self._index = {handle: index for index, handle in enumerate(handles)}
         self._last_units = [last_units_of(handle.mesh_info) for handle in handles]
         self._nesting = nesting
@@ -96,7 +97,8 @@ class RootForward:
         self._nesting.enter(index)
 
     def _begin(self, outermost: Handle) -> None:
-        refuse_left_alone("fully_shard", outermost.name, outermost.mesh_info)
+        for handle in self._without_mesh:
+            refuse_left_alone("fully_shard", handle.name, handle.mesh_info)
         self._sums.claim()
         going_on = self._backward.iteration is not None
         if not going_on and self._backward.pinned:
