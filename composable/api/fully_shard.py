@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any, Final
 
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from composable.api.all_or_none import all_or_none, failures_told
 from composable.api.devices import move_buffers
@@ -26,6 +25,7 @@ from composable.api.mp_policy import (
     refuse_unknown_buffers,
 )
 from composable.api.offload_policy import Offload, note_no_effect, offload_policies, offload_policy_of
+from composable.api.placements import Placement, Placements, placements_of
 from composable.api.selection import check_keywords, ids_of_ignored, parameters_by_unit
 from composable.api.sync_module_states import refuse_unknown_mode, synchronise
 from composable.api.taken import refuse_taken, tell_of_gradients
@@ -59,7 +59,8 @@ from composable.runtime.handle import UnitSpec
 from composable.runtime.inner_units import units_inside
 from composable.runtime.launch_order import launch_together
 from composable.runtime.membership import places_of_replicas
-from composable.runtime.mesh_info import MeshInfo, note_parts
+from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.model_parts import note_parts
 from composable.runtime.sharded_unit import ShardedUnit
 from composable.runtime.shown_parameters import rest_as_dtensors
 from composable.runtime.wrappers import refuse_wrapped, refuse_wrapping
@@ -88,8 +89,6 @@ _EQUIVALENTS: Final = {
 }
 
 _FOR_UNITS: Final = ("mesh", "reshard_after_forward", "mp_policy", "offload_policy", "shard_placement_fn", "grad_reduce")
-
-Placement = Callable[[nn.Parameter], Shard | None]
 
 
 @contract(
@@ -185,7 +184,9 @@ def fully_shard(
         for unit, share, own in zip([modules, *([child] for child in picked)], shares, options, strict=True):
             _refuse_unfit_precision(modules, unit, share, precision_policy("fully_shard", own["mp_policy"]))
         # Asked from the innermost unit outwards, as units are made, and once: the function is the user's.
-        placements = [_placements(share, o["shard_placement_fn"]) for share, o in zip(shares[::-1], options[::-1], strict=True)]
+        placements = [
+            placements_of(share, o["shard_placement_fn"]) for share, o in zip(shares[::-1], options[::-1], strict=True)
+        ]
         placements.reverse()
         each_unit = zip([modules[0], *picked], options, placements, strict=True)
         treatment = [text for unit, o, placed in each_unit for text in _treatment(modules[0], unit, o, placed)]
@@ -213,9 +214,6 @@ def fully_shard(
         note_parts(modules, mesh_info)
     note_no_effect("fully_shard", offload, mesh_info)
     return module
-
-
-Placements = tuple[int | None, ...]  # the dimension that each parameter of a unit is cut along; None: it is not cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,29 +306,6 @@ def _refuse_misplaced(modules: Sequence[nn.Module]) -> None:
                 "fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being called, so nothing would "
                 "gather its parameters; annotate the MultiheadAttention instead"
             )
-
-
-def _placements(parameters: Sequence[ManagedParameter], choose: Placement | None) -> Placements:
-    return tuple(_placement(managed, choose) for managed in parameters)
-
-
-def _placement(managed: ManagedParameter, choose: Placement | None) -> int | None:
-    parameter = managed.parameter
-    if parameter.ndim == 0:
-        return None
-    placement = choose(parameter) if choose is not None else None
-    if placement is None:
-        return 0
-    if not isinstance(placement, Shard):
-        raise AnnotationError(
-            f"shard_placement_fn must return Shard or None, got {type(placement).__name__} for '{managed.fqn}'"
-        )
-    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
-    if not 0 <= dim < parameter.ndim:
-        raise AnnotationError(
-            f"shard_placement_fn returned {placement} for '{managed.fqn}', which has {parameter.ndim} dimensions"
-        )
-    return dim
 
 
 def _attach_unit(

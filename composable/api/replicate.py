@@ -43,7 +43,8 @@ from composable.model.traversal import (
 from composable.policies import PolicyLike, select_modules
 from composable.runtime.cast_unit import CastUnit
 from composable.runtime.launch_order import launch_together
-from composable.runtime.mesh_info import MeshInfo, note_parts
+from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.model_parts import note_parts
 from composable.runtime.replicated_unit import ReplicatedUnit
 from composable.runtime.shards_inside import ShardsInside
 from composable.runtime.shown_parameters import rest_as_dtensors

@@ -5,8 +5,7 @@ Note [One decision]
 list is cut over: behind one that every rank holds whole, ranks decide each for itself, and behind one that is cut over some,
 these alone; then some step and others do not. And it refuses lists in which some are DTensors and some are not. So everything
 is looked at where it lies, and then all process groups over which any of these gradients is cut hear of it, one after the
-other: those over most ranks first, and of a mesh of which one unit takes the rows and another one the columns, both. Of
-experts, those that share other experts hear of it, too: a step that one expert skips is skipped by all.
+other: those over most ranks first, and of a mesh of which one unit takes the rows and another one the columns, both.
 
 For gradients on the host, torch copies its numbers there without waiting, and computes with them at once: so the host waits.
 """
@@ -23,7 +22,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from composable.device.collectives import reduce_numbers
-from composable.device.model_parts import enclosing_group
 from composable.device.private import local_of
 from composable.device.private_operations import replace_dtensor_operation
 from composable.device.streams import wait_for_current_stream
@@ -57,12 +55,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _groups_of(gradients: Sequence[Tensor]) -> Sequence[tuple[dist.ProcessGroup, str]]:
-    """Those that any gradient is cut over or is a part within, the largest first, and where they communicate."""
+    """Those that any gradient is cut over, the largest first, and where they communicate."""
     found: dict[tuple[dist.ProcessGroup, str], int] = {}
-    meshes = dict.fromkeys(gradient.device_mesh for gradient in gradients if isinstance(gradient, DTensor))
-    for mesh in meshes:
-        if (larger := enclosing_group(mesh)) is not None:
-            found[larger, mesh.device_type] = dist.get_world_size(larger)
     for gradient in gradients:
         if isinstance(gradient, DTensor):
             mesh = gradient.device_mesh

@@ -1,4 +1,4 @@
-"""Where torch can be told what to do with DTensors, and to ask before it clips or parametrizes; knows nothing of this project.
+"""Where torch asks what to do with DTensors, and when it clips, scales or parametrizes; knows nothing of this project.
 
 Checked with torch 2.11.0, 2.13.0 (CPU build) and 2.15.0, and read in the sources of 2.12. There are no public ways in that
 see tensors. Where this torch has not what is looked for, nothing happens.
@@ -9,11 +9,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
+from threading import local
 from typing import Any
 
 import torch
 import torch.nn.utils.clip_grad as torchs_clipping
-from torch import nn
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
 
@@ -58,35 +60,63 @@ def extend_dtensor_operation(operation: Any, extension: Extension) -> bool:
 
 
 def ask_before_clipping(
-    gradients: Callable[[Any], None], nothing: Callable[[Any], None], summary: Callable[[list[Any], float], list[Any]]
+    gradients: Callable[[Any], None],
+    nothing: Callable[[list[Any]], None],
+    summary: Callable[[list[Any], float, list[Any] | None], list[Any]],
 ) -> None:
     """Have torch's functions that clip gradients ask first, on an eager run.
 
     Args:
         gradients: is told those that they have found.
         nothing: is told what the caller of `torch.nn.utils.clip_grad_norm_` gave as `parameters`, if it has found none.
-        summary: is given all whose norm is taken, and its order, and returns tensors that have the same norm.
+        summary: is given all gradients whose norm is taken, its order, and the parameters if it was these that the caller gave;
+            it returns tensors that have the same norm.
     """
     take, sort = (getattr(torchs_clipping, name, None) for name in ("_get_total_norm", "_group_tensors_by_device_and_dtype"))
     if take is None or sort is None:
         return
+    of_thread = local()
 
     @wraps(take)
-    def total_norm(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and isinstance(tensors, list) and not tensors:
-            nothing(sys._getframe(1).f_locals.get("parameters"))
-        return take(tensors, *args, **kwargs)
+    def total_norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
+        parameters = sys._getframe(1).f_locals.get("parameters")
+        if torch.compiler.is_compiling() or not isinstance(tensors, list) or not isinstance(parameters, list):
+            return take(tensors, norm_type, *args, **kwargs)
+        if not tensors:
+            nothing(parameters)
+        gradients(tensors)
+        of_thread.has_summary = True
+        try:
+            return take(summary(tensors, float(norm_type), parameters), norm_type, *args, **kwargs)
+        finally:
+            of_thread.has_summary = False
 
     @wraps(sort)
     def sorted_by_kind(lists: Any, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and not getattr(of_thread, "has_summary", False):
             gradients(lists[0])
             caller = sys._getframe(1)
             if caller.f_code.co_name == take.__name__:
-                lists = [summary(lists[0], caller.f_locals["norm_type"])]
+                lists = [summary(lists[0], caller.f_locals["norm_type"], None)]
         return sort(lists, *args, **kwargs)
 
     vars(torchs_clipping).update(_get_total_norm=total_norm, _group_tensors_by_device_and_dtype=sorted_by_kind)
+
+
+def ask_after_unscaling(ask: Callable[[torch.optim.Optimizer, dict[torch.device, Tensor], Tensor], None]) -> None:
+    """Have `ask` called when a gradient scaler has unscaled the gradients of an optimizer: with it, the numbers by device that
+    say whether a gradient was not finite, which it may change, and the inverse of the scale."""
+    unscale = getattr(GradScaler, "_unscale_grads_", None)
+    if unscale is None:
+        return
+
+    @wraps(unscale)
+    def unscaled(self: Any, optimizer: Any, inverse: Tensor, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
+        found: dict[torch.device, Tensor] = unscale(self, optimizer, inverse, *args, **kwargs)
+        ask(optimizer, found, inverse)
+        return found
+
+    setattr(GradScaler, "_unscale_grads_", unscaled)  # noqa: B010 - mypy wants its very signature
 
 
 def ask_before_parametrizing(ask: Callable[[nn.Parameter], None]) -> None:

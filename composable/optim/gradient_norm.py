@@ -12,7 +12,7 @@ of one gradient by the same number, and raise together.
 
 Note [Experts]
 Parameters on a slice of the ranks count once per slice, wherever the others of the list, or of the model, are on more ranks:
-see Note [Parts of a model] in `composable.device.model_parts`.
+see Note [Parts of a model] in `composable.runtime.model_parts`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composable.api.meshes import communication_device, device_for_numbers
 from composable.device.collectives import is_distributed, reduce_numbers
-from composable.device.model_parts import Share, enclosing_group, over_all_ranks
 from composable.device.parameter_labels import label_of
 from composable.device.private import local_of
+from composable.device.sums_over_groups import Share, over_all_ranks
 from composable.errors import ClippingError
+from composable.runtime.model_parts import enclosing_group, parts_by_parameter
 from composable.runtime.optimizer_hooks import Form
 from composable.runtime.ownership import units
 
@@ -50,11 +51,12 @@ class _Spread:
 
     Attributes:
         mesh: of the ranks that hold these parameters, if they are not all.
+        model: the group of the ranks that hold other parts of the model that these are of, if that is known.
         device: where its share of the norm is put together.
     """
 
-    def __init__(self, groups: Groups, device: torch.device, mesh: DeviceMesh | None = None) -> None:
-        self.groups, self.device, self.mesh = groups, device, mesh
+    def __init__(self, groups: Groups, device: torch.device, mesh: DeviceMesh | None, model: dist.ProcessGroup | None) -> None:
+        self.groups, self.device, self.mesh, self.model = groups, device, mesh, model
         self.copies = 1 if mesh is None else mesh.size()
         self.locals: list[Tensor] = []
 
@@ -85,7 +87,7 @@ class Gradients:
     """The gradients of some parameters, in local tensors."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._spreads: dict[tuple[Groups, DeviceMesh | None], _Spread] = {}
+        self._spreads: dict[tuple[Groups, DeviceMesh | None, dist.ProcessGroup | None], _Spread] = {}
         self.device = _local(parameters[0]).device
         # As for the collectives, it is parameters that decide: ranks that round in different ways would drift apart.
         dtypes = dict.fromkeys(parameter.dtype for parameter in parameters)
@@ -99,29 +101,34 @@ class Gradients:
     def _collect(self, parameters: Sequence[Tensor]) -> None:
         """Sort the local gradients by what they are cut over. Written out: it runs for every parameter in every step."""
         held_by = self._replicated_on_some_ranks()
+        models = {key: part.group for key, part in parts_by_parameter().items()} if self._world > 1 else {}
         mesh, placements, part = None, None, None
+        model: dist.ProcessGroup | None = None
         whole = sharded = self._spread((), self.device).locals
         for parameter in parameters:
             gradient = parameter.grad
+            last, model = model, models.get(id(parameter)) if models else None
             if not isinstance(parameter, DTensor):
-                locals_ = self._spread((), self.device, held_by[id(parameter)]).locals if id(parameter) in held_by else whole
+                holders = held_by.get(id(parameter)) if held_by else None
+                locals_ = whole if holders is None else self._spread((), self.device, holders, model).locals
                 if isinstance(gradient, DTensor):
                     raise _spread_otherwise(parameter, gradient)
                 if gradient is not None:
                     locals_.append(gradient)
                 continue
-            if parameter.device_mesh is not mesh or parameter.placements != placements:
+            if parameter.device_mesh is not mesh or parameter.placements != placements or model is not last:
                 mesh, placements = parameter.device_mesh, parameter.placements
                 groups = _groups_of(mesh, placements)
                 # Only units lie on slices; of tensor parallel parameters the ranks of the mesh have everything.
                 part = mesh if mesh.size() < self._world else None
                 at = communication_device(mesh, local_of(parameter).device)
-                sharded = self._spread(groups, at, part if _is_of_shards(parameter) else None).locals if groups else whole
+                holders = part if _is_of_shards(parameter) else None
+                sharded = self._spread(groups, at, holders, model).locals if groups else whole
             locals_ = sharded
             if sharded is whole and (part is not None or held_by):
                 # A replicated parameter that rests beside shards has their mesh, whichever ranks have it.
                 holders = part if _is_of_shards(parameter) else held_by.get(id(parameter))
-                locals_ = whole if holders is None else self._spread((), at, holders).locals
+                locals_ = whole if holders is None else self._spread((), at, holders, model).locals
             if gradient is None:
                 continue
             if not isinstance(gradient, DTensor) or gradient.placements != placements:
@@ -130,10 +137,12 @@ class Gradients:
                 raise _spread_otherwise(parameter, gradient)
             locals_.append(local_of(gradient))
 
-    def _spread(self, groups: Groups, device: torch.device, mesh: DeviceMesh | None = None) -> _Spread:
-        found = self._spreads.get((groups, mesh))
+    def _spread(
+        self, groups: Groups, device: torch.device, mesh: DeviceMesh | None = None, model: dist.ProcessGroup | None = None
+    ) -> _Spread:
+        found = self._spreads.get((groups, mesh, model))
         if found is None:
-            found = self._spreads[groups, mesh] = _Spread(groups, device, mesh)
+            found = self._spreads[groups, mesh, model] = _Spread(groups, device, mesh, model)
         return found
 
     def total_norm(self, order: float) -> Tensor:
@@ -169,7 +178,7 @@ class Gradients:
         given = {id(parameter): None for parameter in self._given}
         here = [mesh for unit, mesh in self._replicas if any(id(parameter) in given for parameter in unit.owned_at_rest)]
         groups = list(dict.fromkeys([*self._groups, *(mesh.get_group() for mesh in here)]))
-        return [None if spread.mesh is None else enclosing_group(spread.mesh, groups) for spread in spreads]
+        return [None if each.mesh is None else enclosing_group(each.mesh, each.model, groups) for each in spreads]
 
     def _replicated_on_some_ranks(self) -> dict[int, DeviceMesh]:
         """The mesh of a replicated parameter, by its id, where not all ranks hold it."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.device.collectives import Communicator, is_distributed, reference_to
-from composable.device.model_parts import note_part
 from composable.errors import AnnotationError, MeshError
-from composable.model.traversal import get_all_sharded_states, get_replicated_states
 
 _CPU: Final = torch.device("cpu")
 
@@ -94,19 +91,6 @@ def refuse_left_alone(verb: str, unit: str, mesh_info: MeshInfo | None) -> None:
         f"it by itself. Call remove(module, {verb}) and annotate again, now that init_process_group has run; to train on this "
         f"rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"
     )
-
-
-def note_parts(modules: Sequence[nn.Module], mesh_info: MeshInfo) -> None:
-    """Of units below `modules`, which are being annotated over `mesh_info`, those on fewer ranks than others hold a part of the
-    model, of which the other ranks have other ones."""
-    sharded = [state.handle.mesh_info for each in modules for state in get_all_sharded_states(each)]
-    replicated = [state.averaging.mesh_info for each in modules for state in get_replicated_states(each)]
-    units = [mesh_info, *sharded, *(each for each in replicated if each is not None)]
-    found = [(mesh_info, mesh_info.mesh) for mesh_info in units if mesh_info.mesh is not None]
-    groups = [mesh_info.group() for mesh_info, _ in found if mesh_info.group is not None]
-    for group in filter(None, dict.fromkeys(groups)):
-        for mesh_info, mesh in found:
-            note_part(mesh_info, mesh, group)
 
 
 def refuse_other_replicas(units: Iterable[tuple[str, MeshInfo]]) -> None:

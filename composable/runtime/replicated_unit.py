@@ -31,6 +31,7 @@ from composable.runtime.replicated_parameters import ReplicatedParameters
 from composable.runtime.rounds import Forward
 from composable.runtime.shown_parameters import ShownParameters
 from composable.runtime.torchs_clipping import look_after_torchs_clipping
+from composable.runtime.torchs_scaler import look_after_torchs_scaler
 from composable.runtime.wrappers import refuse_inside
 
 _COPIED: Final = ("buffers", "parameters", "averaging", "shown", "forward_steps", "_readers")
@@ -80,6 +81,7 @@ class ReplicatedUnit:
         self.averaging.initialize(mesh_info, cap_bytes, divisor)
         take_replicated_parameters()
         look_after_torchs_clipping()
+        look_after_torchs_scaler()
 
     def contain(self, inside: Sequence[ReplicatedUnit]) -> None:
         """Replicated units below this one: who is in a forward of this module may read their parameters, too."""

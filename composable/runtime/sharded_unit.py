@@ -30,6 +30,7 @@ from composable.runtime.recurrent import WeightsInPlace
 from composable.runtime.root import Root
 from composable.runtime.sharded_bracket import ShardedBracket
 from composable.runtime.torchs_clipping import look_after_torchs_clipping
+from composable.runtime.torchs_scaler import look_after_torchs_scaler
 
 
 class Removable(Protocol):
@@ -104,6 +105,7 @@ class ShardedUnit:
         mine = [id(module) for module in modules]
         if handle.mesh_info.mesh is not None:
             look_after_torchs_clipping()
+            look_after_torchs_scaler()
             take_replicated_parameters()
             refuse_late_parametrizations()
             self.guards = [Guard(module, self.bracket.called_inside) for key, module in holders.items() if key not in mine]

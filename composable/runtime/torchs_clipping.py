@@ -5,9 +5,9 @@ Note [Gradients of several kinds]
 lists in which some are DTensors and some are not, or of two meshes. And of DTensors it takes the largest element rank by rank:
 one whose part is empty raises there, and the others wait for it. In these cases the norm is taken here: of what each rank has,
 and then over the process groups that a gradient is cut over, all of them in one message for each group. What every rank has
-whole is its own norm. Of experts on slices of a mesh, those of the other slices are added, too; then ranks also average what
-they have whole, so that all get the same number. Torch is handed this one number in place of the gradients. All else is left
-to torch.
+whole is its own norm. Of experts on slices of a mesh, those of the other slices are added, too (Note [Parts of a model]); then
+ranks also average what they have whole, so that all get the same number. Torch is handed this one number in place of the
+gradients. All else is left to torch.
 
 A gradient that a rank holds alone (`no_sync`) has no norm that all could scale by, and as a plain tensor it does not say so.
 torch would clip it by numbers of this rank's. So torch asks first. Of parameters that backward steps, and of those in whose
@@ -24,15 +24,15 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from composable.device.model_parts import Share, enclosing_group, has_parts, over_all_ranks
 from composable.device.private import local_of
 from composable.device.private_operations import ask_before_clipping, extend_dtensor_operation
+from composable.device.sums_over_groups import Share, over_all_ranks
 from composable.errors import ClippingError
 from composable.runtime.accumulation import any_window_open
 from composable.runtime.early_steps import stepped_in_backward
+from composable.runtime.model_parts import Part, groups_of_parts, parts_by_gradient, parts_by_parameter
 from composable.runtime.optimizer_hooks import refuse_not_trained
 from composable.runtime.ownership import local_gradients
 
@@ -72,7 +72,7 @@ def _refuse_held(gradients: Any) -> None:
             )
 
 
-def _in_one(tensors: list[Tensor], order: float) -> list[Tensor]:
+def _in_one(tensors: list[Tensor], order: float, parameters: Sequence[Tensor] | None) -> list[Tensor]:
     """The norm of all of them in their place, if torch cannot take it: on the device of the first, in the widest dtype."""
     spread = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
     if spread and not order > 0:
@@ -83,12 +83,14 @@ def _in_one(tensors: list[Tensor], order: float) -> list[Tensor]:
         )
     # Beside a plain number torch's norm would be a DTensor, by which it scales no plain tensor one by one.
     alike = len(spread) == len(tensors) and _are_alike(tensors)
-    around, enclosing = _enclosing(spread)
-    if not spread or (alike and order != math.inf and around is None) or any(map(_is_summand, tensors)):
+    parts, model = _parts_of(tensors, parameters)
+    if model is None and (not spread or (alike and order != math.inf)):
         return tensors
-    norm = _over_ranks(tensors, order, around, enclosing)
-    mesh = spread[0].device_mesh
-    if not alike or norm.device.type != mesh.device_type:
+    if any(map(_is_summand, tensors)):
+        return tensors
+    norm = _over_ranks(tensors, order, model, parts)
+    mesh = spread[0].device_mesh if spread else None
+    if mesh is None or not alike or norm.device.type != mesh.device_type:
         return [norm]
     return [DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)]
 
@@ -123,14 +125,24 @@ def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _enclosing(tensors: Sequence[DTensor]) -> tuple[dist.ProcessGroup | None, dict[DeviceMesh, dist.ProcessGroup]]:
-    """The group of all ranks that hold parts of the same model, if it has some; and by mesh, that of each part."""
-    meshes = dict.fromkeys(tensor.device_mesh for tensor in tensors)
-    groups = list(dict.fromkeys(group for tensor in tensors for group in _groups_of(tensor)))
-    each = {mesh: enclosing_group(mesh) for mesh in meshes}  # of groups alone: tensor parallel parameters have some around them
-    found = {mesh: group for mesh, group in each.items() if group is not None}
-    # A rank whose own part got no gradients does as the others do.
-    return max([*found.values(), *filter(has_parts, groups)], key=dist.get_world_size, default=None), found
+def _parts_of(tensors: Sequence[Tensor], parameters: Sequence[Tensor] | None) -> tuple[dict[int, Part], Part | None]:
+    """The parts of models that `tensors` are gradients of, by their ids; and the one, if any, whose ranks all take part.
+
+    Args:
+        parameters: those that were given to be clipped, if it was these. So a rank whose own part got no gradients does as the
+            others do; without them it does so if other gradients are on the ranks of some model with parts.
+    """
+    if parameters is not None:
+        noted = parts_by_parameter()
+        given = [(parameter.grad, noted[id(parameter)]) for parameter in parameters if id(parameter) in noted]
+        parts = {id(gradient): part for gradient, part in given if gradient is not None}
+        around = [part for _, part in given]
+    else:
+        parts = parts_by_gradient(tensors)
+        cut = dict.fromkeys((g, t.device_mesh) for t in tensors if isinstance(t, DTensor) for g in _groups_of(t))
+        models = groups_of_parts()
+        around = [*parts.values(), *(Part(mesh, group) for group, mesh in cut if group in models)]
+    return parts, max(around, key=lambda part: dist.get_world_size(part.group), default=None)
 
 
 def _groups_of(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
@@ -140,35 +152,39 @@ def _groups_of(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
     return tuple(mesh.get_group(dim) for dim in cut)
 
 
-def _over_ranks(
-    tensors: Sequence[Tensor],
-    order: float,
-    around: dist.ProcessGroup | None,
-    enclosing: Mapping[DeviceMesh, dist.ProcessGroup],
-) -> Tensor:
+def _over_ranks(tensors: Sequence[Tensor], order: float, model: Part | None, parts: Mapping[int, Part]) -> Tensor:
     """The norm of all gradients of all ranks, of which `tensors` are this rank's parts: on the device of the first, in the
-    widest dtype."""
+    widest dtype.
+
+    Args:
+        model: one of the ranks that all take part, where there are parts.
+        parts: by the ids of gradients.
+    """
     largest = order == math.inf
-    at = next(tensor.device_mesh.device_type for tensor in tensors if isinstance(tensor, DTensor))  # ranks communicate there
-    # What all ranks of a mesh hold whole may be a part of the model, or rest beside one: it counts as what all ranks have.
-    alike: dict[tuple[tuple[dist.ProcessGroup, ...], DeviceMesh | None], list[Tensor]] = {((), None): []}
+    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    at = (meshes[0] if model is None else model.mesh).device_type  # ranks communicate there
+    # What is no part is alike on all ranks that take part, if it is not cut over any.
+    alike: dict[tuple[tuple[dist.ProcessGroup, ...], Part | None], list[Tensor]] = {((), None): []}
     for tensor in tensors:
-        if isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements):
-            alike.setdefault((_groups_of(tensor), tensor.device_mesh), []).append(local_of(tensor))
-        else:
-            alike[(), None].append(_local(tensor))
+        groups = _groups_of(tensor) if isinstance(tensor, DTensor) else ()
+        alike.setdefault((groups, parts.get(id(tensor))), []).append(_local(tensor))
     shares = []
-    for (groups, mesh), locals_ in alike.items():
+    for (groups, part), locals_ in alike.items():
         number = _power(locals_, order).to(at)
-        if mesh is not None:
-            shares.append(Share(number, groups, enclosing.get(mesh), mesh.size()))
-        elif locals_ or around is not None:
-            shares.append(Share(number, (), around, 1 if around is None else dist.get_world_size(around)))
+        if part is not None:
+            shares.append(Share(number, groups, part.group, part.mesh.size()))
+        elif groups:
+            shares.append(Share(number, groups))
+        elif model is not None:
+            shares.append(Share(number, (), model.group, dist.get_world_size(model.group)))
+        elif locals_:
+            shares.append(Share(number, ()))
     powers = over_all_ranks(shares, largest=largest, label="all-reduce of the norms of gradients")
-    first = _local(tensors[0])
-    together = torch.stack([power.to(first.device) for power in powers])
+    device = _local(tensors[0]).device if tensors else torch.device("cpu")
+    together = torch.stack([power.to(device) for power in powers])
     norm: Tensor = together.amax() if largest else together.sum() ** (1 / order)
-    return norm.to(reduce(torch.promote_types, [_local(tensor).dtype for tensor in tensors]))
+    dtypes = [_local(tensor).dtype for tensor in tensors] or [torch.float32]
+    return norm.to(reduce(torch.promote_types, dtypes))
 
 
 def _power(locals_: Sequence[Tensor], order: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from composable import clip_grad_norm_, fully_shard, replicate
-from composable.errors import NonFiniteError
+from composable.errors import NonFiniteError, OptimizerError
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 
@@ -78,11 +79,14 @@ def _replicas_beside_shards(model: Mixture, copies: DeviceMesh) -> None:
 
 
 Annotate = Callable[[Mixture, DeviceMesh], None]
-NESTED: Final[dict[str, Annotate]] = {"shards in shards": _sharded, "shards in a replica": _shards_in_a_replica}
-SCHEMES: Final[dict[str, Annotate]] = {
-    **NESTED,
+NESTED: Final[dict[str, Annotate]] = {
+    "shards in shards": _sharded,
+    "shards in a replica": _shards_in_a_replica,
     "a replica in shards": _replica_in_shards,
     "a replica in a replica": _replicated,
+}
+SCHEMES: Final[dict[str, Annotate]] = {
+    **NESTED,
     "shards side by side": _side_by_side,
     "replicas beside shards": _replicas_beside_shards,
 }
@@ -140,7 +144,6 @@ def test_the_norm_is_that_of_all_experts(scheme: str) -> None:
 def test_torchs_own_clipping_counts_all_experts(scheme: str, foreach: bool | None) -> None:
     for order in ORDERS:
         model, mesh = _mixture(NESTED[scheme])
-        model.expert.scale.requires_grad_(False)  # torch is not told whose a gradient is that all ranks of a slice hold whole
         model(_batch()).square().mean().backward()
         before = _all_gradients(model, mesh)
         expected = _norm(before, order)
@@ -162,8 +165,7 @@ def test_a_slice_whose_expert_had_nothing_to_do_takes_part(scheme: str) -> None:
         expected = _norm(_all_gradients(model, mesh), 2.0)
         norm = clip(model.parameters(), 1e-3)
         _agree(norm)
-        # Of torch's, see above; the scale's share of the norm is then divided by the number of slices.
-        torch.testing.assert_close(full(norm).cpu(), expected.float(), rtol=1e-5 if clip is clip_grad_norm_ else 0.1, atol=0)
+        torch.testing.assert_close(full(norm).cpu(), expected.float(), rtol=1e-5, atol=0)
 
 
 @spmd(ranks=[2, 4])
@@ -203,6 +205,117 @@ def test_a_step_that_one_expert_skips_is_skipped_by_all(scheme: str, apart: bool
         of_optimizer = [name for name in moved if not apart or name.startswith("expert.")]
         assert skipped == ([] if bad is None else of_optimizer)
         assert scaler.get_scale() == {0: 2.0, 1: 1.0, None: 1.0}[bad]
+
+
+@spmd(ranks=[2, 4])
+@pytest.mark.parametrize("scheme", NESTED)
+@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["ours", "torch's"])
+def test_experts_are_clipped_by_themselves(scheme: str, clip: Callable[..., Tensor]) -> None:
+    """Their norm is that of the experts of all slices, also where one slice's got no gradient."""
+    for works in (False, True):
+        model, mesh = _mixture(NESTED[scheme])
+        model(_batch(), expert=works or mesh.get_local_rank("experts") == 1).square().mean().backward()
+        experts = _all_gradients(model, mesh)[4:]
+        norm = clip(list(model.expert.parameters()), 1e-3)
+        _agree(norm)
+        torch.testing.assert_close(full(norm).cpu(), _norm(experts, 2.0).float(), rtol=1e-5, atol=0)
+
+
+@spmd(ranks=[2, 4])
+@pytest.mark.parametrize("scheme", NESTED)
+@pytest.mark.parametrize("apart", [False, True], ids=["one optimizer", "one for experts"])
+def test_a_scaler_asks_all_slices_whatever_gradients_an_expert_has(scheme: str, apart: bool) -> None:
+    """Of one slice, no gradients of the expert, which are in a dtype of their own; of another one, infinities."""
+    mesh = init_device_mesh(current_device().type, (2, dist.get_world_size() // 2), mesh_dim_names=("experts", "copies"))
+    model = Mixture(mesh.get_local_rank("experts")).to(current_device())
+    model.expert.bfloat16()
+    model.forward = partial(_in_two_dtypes, model)  # type: ignore[method-assign]
+    NESTED[scheme](model, mesh["copies"])
+    shared = [*model.router.parameters(), *model.head.parameters()]
+    lists = [shared, list(model.expert.parameters())] if apart else [list(model.parameters())]
+    optimizers = [torch.optim.SGD(each, lr=0.1) for each in lists]
+    scaler = torch.amp.GradScaler(current_device().type, init_scale=4.0)
+    works = mesh.get_local_rank("experts") == 1
+    scaler.scale(model(_batch(), expert=works).square().mean()).backward()
+    if works:
+        assert model.expert.up.weight.grad is not None
+        model.expert.up.weight.grad.mul_(torch.inf)
+    before = full(model.router.weight).clone()
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0
+    assert torch.equal(before, full(model.router.weight)) != apart
+
+
+def _in_two_dtypes(model: Mixture, x: Tensor, *, expert: bool) -> Tensor:
+    x = model.router(x)
+    return model.head(x + model.expert(x.bfloat16()).float() if expert else x)
+
+
+@spmd(ranks=[2, 4])
+@pytest.mark.parametrize("scheme", ["shards side by side", "replicas beside shards"])
+def test_scales_that_have_drifted_apart_are_refused(scheme: str) -> None:
+    """Nothing says that experts are parts of a model, if no annotated module contains them and their optimizer is their own."""
+    model, mesh = _mixture(SCHEMES[scheme])
+    shared = torch.optim.SGD([*model.router.parameters(), *model.head.parameters()], lr=0.1)
+    experts = torch.optim.SGD(model.expert.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler(current_device().type, init_scale=4.0)
+    for step in range(2):
+        scaler.scale(model(_batch()).square().mean()).backward()
+        if mesh.get_local_rank("experts") == 1:
+            assert model.expert.up.weight.grad is not None
+            model.expert.up.weight.grad.mul_(torch.inf)
+        before = full(model.router.weight).clone()
+        if step:
+            with pytest.raises(OptimizerError, match="scaled their losses by different numbers, from 2 to 4"):
+                scaler.step(shared)
+            assert torch.equal(before, full(model.router.weight))
+        else:
+            scaler.step(shared)
+            scaler.step(experts)
+            scaler.update()
+
+
+@spmd(ranks=4)
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["ours", "torch's"])
+def test_a_model_of_its_own_on_the_ranks_of_an_expert_is_no_part(
+    verb: Callable[..., nn.Module], clip: Callable[..., Tensor]
+) -> None:
+    """Also if only one slice has it, and clips and scales it, while a mixture on the same meshes lives."""
+    mixture, mesh = _mixture(_sharded)
+    mixture(_batch()).square().mean().backward()
+    if mesh.get_local_rank("experts") == 0:
+        torch.manual_seed(0)
+        plain, other = (nn.Linear(7, 3).to(current_device()) for _ in range(2))
+        other.load_state_dict(plain.state_dict())
+        verb(other, mesh=mesh["copies"])
+        x = torch.ones(2, 7, device=current_device())
+        scaler = torch.amp.GradScaler(current_device().type, init_scale=4.0)
+        optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+        plain(x).square().sum().backward()
+        scaler.scale(other(x).square().sum()).backward()
+        scaler.unscale_(optimizer)
+        expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        torch.testing.assert_close(full(clip(other.parameters(), 0.1)), expected)
+        scaler.step(optimizer)
+    expected = _norm(_all_gradients(mixture, mesh), 2.0)
+    torch.testing.assert_close(full(clip(mixture.parameters(), 0.1)).cpu(), expected.float(), rtol=1e-5, atol=0)
+
+
+@spmd(ranks=[2, 4])
+def test_the_norm_of_copies_of_gradients_counts_all_experts() -> None:
+    """Programs take the norm in another dtype, and torch is given no parameters then."""
+    model, mesh = _mixture(_sharded)
+    model.expert.scale.requires_grad_(False)  # a copy does not tell whose it is where all ranks of a slice hold it whole
+    model(_batch()).square().mean().backward()
+    expected = _norm(_all_gradients(model, mesh), 2.0)
+    given = [p.grad for p in model.parameters() if p.grad is not None]
+    for gradients in (given, [gradient.double() for gradient in given]):
+        norm = full(torch.nn.utils.get_total_norm(gradients))
+        _agree(norm)
+        torch.testing.assert_close(norm.cpu().float(), expected.float(), rtol=1e-5, atol=0)
 
 
 @spmd(ranks=4)
