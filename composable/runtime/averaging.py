@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 
 from composable.device.collectives import Communicator, LocalCommunicator
 from composable.errors import unit_name
-from composable.model.naming import known_fqn
+from composable.model.naming import find_fqn, known_fqn
 from composable.runtime.cast_unit import CastUnit
 from composable.runtime.hooked_units import UnitHook, refuse_sparse
 from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.membership import Newcomers
-from composable.runtime.mesh_info import MeshInfo
+from composable.runtime.mesh_info import MeshInfo, is_left_alone, left_alone
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.reducer import Reducer
 from composable.runtime.replicated_parameters import ReplicatedParameters
@@ -159,9 +159,20 @@ class Averaging:
         if parameters is not None and parameters.elsewhere != owned_elsewhere(self, parameters.everyone):
             self.renew(self.parameters.registered)
 
+    def refuse_left_alone(self) -> None:
+        """Raise if it was annotated before its process had a group."""
+        if self.mesh_info is not None and is_left_alone(self.mesh_info.mesh):
+            raise left_alone("replicate", unit_name(find_fqn(self.parameters.modules[0]) or self._fqn))
+
     def check_step(self, optimizer: Optimizer) -> None:
         """Raise when gradients that `optimizer` is about to use were not averaged; see Note [Before an optimizer steps]."""
-        if self.current is not None and self.communicator.size > 1:
+        if self.current is None:
+            return
+        if self.mesh_info is not None and is_left_alone(self.mesh_info.mesh):
+            held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+            if not self.held.isdisjoint(held):
+                self.refuse_left_alone()
+        elif self.communicator.size > 1:
             parameters = self.parameters
             named = parameters.named
             has_backward = self.order.backward is not None

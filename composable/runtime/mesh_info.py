@@ -78,15 +78,14 @@ class MeshInfo:
         return MeshInfo, (None, self.shard, self.all)
 
 
-def refuse_left_alone(verb: str, unit: str, mesh_info: MeshInfo | None) -> None:
-    """Raise if a unit was annotated in a process without a group, which has one now.
+def is_left_alone(mesh: DeviceMesh | None) -> bool:
+    """Whether a unit was annotated in a process without a group, and so has no mesh, while the process has a group now."""
+    return mesh is None and is_distributed() and dist.get_world_size() > 1
 
-    Raises:
-        MeshError: each rank would train the unit by itself.
-    """
-    if mesh_info is None or mesh_info.mesh is not None or not is_distributed() or dist.get_world_size() == 1:
-        return
-    raise MeshError(
+
+def left_alone(verb: str, unit: str) -> MeshError:
+    """Each rank would train the unit by itself."""
+    return MeshError(
         f"unit '{unit}' was annotated before there was a process group: each of the {dist.get_world_size()} ranks would train "
         f"it by itself. Call remove(module, {verb}) and annotate again, now that init_process_group has run; to train on this "
         f"rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"

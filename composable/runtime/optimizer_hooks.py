@@ -39,6 +39,7 @@ from composable.device.private import as_tensors, local_of
 from composable.errors import ClippingError, OptimizerError
 from composable.runtime.accumulation import any_window_open
 from composable.runtime.early_steps import is_asked_to_step, may_step, stepped_in_backward
+from composable.runtime.mesh_info import is_left_alone, left_alone
 from composable.runtime.weighted_window import unfinished
 
 _gradient: Final = attrgetter("grad")
@@ -113,6 +114,7 @@ class _Holding:
         self._ids = list(map(id, parameters))  # of one that went, an id may come again; then it is noted again, too
         self._sharded: list[int] = []
         self.foreign: list[int] = []
+        self.alone: str | None = None  # a unit without a mesh, whose parameters are among them
         self._moving: list[int] = []
         self._points: list[int] = []  # sharded, without dimensions
         self._spread: dict[int, list[Any]] = {}  # of these, the state that is spread as they are; as of the last step
@@ -128,6 +130,8 @@ class _Holding:
                     self._points.append(index)
             elif found is not None and found[2] not in _OWN:
                 self.foreign.append(index)
+            elif found is not None:
+                self.alone = found[0]
 
     def is_of(self, parameters: list[nn.Parameter]) -> bool:
         """Whether it was looked up for just these, and would be the same today."""
@@ -206,6 +210,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     holding, parameters = _look_up(optimizer)
     for index in holding.foreign:
         _refuse_foreign(optimizer, parameters[index])
+    if holding.alone is not None and is_left_alone(None):
+        raise left_alone("fully_shard", holding.alone)
     if (name := stepped_in_backward(parameters)) is not None and not may_step(optimizer):
         raise OptimizerError(
             f"{type(optimizer).__name__}.step: {name} is stepped in backward already, since apply_optimizer_in_backward. Give "

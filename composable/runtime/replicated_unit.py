@@ -24,7 +24,7 @@ from composable.runtime.cast_unit import CastUnit, use_casts
 from composable.runtime.dtype_notes import note_of_dtypes
 from composable.runtime.exact_modules import ExactModule
 from composable.runtime.forward_steps import ForwardSteps
-from composable.runtime.mesh_info import MeshInfo, refuse_left_alone
+from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.model_averagers import take_replicated_parameters
 from composable.runtime.readers import Readers
 from composable.runtime.replicated_parameters import ReplicatedParameters
@@ -104,7 +104,7 @@ class ReplicatedUnit:
             found = self._readers.enter_call()
             if not recomputed:
                 reducer, self.shown.called = averaging.reducer, True
-                refuse_left_alone("replicate", averaging.name, averaging.mesh_info)
+                averaging.refuse_left_alone()
                 averaging.refuse_unfit()
                 refuse_inside(module, "replicate", averaging.name, reducer.parameters.everyone)
                 averaging.order.abort()  # if the backward before this forward raised

@@ -21,7 +21,7 @@ from composable.runtime.cast_unit import use_casts
 from composable.runtime.divergence import catch_up, check_order
 from composable.runtime.handle import Handle
 from composable.runtime.last_units import last_units_of, refuse_writes
-from composable.runtime.mesh_info import refuse_left_alone
+from composable.runtime.mesh_info import is_left_alone, left_alone
 from composable.runtime.prefetch import gather_with_next
 from composable.runtime.preparation import Preparation
 from composable.runtime.readers import Readers
@@ -98,7 +98,8 @@ class RootForward:
 
     def _begin(self, outermost: Handle) -> None:
         for handle in self._without_mesh:
-            refuse_left_alone("fully_shard", handle.name, handle.mesh_info)
+            if is_left_alone(handle.mesh_info.mesh):
+                raise left_alone("fully_shard", handle.name)
         self._sums.claim()
         going_on = self._backward.iteration is not None
         if not going_on and self._backward.pinned:

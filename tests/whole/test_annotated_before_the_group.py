@@ -49,6 +49,32 @@ def test_each_forward_is_refused_until_it_is_annotated_anew(verb: str) -> None:
     torch.testing.assert_close(_whole(model[0].weight.grad), expected)
 
 
+@spmd(ranks=2)
+@pytest.mark.parametrize("verb", _VERBS)
+def test_a_unit_inside_is_refused_though_the_root_was_annotated_in_time(verb: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).to(current_device())
+    _before_there_is_a_group(_VERBS[verb], model[1])
+    _VERBS[verb](model)
+    with pytest.raises(MeshError, match=r"unit '1' was annotated before there was a process group"):
+        model(torch.ones(2, 3, device=current_device()))
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("verb", _VERBS)
+def test_a_step_is_refused_if_no_forward_of_the_unit_was(verb: str) -> None:
+    """Its modules were called one by one, or a method of it was."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).to(current_device())
+    with mock.patch.object(dist, "is_initialized", return_value=False):
+        _VERBS[verb](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[0](torch.ones(2, 3, device=current_device())).sum().backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.raises(MeshError, match=r"unit '\(root\)' was annotated before there was a process group"):
+        optimizer.step()
+    for parameter, then in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, then)
+
+
 @spmd(ranks=1)
 @pytest.mark.parametrize("verb", _VERBS)
 def test_one_rank_may_go_on(verb: str) -> None:
