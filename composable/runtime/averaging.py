@@ -159,11 +159,6 @@ class Averaging:
         if parameters is not None and parameters.elsewhere != owned_elsewhere(self, parameters.everyone):
             self.renew(self.parameters.registered)
 
-    def refuse_left_alone(self) -> None:
-        """Raise if it was annotated before its process had a group."""
-        if self.mesh_info is not None and is_left_alone(self.mesh_info.mesh):
-            raise left_alone("replicate", unit_name(find_fqn(self.parameters.modules[0]) or self._fqn))
-
     def check_step(self, optimizer: Optimizer) -> None:
         """Raise when gradients that `optimizer` is about to use were not averaged; see Note [Before an optimizer steps]."""
         if self.current is None:
@@ -171,7 +166,7 @@ class Averaging:
         if self.mesh_info is not None and is_left_alone(self.mesh_info.mesh):
             held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
             if not self.held.isdisjoint(held):
-                self.refuse_left_alone()
+                refuse_left_alone(self)
         elif self.communicator.size > 1:
             parameters = self.parameters
             named = parameters.named
@@ -221,3 +216,13 @@ class Averaging:
         else:
             twin.renew(pairs.plain, pairs.present)
         return twin
+
+
+def refuse_left_alone(unit: Averaging) -> None:
+    """Raise if `unit` was annotated before its process had a group.
+
+    Raises:
+        MeshError: each rank would train it by itself.
+    """
+    if unit.mesh_info is not None and is_left_alone(unit.mesh_info.mesh):
+        raise left_alone("replicate", unit_name(find_fqn(unit.parameters.modules[0]) or unit._fqn))

@@ -18,7 +18,7 @@ from composable.model.hooks import before_gradient
 from composable.model.interrupts import calls_of
 from composable.model.values import map_tensors, tensors_in, with_a_node
 from composable.runtime.accumulation import refuse_removal
-from composable.runtime.averaging import Averaging
+from composable.runtime.averaging import Averaging, refuse_left_alone
 from composable.runtime.buffer_broadcast import share_buffers
 from composable.runtime.cast_unit import CastUnit, use_casts
 from composable.runtime.dtype_notes import note_of_dtypes
@@ -104,7 +104,7 @@ class ReplicatedUnit:
             found = self._readers.enter_call()
             if not recomputed:
                 reducer, self.shown.called = averaging.reducer, True
-                averaging.refuse_left_alone()
+                refuse_left_alone(averaging)
                 averaging.refuse_unfit()
                 refuse_inside(module, "replicate", averaging.name, reducer.parameters.everyone)
                 averaging.order.abort()  # if the backward before this forward raised
