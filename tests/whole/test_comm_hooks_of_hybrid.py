@@ -139,9 +139,10 @@ _PRECISIONS: Final = {
 }
 
 
+@pytest.mark.parametrize("way", [pytest.param("tags", marks=pytest.mark.host), "sockets"])
 @pytest.mark.parametrize("precision", _PRECISIONS)
-def test_hooks_see_gradients_in_the_dtype_that_they_are_summed_in(pool: Pool, precision: str) -> None:
-    pool.run(4, _same_as_without, "tags", _BOTH, _PRECISIONS[precision], device="cpu")
+def test_hooks_see_gradients_in_the_dtype_that_they_are_summed_in(pool: Pool, precision: str, way: str) -> None:
+    pool.run(4, _same_as_without, way, _BOTH, _PRECISIONS[precision], device="cpu")
 
 
 # --- what hooks do, by hand -----------------------------------------------------------------------------------------------

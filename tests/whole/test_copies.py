@@ -343,6 +343,7 @@ def _leave_a_step_after_a_copy_ran() -> None:
             torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+@pytest.mark.host
 def test_a_step_that_one_rank_left_is_over_for_all_also_after_a_copy_ran(pool: Pool) -> None:
     """Sums of replicated units would go on in the copy's step otherwise, and meet those that were left over. On hosts only:
     an accelerator's group does not tell that a rank left."""

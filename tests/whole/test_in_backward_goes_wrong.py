@@ -209,6 +209,7 @@ class _Ear(logging.Handler):
         self._heard.append(record.getMessage())
 
 
+@pytest.mark.host  # over sockets a sum has not landed for certain when the next barrier is over
 @spmd(ranks=2)
 def test_a_backward_that_raises_tells_what_it_has_stepped() -> None:
     for annotate in VERBS:
@@ -252,6 +253,7 @@ def test_a_backward_that_raises_tells_what_it_has_stepped() -> None:
         assert optimizer.lost == ()
 
 
+@pytest.mark.host
 @pytest.mark.beyond_sim("groups of accelerators do not tell of a rank that left a step: the other one waits for the timeout")
 @pytest.mark.parametrize("how", ["loads", "resumes"])
 @spmd(ranks=2)

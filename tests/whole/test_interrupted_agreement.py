@@ -21,7 +21,7 @@ from tests.helpers.means import Parts, assert_means, batch_of, twins
 from tests.helpers.quiet import errors_only
 from tests.helpers.world import Pool
 
-pytestmark = pytest.mark.beyond_sim("groups of accelerators do not tell of a rank that was interrupted")
+pytestmark = [pytest.mark.host, pytest.mark.beyond_sim("groups of accelerators do not tell of a rank that was interrupted")]
 
 _CAP: Final = 160 / (1 << 20)  # bytes: one layer of the model in a bucket
 _ORDER: Final = [2, 0, 1]  # not the one that holds in the first step

@@ -20,7 +20,7 @@ from tests.helpers.interrupts import SCHEMES, Interrupter, Model
 from tests.helpers.quiet import errors_only
 from tests.helpers.world import Pool
 
-pytestmark = pytest.mark.beyond_sim("groups of accelerators do not tell of a rank that was interrupted")
+pytestmark = [pytest.mark.host, pytest.mark.beyond_sim("groups of accelerators do not tell of a rank that was interrupted")]
 
 
 def _interrupted(model: Model, at: int | None, flag: Path | None) -> tuple[str, int, str]:

@@ -65,6 +65,7 @@ def _changed_alone(change: str, steps: int) -> str:
     return said
 
 
+@pytest.mark.host
 @pytest.mark.beyond_sim("groups of accelerators do not notice that sizes differ, and ranks that once agreed ask no more")
 @pytest.mark.parametrize("change", _CHANGES)
 @pytest.mark.parametrize("steps", [0, 2])

@@ -129,6 +129,7 @@ def _in_flight() -> list[int]:
     return counts
 
 
+@pytest.mark.host
 @pytest.mark.beyond_sim("it is no host")
 def test_a_host_keeps_few_buckets_in_flight_also_if_others_launch_theirs_at_the_end(pool: Pool) -> None:
     for counts in pool.run(2, _in_flight):

@@ -240,6 +240,7 @@ def _a_backward_raises(kept: str) -> tuple[list[int], list[int]]:
         gc.enable()
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kept", ["the model", "a copy", "a copy of one removed", "garbage"])
 def test_a_backward_may_raise_on_all_ranks_while_one_of_them_keeps_a_model_that_is_gone(
@@ -262,6 +263,7 @@ def _another_one_is_removed(spare: bool) -> list[int]:
     return counts + _launched_early(model)
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("spare", [False, True], ids=["", "with a layer that nobody uses"])
 def test_a_model_launches_early_from_the_second_backward_after_another_one_has_been_removed(pool: Pool, spare: bool) -> None:
     for counts in pool.run(2, _another_one_is_removed, spare):

@@ -219,6 +219,7 @@ def _fail(_: Tensor) -> None:
 
 
 @pytest.mark.beyond_sim("groups of accelerators do not tell of a rank that left a step, or did not come")
+@pytest.mark.host
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 @pytest.mark.parametrize("where", ["first, before its backward", "second, before its backward", "second, inside its backward"])
 def test_ranks_meet_in_the_next_step_after_one_of_them_lost_a_micro_batch(pool: Pool, verb: Any, where: str) -> None:
