@@ -25,7 +25,7 @@ test: $(READY) ## run all tests (ARGS="-k name" for some of them)
 # does not depend on how bytes travel, and takes minutes: other people's models and trainers, the compiler, local arithmetic.
 NOT_OVER_SOCKETS := tests/optim/test_exactness.py $(wildcard tests/whole/test_compile*.py) tests/whole/test_interrupted_verbs.py \
 	tests/whole/test_models_of_others.py tests/whole/test_trainers.py
-OVER_SOCKETS ?= tests/device tests/runtime tests/optim tests/whole
+OVER_SOCKETS ?= tests/device tests/runtime tests/optim tests/whole tests/report tests/demo tests/test_moving.py
 
 test-sockets: $(READY) ## run the tests of the transport, and of training over it, without device/collectives/host/
 	@set -e; copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; \
