@@ -48,10 +48,10 @@ class Noting:
         return output
 
     def on_error(self, module: nn.Module) -> None:
-        self._note("abandon")
+        self._note("on_error")
 
     def on_interrupt(self) -> None:
-        self._note("forget")
+        self._note("on_interrupt")
 
 
 class Failing(nn.Module):
@@ -141,26 +141,26 @@ def test_inputs_and_outputs_go_through_every_annotation_in_turn() -> None:
 # --- exceptions -------------------------------------------------------------------------------------------------------
 
 
-def test_a_forward_that_raises_is_abandoned_from_the_inside_out() -> None:
+def test_brackets_are_told_of_a_forward_that_raises_from_the_inside_out() -> None:
     module, log = _annotated()
     module.error = ValueError("as planned")
     with pytest.raises(ValueError, match="as planned"):
         module(X)
-    assert log == [*ENTERED, "abandon checkpoint", "abandon offload_activations", "abandon replicate", "abandon fully_shard"]
+    assert log == [*ENTERED, "on_error checkpoint", "on_error offload_activations", "on_error replicate", "on_error fully_shard"]
 
 
-def test_an_annotation_that_fails_to_enter_is_abandoned_with_those_around_it_only() -> None:
+def test_a_bracket_that_fails_to_enter_is_told_with_those_around_it_only() -> None:
     module, log = _annotated(replicate="enter")
     with pytest.raises(MemoryError, match="replicate fails to enter"):
         module(X)
-    assert log == ["enter fully_shard", "enter replicate", "abandon replicate", "abandon fully_shard"]
+    assert log == ["enter fully_shard", "enter replicate", "on_error replicate", "on_error fully_shard"]
 
 
-def test_an_annotation_that_fails_to_leave_abandons_those_around_it() -> None:
+def test_those_around_a_bracket_that_fails_to_leave_are_told() -> None:
     module, log = _annotated(checkpoint="leave")
     with pytest.raises(MemoryError, match="checkpoint fails to leave"):
         module(X)
-    assert log == [*ENTERED, "leave checkpoint", "abandon offload_activations", "abandon replicate", "abandon fully_shard"]
+    assert log == [*ENTERED, "leave checkpoint", "on_error offload_activations", "on_error replicate", "on_error fully_shard"]
 
 
 def test_a_call_after_a_failed_one_starts_afresh() -> None:
@@ -192,7 +192,7 @@ def test_a_forward_that_returns_none_has_not_failed_even_while_an_exception_is_h
     assert log == ["enter fully_shard", "leave fully_shard"] * 2
 
 
-def test_a_forward_that_fails_while_an_exception_is_handled_is_abandoned() -> None:
+def test_brackets_are_told_of_a_forward_that_fails_while_an_exception_is_handled() -> None:
     module, log = _annotated(("fully_shard",))
     module.error = KeyError("the second")
     try:
@@ -200,7 +200,7 @@ def test_a_forward_that_fails_while_an_exception_is_handled_is_abandoned() -> No
     except ValueError:
         with pytest.raises(KeyError):
             module(X)
-    assert log == ["enter fully_shard", "abandon fully_shard"]
+    assert log == ["enter fully_shard", "on_error fully_shard"]
 
 
 def test_a_module_that_calls_itself_has_one_set_of_brackets_per_call() -> None:
@@ -219,7 +219,7 @@ def test_a_module_that_calls_itself_has_one_set_of_brackets_per_call() -> None:
     module = Nested()
     attach(module, "fully_shard", Noting("it", log))
     module(1)
-    assert log == ["enter it", "depth 1", "enter it", "depth 0", "abandon it", "caught", "leave it"]
+    assert log == ["enter it", "depth 1", "enter it", "depth 0", "on_error it", "caught", "leave it"]
 
 
 def test_a_users_hook_that_fails_before_ours_is_reported_as_it_is() -> None:
@@ -274,7 +274,7 @@ def test_an_interrupted_call_is_forgotten_from_the_inside_out_before_the_next(er
     log.clear()
     module.error = None
     module(X)
-    forgotten = ["forget checkpoint", "forget offload_activations", "forget replicate", "forget fully_shard"]
+    forgotten = ["on_interrupt checkpoint", "on_interrupt offload_activations", "on_interrupt replicate", "on_interrupt fully_shard"]
     assert log == [*forgotten, *ENTERED, *LEFT]
     log.clear()
     module(X)
