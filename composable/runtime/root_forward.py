@@ -102,8 +102,8 @@ class RootForward:
                 raise left_alone("fully_shard", handle.name)
         self._sums.claim()
         going_on = self._backward.iteration is not None
-        if not going_on and self._backward.pinned:
-            self._backward.unpin()
+        if not going_on and self._backward.pinned and torch.is_grad_enabled():
+            self._backward.unpin()  # an evaluation may come between backwards that wait for each other
         self._steps.open(going_on=going_on)
         self._steps.evaluates = not (going_on or torch.is_grad_enabled())
         self._steps.look_ahead(self._presences)
@@ -178,12 +178,10 @@ class RootForward:
             elif handle.phase is Phase.UNSHARDED and (no_grad or (all_frozen and handle.is_last)) and not handle.kept_by:
                 handle.reshard()  # no backward will come
         iteration = self._backward.iteration
-        if (
-            not torch.is_grad_enabled()
-            and iteration is not None
-            and not (iteration.finished.next_units(1) or self._backward.pinned)
-        ):
-            self._backward.drop()
+        if no_grad and iteration is not None:
+            waiting = iteration.finished.next_units(1) or self._backward.pinned
+            if self._steps.evaluates or not waiting:
+                self._backward.drop()
         wait_for_traffic()
         self._steps.behind = False
         self.call = None

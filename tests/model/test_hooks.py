@@ -75,6 +75,7 @@ def _annotated(order: tuple[str, ...] = OUTERMOST_FIRST, **fails: str) -> tuple[
 X: Final = torch.ones(2)
 ENTERED: Final = ["enter fully_shard", "enter replicate", "enter offload_activations", "enter checkpoint"]
 LEFT: Final = ["leave checkpoint", "leave offload_activations", "leave replicate", "leave fully_shard"]
+INSIDE_OUT: Final = [name.removeprefix("leave ") for name in LEFT]
 
 
 # --- the order --------------------------------------------------------------------------------------------------------
@@ -146,7 +147,7 @@ def test_brackets_are_told_of_a_forward_that_raises_from_the_inside_out() -> Non
     module.error = ValueError("as planned")
     with pytest.raises(ValueError, match="as planned"):
         module(X)
-    assert log == [*ENTERED, "on_error checkpoint", "on_error offload_activations", "on_error replicate", "on_error fully_shard"]
+    assert log == [*ENTERED, *(f"on_error {name}" for name in INSIDE_OUT)]
 
 
 def test_a_bracket_that_fails_to_enter_is_told_with_those_around_it_only() -> None:
@@ -274,8 +275,7 @@ def test_an_interrupted_call_is_forgotten_from_the_inside_out_before_the_next(er
     log.clear()
     module.error = None
     module(X)
-    forgotten = ["on_interrupt checkpoint", "on_interrupt offload_activations", "on_interrupt replicate", "on_interrupt fully_shard"]
-    assert log == [*forgotten, *ENTERED, *LEFT]
+    assert log == [*(f"on_interrupt {name}" for name in INSIDE_OUT), *ENTERED, *LEFT]
     log.clear()
     module(X)
     assert log == [*ENTERED, *LEFT], "once is enough"

@@ -222,7 +222,7 @@ def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme
     pool.run(2, _run, program, scheme, device=device)
 
 
-def _train_with_penalties() -> list[list[str]]:
+def _train_with_penalties(evaluates: bool) -> list[list[str]]:
     """What stays unsharded after each step, until the next forward has begun."""
     device = current_device()
     plain, model = _DISCRIMINATOR.model(0, 0, device), _DISCRIMINATOR.model(0, 0, device)
@@ -239,9 +239,15 @@ def _train_with_penalties() -> list[list[str]]:
                 penalties = [_penalty(each, x), _penalty(each, x.cos())]
             for penalty in penalties:
                 penalty.backward()
+                if evaluates and penalty is penalties[0]:
+                    with torch.no_grad():
+                        each(x)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        if evaluates:
+            with torch.no_grad():
+                torch.testing.assert_close(model(x), plain(x))
         for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(full(other), one, msg=f"{name} in step {step}")
     return kept
@@ -251,9 +257,12 @@ def _unsharded(model: nn.Module) -> list[str]:
     return [handle.name for handle in get_handles(model) if handle.phase is Phase.UNSHARDED]
 
 
-def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_kept(pool: Pool, device: str) -> None:
+@pytest.mark.parametrize("evaluates", [False, True], ids=["", "with evaluations between them"])
+def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_kept(
+    pool: Pool, evaluates: bool, device: str
+) -> None:
     need_devices(device, 2)
-    for kept in pool.run(2, _train_with_penalties, device=device):
+    for kept in pool.run(2, _train_with_penalties, evaluates, device=device):
         # Two forwards per step: in the first nothing is left of the step before; in the second the first one's graph keeps all.
         assert kept == [["(root)", "first"], ["(root)", "first", "second", "third"]] * 3
 
