@@ -12,9 +12,11 @@ For gradients on the host, torch copies its numbers there without waiting, and c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,8 @@ from composable.device.private import local_of
 from composable.device.private_operations import replace_dtensor_operation
 from composable.device.streams import wait_for_current_stream
 
-_UNSCALE = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+_deferred: Final[ContextVar[bool]] = ContextVar("infinities_deferred", default=False)
+_UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 @cache
@@ -44,23 +47,35 @@ def _unscale(operation: Any, args: tuple[Any, ...], kwargs: Any) -> None:
     if _local(found).is_pinned() or _local(inverse).is_pinned():  # as torch makes what it copies without waiting
         wait_for_current_stream()
     operation([_local(gradient) for gradient in gradients], _local(found), _local(inverse), **kwargs)
+    if _deferred.get():
+        return
     number = _local(found).reshape(1)
-    for group, device in _groups_of(gradients):
+    for group, device in groups_of(gradients):
         label = "all-reduce of whether gradients are finite"
         number.copy_(reduce_numbers(number.to(device), group, largest=True, label=label))
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Within the block no rank asks the others: who opens it does so afterwards, once for gradients of all kinds."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
 
 
 def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _groups_of(gradients: Sequence[Tensor]) -> Sequence[tuple[dist.ProcessGroup, str]]:
-    """Those that any gradient is cut over, the largest first, and where they communicate."""
+def groups_of(tensors: Sequence[Tensor]) -> list[tuple[dist.ProcessGroup, str]]:
+    """Those that any of them is cut over, the largest first, and where they communicate."""
     found: dict[tuple[dist.ProcessGroup, str], int] = {}
-    for gradient in gradients:
-        if isinstance(gradient, DTensor):
-            mesh = gradient.device_mesh
-            for dim, placement in enumerate(gradient.placements):
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            mesh = tensor.device_mesh
+            for dim, placement in enumerate(tensor.placements):
                 if mesh.size(dim) > 1 and not placement.is_replicate():
                     found[mesh.get_group(dim), mesh.device_type] = mesh.size(dim)
     return sorted(found, key=lambda each: -found[each])

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
 
 Handler = Callable[[Any, tuple[Any, ...], Any], Any]
+Found = dict[torch.device, Tensor]
 Extension = Callable[[Any, tuple[Any, ...], Any, Callable[[], Any]], Any]
 
 
@@ -103,18 +104,17 @@ def ask_before_clipping(
     vars(torchs_clipping).update(_get_total_norm=total_norm, _group_tensors_by_device_and_dtype=sorted_by_kind)
 
 
-def ask_after_unscaling(ask: Callable[[torch.optim.Optimizer, dict[torch.device, Tensor], Tensor], None]) -> None:
-    """Have `ask` called when a gradient scaler has unscaled the gradients of an optimizer: with it, the numbers by device that
-    say whether a gradient was not finite, which it may change, and the inverse of the scale."""
+def extend_unscaling(extension: Callable[[Callable[[], Found], torch.optim.Optimizer, Tensor], Found]) -> None:
+    """Have `extension` called where a gradient scaler unscales the gradients of an optimizer: with what does as torch does
+    without it, the optimizer, and the inverse of the scale. It returns the numbers, by device, that say whether a gradient was
+    not finite."""
     unscale = getattr(GradScaler, "_unscale_grads_", None)
     if unscale is None:
         return
 
     @wraps(unscale)
-    def unscaled(self: Any, optimizer: Any, inverse: Tensor, *args: Any, **kwargs: Any) -> dict[torch.device, Tensor]:
-        found: dict[torch.device, Tensor] = unscale(self, optimizer, inverse, *args, **kwargs)
-        ask(optimizer, found, inverse)
-        return found
+    def unscaled(self: Any, optimizer: Any, inverse: Tensor, *args: Any, **kwargs: Any) -> Found:
+        return extension(partial(unscale, self, optimizer, inverse, *args, **kwargs), optimizer, inverse)
 
     setattr(GradScaler, "_unscale_grads_", unscaled)  # noqa: B010 - mypy wants its very signature
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from composable.device.collectives import is_distributed, reference_to
+from composable.device.collectives import reference_to
 from composable.model.traversal import get_all_sharded_states, get_replicated_states
 from composable.runtime.handle import HANDLES
 from composable.runtime.mesh_info import MeshInfo
@@ -63,7 +63,7 @@ def note_parts(modules: Sequence[nn.Module], mesh_info: MeshInfo) -> None:
     _notes[:] = [note for note in _notes if note.mesh_info() is not None and note.group() is not None]
     for group in filter(None, groups):
         size = dist.get_world_size(group)
-        parts = [each for each in found if each.mesh is not None and contains(group, each.mesh)]
+        parts = [each for each in found if each.mesh is not None and _contains(group, each.mesh)]
         _notes.extend(_Note(ref(each), reference_to(group), size) for each in parts)
 
 
@@ -90,11 +90,6 @@ def parts_by_gradient(tensors: Sequence[Tensor]) -> dict[int, Part]:
     return {key: part for key, part in found if part is not None}
 
 
-def groups_of_parts() -> list[dist.ProcessGroup]:
-    """Those of all ranks of the models that have parts, each once."""
-    return list(dict.fromkeys(part.group for part in _noted().values()))
-
-
 def enclosing_group(
     mesh: DeviceMesh, noted: dist.ProcessGroup | None, groups: Iterable[dist.ProcessGroup]
 ) -> dist.ProcessGroup | None:
@@ -103,24 +98,13 @@ def enclosing_group(
     See Note [Parts of a model].
     """
     known = () if noted is None else (noted,)
-    return max((*known, *(group for group in groups if contains(group, mesh))), key=dist.get_world_size, default=None)
+    return max((*known, *(group for group in groups if _contains(group, mesh))), key=dist.get_world_size, default=None)
 
 
-def contains(group: dist.ProcessGroup, mesh: DeviceMesh) -> bool:
+def _contains(group: dist.ProcessGroup, mesh: DeviceMesh) -> bool:
     """Whether it has all ranks of `mesh` and others."""
     larger = dist.get_process_group_ranks(group)
     return len(larger) > mesh.size() and set(mesh.mesh.flatten().tolist()) <= set(larger)
-
-
-def spread_by_parameter() -> dict[int, MeshInfo]:
-    """Where the parameters of all units are spread, by their ids; nothing where all units are on all ranks."""
-    if not is_distributed():
-        return {}
-    meshes = [handle.mesh_info.mesh for handle in list(HANDLES)]
-    meshes += [unit.mesh_info.mesh for unit in units() if unit.mesh_info is not None]
-    if all(mesh is None or mesh.size() == dist.get_world_size() for mesh in meshes):
-        return {}
-    return {id(parameter): mesh_info for parameter, mesh_info in _of_units() if mesh_info.mesh is not None}
 
 
 def _of_units() -> Iterator[tuple[nn.Parameter, MeshInfo]]:

@@ -32,7 +32,7 @@ from composable.device.sums_over_groups import Share, over_all_ranks
 from composable.errors import ClippingError
 from composable.runtime.accumulation import any_window_open
 from composable.runtime.early_steps import stepped_in_backward
-from composable.runtime.model_parts import Part, groups_of_parts, parts_by_gradient, parts_by_parameter
+from composable.runtime.model_parts import Part, parts_by_gradient, parts_by_parameter
 from composable.runtime.optimizer_hooks import refuse_not_trained
 from composable.runtime.ownership import local_gradients
 
@@ -130,7 +130,7 @@ def _parts_of(tensors: Sequence[Tensor], parameters: Sequence[Tensor] | None) ->
 
     Args:
         parameters: those that were given to be clipped, if it was these. So a rank whose own part got no gradients does as the
-            others do; without them it does so if other gradients are on the ranks of some model with parts.
+            others do, which gradients alone cannot tell.
     """
     if parameters is not None:
         noted = parts_by_parameter()
@@ -139,9 +139,7 @@ def _parts_of(tensors: Sequence[Tensor], parameters: Sequence[Tensor] | None) ->
         around = [part for _, part in given]
     else:
         parts = parts_by_gradient(tensors)
-        cut = dict.fromkeys((g, t.device_mesh) for t in tensors if isinstance(t, DTensor) for g in _groups_of(t))
-        models = groups_of_parts()
-        around = [*parts.values(), *(Part(mesh, group) for group, mesh in cut if group in models)]
+        around = list(parts.values())
     return parts, max(around, key=lambda part: dist.get_world_size(part.group), default=None)
 
 

@@ -1,14 +1,19 @@
-"""What torch's gradient scaler is told where units are on fewer ranks than others: infinities elsewhere; unscales nothing.
+"""What torch's gradient scaler is told: whether to skip a step, by all ranks that train a model; unscales nothing by itself.
 
 Note [Scales]
-Ranks that scale their losses by different numbers average gradients of different sizes, and nobody is told. So all ranks that
-hold parts of a model skip a step that one of them skips; see Note [Parts of a model]. Nothing says that units are parts of one
-model where each has an optimizer of its own, and no annotated module is around them: then one slice may skip a step that
-another one takes, and scales drift apart. That is seen at the next step of what all ranks share.
+All ranks that hold parts of a model skip a step that one of them skips; see Note [One decision] and Note [Parts of a model].
+So that they run the same collectives, the parameters of the optimizer alone say which, whatever gradients a rank has; once for
+those of all dtypes. What other units live in the process says nothing: garbage is not collected on all ranks alike.
+
+Ranks that scale their losses by different numbers average gradients of different sizes, and nobody is told. It comes to that
+where experts have an optimizer of their own and no annotated module contains them and the rest: nothing says that they are
+parts of one model, so one slice may skip a step that another one takes. So scales are compared where ranks meet anyway, on
+hosts: of an accelerator the host would have to wait.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -16,50 +21,49 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.device.collectives import reduce_numbers
-from composable.device.private_operations import ask_after_unscaling
+from composable.device.infinities import deferred, groups_of
+from composable.device.private_operations import Found, extend_unscaling
 from composable.errors import OptimizerError
-from composable.runtime.model_parts import parts_by_parameter, spread_by_parameter
+from composable.runtime.model_parts import parts_by_parameter
 
 
 @cache
 def look_after_torchs_scaler() -> None:
     """Let `torch.amp.GradScaler` skip a step on all ranks that hold parts of a model, if one of them skips it."""
-    ask_after_unscaling(_decide_together)
+    extend_unscaling(_decide_together)
 
 
-def _decide_together(optimizer: torch.optim.Optimizer, found: dict[torch.device, Tensor], inverse: Tensor) -> None:
+def _decide_together(as_torch_does: Callable[[], Found], optimizer: torch.optim.Optimizer, inverse: Tensor) -> Found:
     groups = _groups_of(optimizer)
     if not groups:
-        return
-    mine = max([float(number) for number in found.values()], default=0.0)
-    numbers = torch.tensor([mine, float(inverse), -float(inverse)], dtype=torch.float64)
-    for group, where in sorted(groups.items(), key=lambda each: -dist.get_world_size(each[0])):
+        return as_torch_does()
+    with deferred():
+        found = as_torch_does()
+    scale = inverse.reshape(1)
+    mine = torch.stack([number.reshape(1).to(scale.device) for number in found.values()] or [torch.zeros_like(scale)]).amax(0)
+    numbers = torch.cat([mine, torch.full_like(mine, bool(found)), scale, -scale])
+    for group, where in groups.items():
         label = "all-reduce of whether gradients are finite"
-        numbers = reduce_numbers(numbers.to(where, torch.float32), group, largest=True, label=label).double().cpu()
-    infinite, largest, smallest = numbers.tolist()
-    if largest != -smallest:
-        raise OptimizerError(_different(1 / largest, -1 / smallest))
-    if not found:  # the other ranks take a step or skip it, and this rank without gradients does as they do
-        found[inverse.device] = torch.zeros((), device=inverse.device)
+        numbers = reduce_numbers(numbers.to(where), group, largest=True, label=label)
+    if numbers.is_cpu:
+        _, _, largest, smallest = numbers.tolist()
+        if largest != -smallest:
+            raise OptimizerError(_different(1 / largest, -1 / smallest))
+    if not found and numbers[1].item():  # this rank, which has no gradient, steps or skips the step as the others do
+        found[inverse.device] = torch.zeros_like(inverse)
     for number in found.values():
-        number.fill_(infinite)
+        number.copy_(numbers[0])
+    return found
 
 
 def _groups_of(optimizer: torch.optim.Optimizer) -> dict[dist.ProcessGroup, str]:
-    """Of its parameters, those of the ranks that hold parts of one model, and the largest that any is spread over; and on which
-    type of device they communicate."""
-    spread = spread_by_parameter()
-    if not spread:
-        return {}
+    """Those of the ranks that hold parts of one model, and those that any of its parameters is cut over: the largest first. And
+    on which type of device they communicate."""
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = parts_by_parameter()
-    given = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-    found = {part.group: part.mesh.device_type for key in given if (part := parts.get(key)) is not None}
-    over = {spread[key].group: spread[key].mesh for key in given if key in spread}
-    living = {group(): mesh.device_type for group, mesh in over.items() if group is not None and mesh is not None}
-    whole = max(filter(None, [*living, *found]), key=dist.get_world_size, default=None)
-    if whole is not None and whole not in found:
-        found[whole] = living[whole]
-    return found
+    found = {part.group: part.mesh.device_type for each in given if (part := parts.get(id(each))) is not None}
+    found |= {group: where for group, where in groups_of(given) if group not in found}
+    return {group: found[group] for group in sorted(found, key=dist.get_world_size, reverse=True)}
 
 
 def _different(least: float, most: float) -> str:

@@ -308,6 +308,7 @@ ASK_FOR_TYPES: Final = {
     "runtime/registered.py": "the same, of one that was moved",
     "runtime/resting_form.py": "whether a parameter is where it belongs",
     "runtime/torchs_clipping.py": "whether gradients rest where their ranks communicate",
+    "runtime/torchs_scaler.py": "whether a number lies where it can be read at once",
 }
 _ASKS: Final = re.compile(r"(\.type|device_type)\b (==|!=|in|not in) (?!\"meta\")|\bis_(cpu|cuda)\b")
 
