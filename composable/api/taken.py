@@ -81,12 +81,12 @@ def _fqn(managed: ManagedParameter) -> str:
 
 
 def tell_of_gradients(parameters: Sequence[ManagedParameter]) -> None:
-    """Log that gradients of parameters that are about to be sharded will be gone: no rank has averaged them."""
+    """Log that gradients of parameters that are about to be sharded will be gone: they may be one rank's, or a mean."""
     found = [managed for managed in parameters if managed.parameter.grad is not None]
     if found:
         logger.warning(
-            "fully_shard: %s had gradients from before the annotation, which are dropped: each rank had its own. Run backward "
-            "after annotating",
+            "fully_shard: %s had gradients from before the annotation, which are dropped: nothing tells whether they were "
+            "averaged over the ranks. Run backward after annotating",
             few([f"'{_fqn(managed)}'" for managed in found]),
         )
 
