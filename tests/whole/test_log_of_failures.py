@@ -112,8 +112,8 @@ def test_gradients_from_before_the_annotation_are_told_of_when_they_go() -> None
     (line,) = lines
     assert line.startswith("WARNING: fully_shard: 'head.weight', 'head.bias', 'encoder.up.weight', ")
     assert line.endswith(
-        " had gradients from before the annotation, which are dropped: nothing tells whether they were averaged over the ranks. "
-        "Run backward after annotating"
+        " had gradients from before the annotation, which are dropped: nothing tells whether they were averaged over the "
+        "ranks. Run backward after annotating"
     )
     with _Log() as lines:
         _step(model)
