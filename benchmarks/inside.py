@@ -61,7 +61,10 @@ PIECES = (
     Piece("gradients onto parameters", ("device.sharded_gradients:GradientShards.deliver",)),
     Piece("checks before forward", ("runtime.preparation:Preparation.prepare",), True),
     Piece("who keeps gradients", ("device.sharded_gradients:GradientShards.refresh",), True),
-    Piece("which form modules see", ("device.parameter_swap:ParameterSwap.use_unsharded", "device.parameter_swap:ParameterSwap.use_sharded")),
+    Piece(
+        "which form modules see",
+        ("device.parameter_swap:ParameterSwap.use_unsharded", "device.parameter_swap:ParameterSwap.use_sharded"),
+    ),
     Piece("guards", ("model.hooks:GuardRow.step_aside", "model.hooks:GuardRow.stand")),
     Piece("gradients taken over", ("runtime.gradient_group:take_gradients",)),
     Piece("outputs watched", ("runtime.outputs:UnitOutputs.watch",)),
