@@ -73,7 +73,8 @@ def groups_of(tensors: Sequence[Tensor]) -> list[tuple[dist.ProcessGroup, str]]:
     """Those that any of them is cut over, the largest first, and where they communicate."""
     found: dict[tuple[dist.ProcessGroup, str], int] = {}
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
+        # Ranks outside of its mesh have nothing of it.
+        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
             mesh = tensor.device_mesh
             for dim, placement in enumerate(tensor.placements):
                 if mesh.size(dim) > 1 and not placement.is_replicate():

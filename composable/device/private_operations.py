@@ -16,6 +16,7 @@ import torch
 import torch.nn.utils.clip_grad as torchs_clipping
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
 
@@ -80,8 +81,10 @@ def ask_before_clipping(
 
     @wraps(take)
     def total_norm(tensors: Any, norm_type: Any = 2.0, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not isinstance(tensors, list):
+            return take(tensors, norm_type, *args, **kwargs)
         parameters = sys._getframe(1).f_locals.get("parameters")
-        if torch.compiler.is_compiling() or not isinstance(tensors, list) or not isinstance(parameters, list):
+        if not isinstance(parameters, list):
             return take(tensors, norm_type, *args, **kwargs)
         if not tensors:
             nothing(parameters)
@@ -108,15 +111,20 @@ def extend_unscaling(extension: Callable[[Callable[[], Found], torch.optim.Optim
     """Have `extension` called where a gradient scaler unscales the gradients of an optimizer: with what does as torch does
     without it, the optimizer, and the inverse of the scale. It returns the numbers, by device, that say whether a gradient was
     not finite."""
-    unscale = getattr(GradScaler, "_unscale_grads_", None)
-    if unscale is None:
-        return
+    name = "_unscale_grads_"
+    for kind in (GradScaler, ShardedGradScaler):
+        if name in vars(kind):
+            setattr(kind, name, _extended(vars(kind)[name], extension))
 
+
+def _extended(
+    unscale: Callable[..., Found], extension: Callable[[Callable[[], Found], torch.optim.Optimizer, Tensor], Found]
+) -> Callable[..., Found]:
     @wraps(unscale)
     def unscaled(self: Any, optimizer: Any, inverse: Tensor, *args: Any, **kwargs: Any) -> Found:
         return extension(partial(unscale, self, optimizer, inverse, *args, **kwargs), optimizer, inverse)
 
-    setattr(GradScaler, "_unscale_grads_", unscaled)  # noqa: B010 - mypy wants its very signature
+    return unscaled
 
 
 def ask_before_parametrizing(ask: Callable[[nn.Parameter], None]) -> None:

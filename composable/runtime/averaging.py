@@ -164,8 +164,8 @@ class Averaging:
         if self.current is None:
             return
         if self.mesh_info is not None and is_left_alone(self.mesh_info.mesh):
-            held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-            if not self.held.isdisjoint(held):
+            given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if any(id(parameter) in self.held and parameter.grad is not None for parameter in given):
                 refuse_left_alone(self)
         elif self.communicator.size > 1:
             parameters = self.parameters

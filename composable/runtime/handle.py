@@ -232,6 +232,11 @@ class Handle:
 HANDLES: Final[WeakSet[Handle]] = WeakSet()  # all that live
 
 
+def written_to(handle: Handle) -> bool:
+    """Whether somebody has written to the shards of an unsharded unit since they were gathered."""
+    return handle._gathered[0] is not handle.versions.look_up()[0]
+
+
 def gather_completed(handle: Handle) -> bool:
     """Whether `wait_for_unshard` would find everything there. To ask may take what has come."""
     works = handle._works

@@ -45,6 +45,7 @@ class _Note:
     """Units of `mesh_info`, and of no other one over the same ranks, are parts among the ranks of `group`."""
 
     mesh_info: ref[MeshInfo]
+    around: ref[MeshInfo]  # of the annotation that says so
     group: ref[dist.ProcessGroup]
     size: int  # of the group, which may be destroyed by now
 
@@ -60,11 +61,18 @@ def note_parts(modules: Sequence[nn.Module], mesh_info: MeshInfo) -> None:
     around = [mesh_info, *sharded, *(each for each in replicated if each is not None)]
     found = list({id(each): each for each in around if each.mesh is not None}.values())
     groups = dict.fromkeys(each.group() for each in found if each.group is not None)
-    _notes[:] = [note for note in _notes if note.mesh_info() is not None and note.group() is not None]
+    _notes[:] = [note for note in _notes if note.mesh_info() is not None and note.group() is not None]  # those of the living
     for group in filter(None, groups):
         size = dist.get_world_size(group)
         parts = [each for each in found if each.mesh is not None and _contains(group, each.mesh)]
-        _notes.extend(_Note(ref(each), reference_to(group), size) for each in parts)
+        _notes.extend(_Note(ref(each), ref(mesh_info), reference_to(group), size) for each in parts)
+
+
+def forget_parts(mesh_info: MeshInfo) -> None:
+    """The annotation of `mesh_info` was removed. Copies of it say the same as it did, as long as there are some."""
+    others = [*(handle.mesh_info for handle in list(HANDLES)), *(unit.mesh_info for unit in units())]
+    if not any(each is mesh_info for each in others):
+        _notes[:] = [note for note in _notes if note.around() is not mesh_info]
 
 
 def parts_by_parameter() -> dict[int, Part]:
@@ -77,17 +85,12 @@ def parts_by_parameter() -> dict[int, Part]:
 
 
 def parts_by_gradient(tensors: Sequence[Tensor]) -> dict[int, Part]:
-    """The parts that `tensors` are gradients of, by their ids.
-
-    What is no parameter's gradient, such as a copy in another dtype, counts for one of the parts on the same mesh.
-    """
+    """The parts that `tensors` are gradients of, by their ids. A copy of a gradient does not tell whose it is."""
     if not _notes:
         return {}
     noted = _noted()
     by_gradient = {id(parameter.grad): noted.get(id(mesh_info)) for parameter, mesh_info in _of_units()}
-    by_mesh: dict[DeviceMesh | None, Part] = {part.mesh: part for part in noted.values()}
-    found = [(id(each), by_gradient.get(id(each), by_mesh.get(getattr(each, "device_mesh", None)))) for each in tensors]
-    return {key: part for key, part in found if part is not None}
+    return {id(each): part for each in tensors if (part := by_gradient.get(id(each))) is not None}
 
 
 def enclosing_group(

@@ -114,7 +114,7 @@ class _Holding:
         self._ids = list(map(id, parameters))  # of one that went, an id may come again; then it is noted again, too
         self._sharded: list[int] = []
         self.foreign: list[int] = []
-        self.alone: str | None = None  # a unit without a mesh, whose parameters are among them
+        self._alone: list[int] = []  # of units without a mesh
         self._moving: list[int] = []
         self._points: list[int] = []  # sharded, without dimensions
         self._spread: dict[int, list[Any]] = {}  # of these, the state that is spread as they are; as of the last step
@@ -131,11 +131,18 @@ class _Holding:
             elif found is not None and found[2] not in _OWN:
                 self.foreign.append(index)
             elif found is not None:
-                self.alone = found[0]
+                self._alone.append(index)
 
     def is_of(self, parameters: list[nn.Parameter]) -> bool:
         """Whether it was looked up for just these, and would be the same today."""
         return self._written == _written and not self.foreign and self._ids == list(map(id, parameters))
+
+    def refuse_left_alone(self, parameters: list[nn.Parameter]) -> None:
+        """Raise if gradients of units are this rank's, because these were annotated before there was a group."""
+        if self._alone and is_left_alone(None):
+            for parameter in [parameters[index] for index in self._alone]:
+                if parameter.grad is not None:
+                    raise left_alone("fully_shard", (label_of(parameter) or ("",))[0])
 
     def before_step(self, optimizer: Optimizer, parameters: list[nn.Parameter]) -> None:
         """Some optimizers drop gradients as they go."""
@@ -210,8 +217,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     holding, parameters = _look_up(optimizer)
     for index in holding.foreign:
         _refuse_foreign(optimizer, parameters[index])
-    if holding.alone is not None and is_left_alone(None):
-        raise left_alone("fully_shard", holding.alone)
+    holding.refuse_left_alone(parameters)
     if (name := stepped_in_backward(parameters)) is not None and not may_step(optimizer):
         raise OptimizerError(
             f"{type(optimizer).__name__}.step: {name} is stepped in backward already, since apply_optimizer_in_backward. Give "

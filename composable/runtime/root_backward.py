@@ -16,7 +16,7 @@ from composable.plan.schedule import CallNesting
 from composable.runtime.backward_end import end_of_backward
 from composable.runtime.divergence import say_farewell
 from composable.runtime.gradients import decide, refuse_graph, refuse_inside_forward
-from composable.runtime.handle import Handle
+from composable.runtime.handle import Handle, written_to
 from composable.runtime.prefetch import gather_with_next
 from composable.runtime.readers import Readers
 from composable.runtime.step import Iteration, refuse_lost_backward
@@ -121,9 +121,15 @@ class RootBackward:
             self.pinned[index] = None
             self._handles[index].keep_for(self)
 
-    def unpin(self) -> None:
-        """A forward begins that is not part of the step before: whatever graphs of that step were for, they have had it."""
+    def unpin(self, *, unless_waiting: bool = False) -> None:
+        """A forward begins that is not part of the step before: whatever graphs of that step were for, they have had it.
+
+        Args:
+            unless_waiting: not while graphs may wait, whose parameters nobody has written to: evaluations may come between.
+        """
         pinned = [self._handles[index] for index in self.pinned]
+        if unless_waiting and not any(map(written_to, pinned)):
+            return
         for handle in pinned:
             handle.keep_no_longer_for(self)
         self.pinned = {}

@@ -102,8 +102,8 @@ class RootForward:
                 raise left_alone("fully_shard", handle.name)
         self._sums.claim()
         going_on = self._backward.iteration is not None
-        if not going_on and self._backward.pinned and torch.is_grad_enabled():
-            self._backward.unpin()  # an evaluation may come between backwards that wait for each other
+        if not going_on and self._backward.pinned:
+            self._backward.unpin(unless_waiting=not torch.is_grad_enabled())
         self._steps.open(going_on=going_on)
         self._steps.evaluates = not (going_on or torch.is_grad_enabled())
         self._steps.look_ahead(self._presences)

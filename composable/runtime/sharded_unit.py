@@ -18,11 +18,12 @@ from composable.model.transaction import is_rolling_back
 from composable.runtime.accumulation import refuse_removal
 from composable.runtime.exact_modules import ExactModule
 from composable.runtime.group_builder import home_of
-from composable.runtime.handle import Handle, UnitSpec
+from composable.runtime.handle import HANDLES, Handle, UnitSpec
 from composable.runtime.inner_units import InnerUnit, sharded_units_changed
 from composable.runtime.joint_removal import after_interrupt, remove_together
 from composable.runtime.loading import StateDictHook
 from composable.runtime.model_averagers import take_replicated_parameters
+from composable.runtime.model_parts import forget_parts
 from composable.runtime.optimizer_hooks import Form, drop_note, note
 from composable.runtime.originals import Originals
 from composable.runtime.parametrizations import refuse_late_parametrizations
@@ -199,6 +200,8 @@ class ShardedUnit:
             for parameter in (param.registered, original):
                 if isinstance(parameter, nn.Parameter):
                     drop_note(parameter)
+        HANDLES.discard(handle)
+        forget_parts(handle.mesh_info)
         self._handle = self.spec = None  # last: what an interrupt ends is done again
 
     @untraced

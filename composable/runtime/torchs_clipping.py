@@ -17,9 +17,9 @@ place others are trained, it finds no gradients, and would return a norm of 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -72,27 +72,60 @@ def _refuse_held(gradients: Any) -> None:
             )
 
 
+class _Counted(NamedTuple):
+    """A gradient, or what says where one would be.
+
+    Attributes:
+        kind: has its dtype, and is cut as it is.
+        local: what this rank has of it, if anything.
+        part: of a model that other ranks hold other parts of.
+    """
+
+    kind: Tensor
+    local: Tensor | None
+    part: Part | None
+
+
 def _in_one(tensors: list[Tensor], order: float, parameters: Sequence[Tensor] | None) -> list[Tensor]:
     """The norm of all of them in their place, if torch cannot take it: on the device of the first, in the widest dtype."""
-    spread = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
-    if spread and not order > 0:
+    counted = _counted(tensors, parameters)
+    kinds = [each.kind for each in counted]
+    spread = [kind for kind in kinds if isinstance(kind, DTensor)]
+    parts = [each.part for each in counted if each.part is not None]
+    model = max(parts, key=lambda part: dist.get_world_size(part.group), default=None)
+    if (spread or model is not None) and not order > 0:
         # For some of these a rank whose part is empty raises, and the others wait for it.
         raise ClippingError(
             f"clipping by torch.nn.utils: norm_type must be a positive number or inf, got {order}: no other norm of a tensor "
             "can be put together from those of its shards"
         )
     # Beside a plain number torch's norm would be a DTensor, by which it scales no plain tensor one by one.
-    alike = len(spread) == len(tensors) and _are_alike(tensors)
-    parts, model = _parts_of(tensors, parameters)
-    if model is None and (not spread or (alike and order != math.inf)):
+    alike = len(spread) == len(kinds) and _are_alike(kinds)
+    if (model is None and (not spread or (alike and order != math.inf))) or any(map(_is_summand, tensors)):
         return tensors
-    if any(map(_is_summand, tensors)):
-        return tensors
-    norm = _over_ranks(tensors, order, model, parts)
     mesh = spread[0].device_mesh if spread else None
+    norm = _over_ranks(counted, order, model)
+    norm = norm.to(_local(kinds[0]).device, reduce(torch.promote_types, [kind.dtype for kind in kinds]))
     if mesh is None or not alike or norm.device.type != mesh.device_type:
         return [norm]
     return [DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)]
+
+
+def _counted(tensors: Sequence[Tensor], parameters: Sequence[Tensor] | None) -> list[_Counted]:
+    """Of the parameters, if these are known: which way is taken, over which groups and in which dtype, must not depend on which
+    gradients this rank has."""
+    if parameters is None:
+        by_gradient = parts_by_gradient(tensors)
+        return [_Counted(tensor, _local(tensor), by_gradient.get(id(tensor))) for tensor in tensors]
+    by_parameter = parts_by_parameter()
+    counted = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None:
+            counted.append(_Counted(gradient, _local(gradient), by_parameter.get(id(parameter))))
+        elif parameter.requires_grad:
+            counted.append(_Counted(parameter, None, by_parameter.get(id(parameter))))
+    return counted
 
 
 def _scale(operation: Any, args: tuple[Any, ...], kwargs: Any, as_torch_does: Callable[[], Any]) -> Any:
@@ -125,47 +158,28 @@ def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _parts_of(tensors: Sequence[Tensor], parameters: Sequence[Tensor] | None) -> tuple[dict[int, Part], Part | None]:
-    """The parts of models that `tensors` are gradients of, by their ids; and the one, if any, whose ranks all take part.
-
-    Args:
-        parameters: those that were given to be clipped, if it was these. So a rank whose own part got no gradients does as the
-            others do, which gradients alone cannot tell.
-    """
-    if parameters is not None:
-        noted = parts_by_parameter()
-        given = [(parameter.grad, noted[id(parameter)]) for parameter in parameters if id(parameter) in noted]
-        parts = {id(gradient): part for gradient, part in given if gradient is not None}
-        around = [part for _, part in given]
-    else:
-        parts = parts_by_gradient(tensors)
-        around = list(parts.values())
-    return parts, max(around, key=lambda part: dist.get_world_size(part.group), default=None)
-
-
-def _groups_of(tensor: DTensor) -> tuple[dist.ProcessGroup, ...]:
+def _groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     """Those that it is cut over."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
+        return ()  # ranks outside of its mesh have nothing of it
     mesh, placements = tensor.device_mesh, tensor.placements
     cut = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and not placements[dim].is_replicate()]
     return tuple(mesh.get_group(dim) for dim in cut)
 
 
-def _over_ranks(tensors: Sequence[Tensor], order: float, model: Part | None, parts: Mapping[int, Part]) -> Tensor:
-    """The norm of all gradients of all ranks, of which `tensors` are this rank's parts: on the device of the first, in the
-    widest dtype.
+def _over_ranks(counted: Sequence[_Counted], order: float, model: Part | None) -> Tensor:
+    """The norm of all gradients of all ranks.
 
     Args:
-        model: one of the ranks that all take part, where there are parts.
-        parts: by the ids of gradients.
+        model: a part of the model whose ranks all take part, if it has parts.
     """
     largest = order == math.inf
-    meshes = [tensor.device_mesh for tensor in tensors if isinstance(tensor, DTensor)]
+    meshes = [each.kind.device_mesh for each in counted if isinstance(each.kind, DTensor)]
     at = (meshes[0] if model is None else model.mesh).device_type  # ranks communicate there
     # What is no part is alike on all ranks that take part, if it is not cut over any.
     alike: dict[tuple[tuple[dist.ProcessGroup, ...], Part | None], list[Tensor]] = {((), None): []}
-    for tensor in tensors:
-        groups = _groups_of(tensor) if isinstance(tensor, DTensor) else ()
-        alike.setdefault((groups, parts.get(id(tensor))), []).append(_local(tensor))
+    for kind, local, part in counted:
+        alike.setdefault((_groups_of(kind), part), []).extend([] if local is None else [local])
     shares = []
     for (groups, part), locals_ in alike.items():
         number = _power(locals_, order).to(at)
@@ -178,11 +192,11 @@ def _over_ranks(tensors: Sequence[Tensor], order: float, model: Part | None, par
         elif locals_:
             shares.append(Share(number, ()))
     powers = over_all_ranks(shares, largest=largest, label="all-reduce of the norms of gradients")
-    device = _local(tensors[0]).device if tensors else torch.device("cpu")
-    together = torch.stack([power.to(device) for power in powers])
+    if not powers:
+        return torch.zeros(())  # on one rank, without gradients
+    together = torch.stack([power.to(powers[0].device) for power in powers])
     norm: Tensor = together.amax() if largest else together.sum() ** (1 / order)
-    dtypes = [_local(tensor).dtype for tensor in tensors] or [torch.float32]
-    return norm.to(reduce(torch.promote_types, dtypes))
+    return norm
 
 
 def _power(locals_: Sequence[Tensor], order: float) -> Tensor:

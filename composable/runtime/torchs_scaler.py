@@ -18,10 +18,11 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from composable.device.collectives import reduce_numbers
 from composable.device.infinities import deferred, groups_of
+from composable.device.parameter_labels import label_of
 from composable.device.private_operations import Found, extend_unscaling
 from composable.errors import OptimizerError
 from composable.runtime.model_parts import parts_by_parameter
@@ -61,6 +62,8 @@ def _groups_of(optimizer: torch.optim.Optimizer) -> dict[dist.ProcessGroup, str]
     on which type of device they communicate."""
     given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     parts = parts_by_parameter()
+    if not any(id(each) in parts or (isinstance(each, nn.Parameter) and label_of(each) is not None) for each in given):
+        return {}  # other models are left to torch: not all of their ranks need have annotated something
     found = {part.group: part.mesh.device_type for each in given if (part := parts.get(id(each))) is not None}
     found |= {group: where for group, where in groups_of(given) if group not in found}
     return {group: found[group] for group in sorted(found, key=dist.get_world_size, reverse=True)}
@@ -71,6 +74,6 @@ def _different(least: float, most: float) -> str:
         f"GradScaler: the ranks have scaled their losses by different numbers, from {least:g} to {most:g}, so the gradients "
         "that they share are averages of unlike things. Some ranks skipped a step that others took: units on fewer ranks than "
         "the others (experts) have an optimizer of their own, and no annotated module contains both. Annotate a module around "
-        "both, or step all parameters with one optimizer. To go on, load the scaler's state_dict() of one rank on all of them, "
-        "and leave this step out"
+        "both, or step all parameters with one optimizer. To go on, make a scaler anew on all ranks, with one init_scale, and "
+        "leave this step out"
     )

@@ -305,17 +305,15 @@ def test_a_model_of_its_own_on_the_ranks_of_an_expert_is_no_part(
 
 
 @spmd(ranks=[2, 4])
-def test_the_norm_of_copies_of_gradients_counts_all_experts() -> None:
-    """Programs take the norm in another dtype, and torch is given no parameters then."""
-    model, mesh = _mixture(_sharded)
-    model.expert.scale.requires_grad_(False)  # a copy does not tell whose it is where all ranks of a slice hold it whole
+@pytest.mark.parametrize("scheme", NESTED)
+def test_the_norm_of_gradients_alone_counts_all_experts(scheme: str) -> None:
+    """Torch is given no parameters then."""
+    model, mesh = _mixture(NESTED[scheme])
     model(_batch()).square().mean().backward()
     expected = _norm(_all_gradients(model, mesh), 2.0)
-    given = [p.grad for p in model.parameters() if p.grad is not None]
-    for gradients in (given, [gradient.double() for gradient in given]):
-        norm = full(torch.nn.utils.get_total_norm(gradients))
-        _agree(norm)
-        torch.testing.assert_close(norm.cpu().float(), expected.float(), rtol=1e-5, atol=0)
+    norm = full(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+    _agree(norm)
+    torch.testing.assert_close(norm.cpu(), expected.float(), rtol=1e-5, atol=0)
 
 
 @spmd(ranks=4)
