@@ -248,6 +248,7 @@ def _train_with_penalties(evaluates: bool) -> list[list[str]]:
         if evaluates:
             with torch.no_grad():
                 torch.testing.assert_close(model(x), plain(x))
+            assert _unsharded(model) == []  # no graph waits for parameters that were stepped since
         for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(full(other), one, msg=f"{name} in step {step}")
     return kept
