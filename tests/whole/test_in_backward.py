@@ -26,6 +26,7 @@ from composable import (
     weighted_gradients,
 )
 from composable.model.traversal import get_handles, get_replicated_states
+from tests.helpers import host
 from tests.helpers.world import current_device, spmd
 
 WIDTH: Final = 6
@@ -312,6 +313,6 @@ def test_gradients_are_given_back_when_their_unit_has_been_stepped() -> None:
     every_layer = UNITS // dist.get_world_size()
     assert _peak(sharded, early=False) == every_layer, "the watch sees them all"
     assert _peak(sharded, early=True) <= 2
-    if current_device().type == "cpu":
+    if current_device().type == "cpu" and host.is_used():  # over sockets a sum is there when it is there
         assert _peak(replicated, early=False) >= UNITS, "the watch sees them all"
         assert _peak(replicated, early=True) <= UNITS // 2
