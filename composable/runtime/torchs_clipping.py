@@ -17,7 +17,7 @@ place others are trained, it finds no gradients, and would return a norm of 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, reduce
 from typing import Any, Final, NamedTuple
 
@@ -73,34 +73,31 @@ def _refuse_held(gradients: Any) -> None:
 
 
 class _Counted(NamedTuple):
-    """A gradient, or what says where one would be.
+    """A gradient, or the parameter that has none on this rank, and the part of a model that it is of, if any."""
 
-    Attributes:
-        kind: has its dtype, and is cut as it is.
-        local: what this rank has of it, if anything.
-        part: of a model that other ranks hold other parts of.
-    """
-
-    kind: Tensor
-    local: Tensor | None
+    tensor: Tensor
+    is_here: bool
     part: Part | None
 
 
 def _in_one(tensors: list[Tensor], order: float, parameters: Sequence[Tensor] | None) -> list[Tensor]:
     """The norm of all of them in their place, if torch cannot take it: on the device of the first, in the widest dtype."""
-    counted = _counted(tensors, parameters)
-    kinds = [each.kind for each in counted]
+    # Which way is taken, over which groups and in which dtype must not depend on which gradients this rank has.
+    kinds = tensors if parameters is None or len(tensors) == len(parameters) else _kinds_of(parameters)
+    parts = parts_by_gradient(tensors) if parameters is None else parts_by_parameter()
     spread = [kind for kind in kinds if isinstance(kind, DTensor)]
-    parts = [each.part for each in counted if each.part is not None]
-    model = max(parts, key=lambda part: dist.get_world_size(part.group), default=None)
+    # Beside a plain number torch's norm would be a DTensor, by which it scales no plain tensor one by one.
+    alike = len(spread) == len(kinds) and _are_alike(kinds)
+    if not parts and (not spread or (alike and 0 < order < math.inf)):
+        return tensors
+    counted = _counted(tensors, parameters, parts)
+    model = max([part for *_, part in counted if part is not None], key=_size_of, default=None)
     if (spread or model is not None) and not order > 0:
         # For some of these a rank whose part is empty raises, and the others wait for it.
         raise ClippingError(
             f"clipping by torch.nn.utils: norm_type must be a positive number or inf, got {order}: no other norm of a tensor "
             "can be put together from those of its shards"
         )
-    # Beside a plain number torch's norm would be a DTensor, by which it scales no plain tensor one by one.
-    alike = len(spread) == len(kinds) and _are_alike(kinds)
     if (model is None and (not spread or (alike and order != math.inf))) or any(map(_is_summand, tensors)):
         return tensors
     mesh = spread[0].device_mesh if spread else None
@@ -111,21 +108,21 @@ def _in_one(tensors: list[Tensor], order: float, parameters: Sequence[Tensor] | 
     return [DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)]
 
 
-def _counted(tensors: Sequence[Tensor], parameters: Sequence[Tensor] | None) -> list[_Counted]:
-    """Of the parameters, if these are known: which way is taken, over which groups and in which dtype, must not depend on which
-    gradients this rank has."""
+def _kinds_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Their gradients, and those that train and have none."""
+    found = [(parameter, parameter.grad) for parameter in parameters]
+    return [p if gradient is None else gradient for p, gradient in found if gradient is not None or p.requires_grad]
+
+
+def _counted(tensors: Sequence[Tensor], parameters: Sequence[Tensor] | None, parts: Mapping[int, Part]) -> list[_Counted]:
     if parameters is None:
-        by_gradient = parts_by_gradient(tensors)
-        return [_Counted(tensor, _local(tensor), by_gradient.get(id(tensor))) for tensor in tensors]
-    by_parameter = parts_by_parameter()
-    counted = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            counted.append(_Counted(gradient, _local(gradient), by_parameter.get(id(parameter))))
-        elif parameter.requires_grad:
-            counted.append(_Counted(parameter, None, by_parameter.get(id(parameter))))
-    return counted
+        return [_Counted(tensor, True, parts.get(id(tensor))) for tensor in tensors]
+    found = [(p if p.grad is None else p.grad, p.grad is not None, p) for p in parameters]
+    return [_Counted(each, is_here, parts.get(id(p))) for each, is_here, p in found if is_here or p.requires_grad]
+
+
+def _size_of(part: Part) -> int:
+    return dist.get_world_size(part.group)
 
 
 def _scale(operation: Any, args: tuple[Any, ...], kwargs: Any, as_torch_does: Callable[[], Any]) -> Any:
@@ -174,12 +171,12 @@ def _over_ranks(counted: Sequence[_Counted], order: float, model: Part | None) -
         model: a part of the model whose ranks all take part, if it has parts.
     """
     largest = order == math.inf
-    meshes = [each.kind.device_mesh for each in counted if isinstance(each.kind, DTensor)]
+    meshes = [each.tensor.device_mesh for each in counted if isinstance(each.tensor, DTensor)]
     at = (meshes[0] if model is None else model.mesh).device_type  # ranks communicate there
     # What is no part is alike on all ranks that take part, if it is not cut over any.
     alike: dict[tuple[tuple[dist.ProcessGroup, ...], Part | None], list[Tensor]] = {((), None): []}
-    for kind, local, part in counted:
-        alike.setdefault((_groups_of(kind), part), []).extend([] if local is None else [local])
+    for tensor, is_here, part in counted:
+        alike.setdefault((_groups_of(tensor), part), []).extend([_local(tensor)] if is_here else [])
     shares = []
     for (groups, part), locals_ in alike.items():
         number = _power(locals_, order).to(at)
