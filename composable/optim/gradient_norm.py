@@ -103,11 +103,11 @@ class Gradients:
         held_by = self._replicated_on_some_ranks()
         models = {key: part.group for key, part in parts_by_parameter().items()} if self._world > 1 else {}
         mesh, placements, part = None, None, None
-        model: dist.ProcessGroup | None = None
+        last: dist.ProcessGroup | None = None
         whole = sharded = self._spread((), self.device).locals
         for parameter in parameters:
             gradient = parameter.grad
-            last, model = model, models.get(id(parameter)) if models else None
+            model = models.get(id(parameter)) if models else None
             if not isinstance(parameter, DTensor):
                 holders = held_by.get(id(parameter)) if held_by else None
                 locals_ = whole if holders is None else self._spread((), self.device, holders, model).locals
@@ -117,7 +117,7 @@ class Gradients:
                     locals_.append(gradient)
                 continue
             if parameter.device_mesh is not mesh or parameter.placements != placements or model is not last:
-                mesh, placements = parameter.device_mesh, parameter.placements
+                mesh, placements, last = parameter.device_mesh, parameter.placements, model
                 groups = _groups_of(mesh, placements)
                 # Only units lie on slices; of tensor parallel parameters the ranks of the mesh have everything.
                 part = mesh if mesh.size() < self._world else None
