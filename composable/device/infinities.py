@@ -27,6 +27,7 @@ from composable.device.collectives import reduce_numbers
 from composable.device.private import local_of
 from composable.device.private_operations import replace_dtensor_operation
 from composable.device.streams import wait_for_current_stream
+from composable.device.sums_over_groups import groups_cut_over
 
 _deferred: Final[ContextVar[bool]] = ContextVar("infinities_deferred", default=False)
 _UNSCALE: Final = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
@@ -71,12 +72,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 def groups_of(tensors: Sequence[Tensor]) -> list[tuple[dist.ProcessGroup, str]]:
     """Those that any of them is cut over, the largest first, and where they communicate."""
-    found: dict[tuple[dist.ProcessGroup, str], int] = {}
-    for tensor in tensors:
-        # Ranks outside of its mesh have nothing of it.
-        if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is not None:
-            mesh = tensor.device_mesh
-            for dim, placement in enumerate(tensor.placements):
-                if mesh.size(dim) > 1 and not placement.is_replicate():
-                    found[mesh.get_group(dim), mesh.device_type] = mesh.size(dim)
-    return sorted(found, key=lambda each: -found[each])
+    found = {
+        (group, tensor.device_mesh.device_type): None
+        for tensor in tensors
+        if isinstance(tensor, DTensor)
+        for group in groups_cut_over(tensor.device_mesh, tensor.placements)
+    }
+    return sorted(found, key=lambda each: -dist.get_world_size(each[0]))

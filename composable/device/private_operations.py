@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize
 
 Handler = Callable[[Any, tuple[Any, ...], Any], Any]
-Found = dict[torch.device, Tensor]
+FoundInf = dict[torch.device, Tensor]
 Extension = Callable[[Any, tuple[Any, ...], Any, Callable[[], Any]], Any]
 
 
@@ -107,7 +107,7 @@ def ask_before_clipping(
     vars(torchs_clipping).update(_get_total_norm=total_norm, _group_tensors_by_device_and_dtype=sorted_by_kind)
 
 
-def extend_unscaling(extension: Callable[[Callable[[], Found], torch.optim.Optimizer, Tensor], Found]) -> None:
+def extend_unscaling(extension: Callable[[Callable[[], FoundInf], torch.optim.Optimizer, Tensor], FoundInf]) -> None:
     """Have `extension` called where a gradient scaler unscales the gradients of an optimizer: with what does as torch does
     without it, the optimizer, and the inverse of the scale. It returns the numbers, by device, that say whether a gradient was
     not finite."""
@@ -118,10 +118,10 @@ def extend_unscaling(extension: Callable[[Callable[[], Found], torch.optim.Optim
 
 
 def _extended(
-    unscale: Callable[..., Found], extension: Callable[[Callable[[], Found], torch.optim.Optimizer, Tensor], Found]
-) -> Callable[..., Found]:
+    unscale: Callable[..., FoundInf], extension: Callable[[Callable[[], FoundInf], torch.optim.Optimizer, Tensor], FoundInf]
+) -> Callable[..., FoundInf]:
     @wraps(unscale)
-    def unscaled(self: Any, optimizer: Any, inverse: Tensor, *args: Any, **kwargs: Any) -> Found:
+    def unscaled(self: Any, optimizer: Any, inverse: Tensor, *args: Any, **kwargs: Any) -> FoundInf:
         return extension(partial(unscale, self, optimizer, inverse, *args, **kwargs), optimizer, inverse)
 
     return unscaled

@@ -8,8 +8,18 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 from composable.device.collectives import reduce_numbers
+
+
+def groups_cut_over(mesh: DeviceMesh, placements: Sequence[Placement]) -> tuple[dist.ProcessGroup, ...]:
+    """Those among which the parts of a DTensor must be added up; none on ranks outside of its mesh: these have nothing."""
+    if mesh.get_coordinate() is None:
+        return ()
+    cut = [dim for dim, placement in enumerate(placements) if mesh.size(dim) > 1 and not placement.is_replicate()]
+    return tuple(map(mesh.get_group, cut))
 
 
 @dataclass(frozen=True, slots=True)

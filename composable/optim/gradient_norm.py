@@ -33,7 +33,7 @@ from composable.api.meshes import communication_device, device_for_numbers
 from composable.device.collectives import is_distributed, reduce_numbers
 from composable.device.parameter_labels import label_of
 from composable.device.private import local_of
-from composable.device.sums_over_groups import Share, over_all_ranks
+from composable.device.sums_over_groups import Share, groups_cut_over, over_all_ranks
 from composable.errors import ClippingError
 from composable.runtime.model_parts import enclosing_group, parts_by_parameter
 from composable.runtime.optimizer_hooks import Form
@@ -224,11 +224,7 @@ def _groups_of(mesh: DeviceMesh, placements: Placements) -> Groups:
             f"clip_grad_norm_: of a parameter with placements {placements}, each rank holds a summand only, from which its "
             "norm cannot be told. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()] * p.device_mesh.ndim)"
         )
-    return tuple(
-        mesh.get_group(dimension)
-        for dimension, placement in enumerate(placements)
-        if mesh.size(dimension) > 1 and not placement.is_replicate()
-    )
+    return groups_cut_over(mesh, placements)
 
 
 def _is_of_shards(parameter: Tensor) -> bool:

@@ -17,6 +17,7 @@ from composable.runtime.hooked_units import UnitHook, refuse_sparse
 from composable.runtime.launch_order import LaunchOrder
 from composable.runtime.membership import Newcomers
 from composable.runtime.mesh_info import MeshInfo, is_left_alone, left_alone
+from composable.runtime.model_parts import forget_parts
 from composable.runtime.ownership import enroll, next_number, owned_elsewhere, strike_off, tell_the_next
 from composable.runtime.reducer import Reducer
 from composable.runtime.replicated_parameters import ReplicatedParameters
@@ -197,6 +198,8 @@ class Averaging:
         self.order.take_out(self.place)
         strike_off(self)
         self.held, self.hook = frozenset(), None
+        if self.mesh_info is not None:
+            forget_parts(self.mesh_info)
         self.mesh_info = MeshInfo.over_one_dimension(None, LocalCommunicator())
         self.order, self.place = LaunchOrder(self.mesh_info.all), 0
         self.parameters.clear()

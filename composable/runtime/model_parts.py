@@ -28,7 +28,7 @@ from composable.runtime.ownership import units
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """Where one part of a model lies.
 
     Attributes:
@@ -75,7 +75,7 @@ def forget_parts(mesh_info: MeshInfo) -> None:
         _notes[:] = [note for note in _notes if note.around() is not mesh_info]
 
 
-def parts_by_parameter() -> dict[int, Part]:
+def parts_by_parameter() -> dict[int, ModelPart]:
     """The parts that were noted, by the ids of their parameters as users see them between steps."""
     if not _notes:
         return {}
@@ -84,7 +84,7 @@ def parts_by_parameter() -> dict[int, Part]:
     return {id(parameter): part for parameter, part in found if part is not None}
 
 
-def parts_by_gradient(tensors: Sequence[Tensor]) -> dict[int, Part]:
+def parts_by_gradient(tensors: Sequence[Tensor]) -> dict[int, ModelPart]:
     """The parts that `tensors` are gradients of, by their ids. A copy of a gradient does not tell whose it is."""
     if not _notes:
         return {}
@@ -121,11 +121,11 @@ def _of_units() -> Iterator[tuple[nn.Parameter, MeshInfo]]:
                 yield parameter, unit.mesh_info
 
 
-def _noted() -> Mapping[int, Part]:
+def _noted() -> Mapping[int, ModelPart]:
     """By the id of the units' mesh info: the largest group that was noted for them."""
-    found: dict[int, Part] = {}
+    found: dict[int, ModelPart] = {}
     for note in sorted(_notes, key=attrgetter("size")):
         mesh_info, group = note.mesh_info(), note.group()
         if mesh_info is not None and mesh_info.mesh is not None and group is not None:
-            found[id(mesh_info)] = Part(mesh_info.mesh, group)
+            found[id(mesh_info)] = ModelPart(mesh_info.mesh, group)
     return found

@@ -130,7 +130,7 @@ class _Holding:
                     self._points.append(index)
             elif found is not None and found[2] not in _OWN:
                 self.foreign.append(index)
-            elif found is not None:
+            elif found is not None:  # Form.WHOLE
                 self._alone.append(index)
 
     def is_of(self, parameters: list[nn.Parameter]) -> bool:

@@ -26,7 +26,6 @@ from composable.runtime.exact_modules import ExactModule
 from composable.runtime.forward_steps import ForwardSteps
 from composable.runtime.mesh_info import MeshInfo
 from composable.runtime.model_averagers import take_replicated_parameters
-from composable.runtime.model_parts import forget_parts
 from composable.runtime.readers import Readers
 from composable.runtime.replicated_parameters import ReplicatedParameters
 from composable.runtime.rounds import Forward
@@ -203,10 +202,7 @@ class ReplicatedUnit:
         self.shown.leave()
         for each in self.exact:
             each.remove()
-        mesh_info = self.averaging.mesh_info
         self.averaging.leave()
-        if mesh_info is not None:
-            forget_parts(mesh_info)
         self.buffers = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplicatedUnit:

@@ -97,9 +97,8 @@ class RootForward:
         self._nesting.enter(index)
 
     def _begin(self, outermost: Handle) -> None:
-        for handle in self._without_mesh:
-            if is_left_alone(handle.mesh_info.mesh):
-                raise left_alone("fully_shard", handle.name)
+        if self._without_mesh and is_left_alone(None):
+            raise left_alone("fully_shard", self._without_mesh[0].name)
         self._sums.claim()
         going_on = self._backward.iteration is not None
         if not going_on and self._backward.pinned:

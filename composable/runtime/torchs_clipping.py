@@ -17,9 +17,9 @@ place others are trained, it finds no gradients, and would return a norm of 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, reduce
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,15 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from composable.device.private import local_of
 from composable.device.private_operations import ask_before_clipping, extend_dtensor_operation
-from composable.device.sums_over_groups import Share, over_all_ranks
+from composable.device.sums_over_groups import Share, groups_cut_over, over_all_ranks
 from composable.errors import ClippingError
 from composable.runtime.accumulation import any_window_open
 from composable.runtime.early_steps import stepped_in_backward
-from composable.runtime.model_parts import Part, parts_by_gradient, parts_by_parameter
+from composable.runtime.model_parts import ModelPart, parts_by_gradient, parts_by_parameter
 from composable.runtime.optimizer_hooks import refuse_not_trained
 from composable.runtime.ownership import local_gradients
+
+Groups = tuple[dist.ProcessGroup, ...]
 
 _SCALE: Final = torch.ops.aten._foreach_mul_.Tensor
 
@@ -72,57 +74,50 @@ def _refuse_held(gradients: Any) -> None:
             )
 
 
-class _Counted(NamedTuple):
-    """A gradient, or the parameter that has none on this rank, and the part of a model that it is of, if any."""
+def _in_one(tensors: list[Tensor], order: float, parameters: list[Tensor] | None) -> list[Tensor]:
+    """The norm of all of them in their place, if torch cannot take it: on the device of the first, in the widest dtype.
 
-    tensor: Tensor
-    is_here: bool
-    part: Part | None
-
-
-def _in_one(tensors: list[Tensor], order: float, parameters: Sequence[Tensor] | None) -> list[Tensor]:
-    """The norm of all of them in their place, if torch cannot take it: on the device of the first, in the widest dtype."""
-    # Which way is taken, over which groups and in which dtype must not depend on which gradients this rank has.
-    kinds = tensors if parameters is None or len(tensors) == len(parameters) else _kinds_of(parameters)
-    parts = parts_by_gradient(tensors) if parameters is None else parts_by_parameter()
+    Args:
+        parameters: those that were given, if it was not gradients. So which way is taken, over which groups and in which dtype,
+            does not depend on which gradients this rank has.
+    """
+    owners = tensors if parameters is None else parameters
+    if len(owners) != len(tensors):
+        owners = [owner for owner in owners if owner.requires_grad or owner.grad is not None]
+    # Where this rank has no gradient, the parameter says what it would be like.
+    kinds = tensors if len(owners) == len(tensors) else [p if p.grad is None else p.grad for p in owners]
     spread = [kind for kind in kinds if isinstance(kind, DTensor)]
     # Beside a plain number torch's norm would be a DTensor, by which it scales no plain tensor one by one.
     alike = len(spread) == len(kinds) and _are_alike(kinds)
-    if not parts and (not spread or (alike and 0 < order < math.inf)):
+    noted = parts_by_gradient(tensors) if parameters is None else parts_by_parameter()
+    parts = [noted.get(id(owner)) for owner in owners] if noted else [None for _ in owners]
+    model = max(filter(None, parts), key=lambda part: dist.get_world_size(part.group), default=None)
+    if model is None and (not spread or (alike and 0 < order < math.inf)):
         return tensors
-    counted = _counted(tensors, parameters, parts)
-    model = max([part for *_, part in counted if part is not None], key=_size_of, default=None)
-    if (spread or model is not None) and not order > 0:
+    if not order > 0:
         # For some of these a rank whose part is empty raises, and the others wait for it.
         raise ClippingError(
             f"clipping by torch.nn.utils: norm_type must be a positive number or inf, got {order}: no other norm of a tensor "
             "can be put together from those of its shards"
         )
-    if (model is None and (not spread or (alike and order != math.inf))) or any(map(_is_summand, tensors)):
-        return tensors
+    if any(map(_is_summand, tensors)):
+        if model is None and alike:
+            return tensors
+        raise ClippingError(
+            "clipping by torch.nn.utils: some of these gradients are this rank's summands (made under no_sync, and no backward "
+            "since has averaged them), and others are not on the same mesh. Run the last backward before clipping outside of "
+            "no_sync, or call reduce_gradients(model), on all ranks"
+        )
     mesh = spread[0].device_mesh if spread else None
-    norm = _over_ranks(counted, order, model)
+    at = mesh if model is None else model.mesh
+    assert at is not None
+    pairs = zip(kinds, owners, strict=True)
+    locals_ = [None if parameters is not None and kind is owner else _local(kind) for kind, owner in pairs]
+    norm = _over_ranks(list(zip(map(_groups_of, kinds), parts, locals_, strict=True)), order, at.device_type, model)
     norm = norm.to(_local(kinds[0]).device, reduce(torch.promote_types, [kind.dtype for kind in kinds]))
     if mesh is None or not alike or norm.device.type != mesh.device_type:
         return [norm]
     return [DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)]
-
-
-def _kinds_of(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Their gradients, and those that train and have none."""
-    found = [(parameter, parameter.grad) for parameter in parameters]
-    return [p if gradient is None else gradient for p, gradient in found if gradient is not None or p.requires_grad]
-
-
-def _counted(tensors: Sequence[Tensor], parameters: Sequence[Tensor] | None, parts: Mapping[int, Part]) -> list[_Counted]:
-    if parameters is None:
-        return [_Counted(tensor, True, parts.get(id(tensor))) for tensor in tensors]
-    found = [(p if p.grad is None else p.grad, p.grad is not None, p) for p in parameters]
-    return [_Counted(each, is_here, parts.get(id(p))) for each, is_here, p in found if is_here or p.requires_grad]
-
-
-def _size_of(part: Part) -> int:
-    return dist.get_world_size(part.group)
 
 
 def _scale(operation: Any, args: tuple[Any, ...], kwargs: Any, as_torch_does: Callable[[], Any]) -> Any:
@@ -155,28 +150,25 @@ def _local(tensor: Tensor) -> Tensor:
     return local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
-def _groups_of(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
-    """Those that it is cut over."""
-    if not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is None:
-        return ()  # ranks outside of its mesh have nothing of it
-    mesh, placements = tensor.device_mesh, tensor.placements
-    cut = [dim for dim in range(mesh.ndim) if mesh.size(dim) > 1 and not placements[dim].is_replicate()]
-    return tuple(mesh.get_group(dim) for dim in cut)
+def _groups_of(tensor: Tensor) -> Groups:
+    return groups_cut_over(tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else ()
 
 
-def _over_ranks(counted: Sequence[_Counted], order: float, model: Part | None) -> Tensor:
+def _over_ranks(
+    counted: Sequence[tuple[Groups, ModelPart | None, Tensor | None]], order: float, at: str, model: ModelPart | None
+) -> Tensor:
     """The norm of all gradients of all ranks.
 
     Args:
+        counted: of each, what it is cut over, the part of a model that it is in, and what this rank has of it.
+        at: the type of device that ranks communicate on.
         model: a part of the model whose ranks all take part, if it has parts.
     """
     largest = order == math.inf
-    meshes = [each.tensor.device_mesh for each in counted if isinstance(each.tensor, DTensor)]
-    at = (meshes[0] if model is None else model.mesh).device_type  # ranks communicate there
     # What is no part is alike on all ranks that take part, if it is not cut over any.
-    alike: dict[tuple[tuple[dist.ProcessGroup, ...], Part | None], list[Tensor]] = {((), None): []}
-    for tensor, is_here, part in counted:
-        alike.setdefault((_groups_of(tensor), part), []).extend([_local(tensor)] if is_here else [])
+    alike: dict[tuple[Groups, ModelPart | None], list[Tensor]] = {((), None): []}
+    for groups, part, local in counted:
+        alike.setdefault((groups, part), []).extend([] if local is None else [local])
     shares = []
     for (groups, part), locals_ in alike.items():
         number = _power(locals_, order).to(at)

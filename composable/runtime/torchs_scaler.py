@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from composable.device.collectives import reduce_numbers
 from composable.device.infinities import deferred, groups_of
 from composable.device.parameter_labels import label_of
-from composable.device.private_operations import Found, extend_unscaling
+from composable.device.private_operations import FoundInf, extend_unscaling
 from composable.errors import OptimizerError
 from composable.runtime.model_parts import parts_by_parameter
 
@@ -34,7 +34,7 @@ def look_after_torchs_scaler() -> None:
     extend_unscaling(_decide_together)
 
 
-def _decide_together(as_torch_does: Callable[[], Found], optimizer: torch.optim.Optimizer, inverse: Tensor) -> Found:
+def _decide_together(as_torch_does: Callable[[], FoundInf], optimizer: torch.optim.Optimizer, inverse: Tensor) -> FoundInf:
     groups = _groups_of(optimizer)
     if not groups:
         return as_torch_does()

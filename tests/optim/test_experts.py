@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from composable import clip_grad_norm_, fully_shard, remove, replicate
+from composable import clip_grad_norm_, fully_shard, no_sync, reduce_gradients, remove, replicate
 from composable.errors import ClippingError, NonFiniteError
 from tests.helpers.compare import full
 from tests.helpers.mixtures import NESTED, SCHEMES, Mixture, agree, all_gradients, batch, mixture, norm_of, sharded
@@ -213,3 +214,31 @@ def test_ranks_take_one_way_whichever_gradients_each_has() -> None:
     expected = norm_of([full(p.grad).cpu() for p in model.parameters() if p.grad is not None], 2.0)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
     torch.testing.assert_close(full(norm).cpu(), expected.float(), rtol=1e-5, atol=0)
+
+
+@spmd(ranks=[2, 4])
+@pytest.mark.parametrize("scheme", NESTED)
+def test_gradients_that_are_held_are_refused_by_name_and_clipped_when_they_were_averaged(scheme: str) -> None:
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        model, mesh = mixture(NESTED[scheme])
+        with no_sync(model):
+            model(batch()).square().mean().backward()
+        with pytest.raises(ClippingError, match=r"no_sync.*call reduce_gradients\(model\), on all ranks"):
+            clip(model.parameters(), 0.1)
+        reduce_gradients(model)
+        expected = norm_of(all_gradients(model, mesh), 2.0)
+        torch.testing.assert_close(full(clip(model.parameters(), 0.1)).cpu(), expected.float(), rtol=1e-5, atol=0)
+
+
+@spmd(ranks=4)
+@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["ours", "torch's"])
+def test_a_parameter_on_other_ranks_has_no_norm_here(clip: Callable[..., Tensor]) -> None:
+    """Pipelines hold parameters of all stages, and train those of one."""
+    mesh = DeviceMesh(current_device().type, [0, 1])
+    elsewhere = nn.Parameter(distribute_tensor(torch.ones(4, device=current_device()), mesh, [Shard(0)]))
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(7, 3).to(current_device()))
+    model(batch()).square().mean().backward()
+    expected = norm_of([full(p.grad).cpu() for p in model.parameters() if p.grad is not None], 2.0)
+    norm = full(clip([*model.parameters(), elsewhere], 0.1))
+    torch.testing.assert_close(norm.cpu(), expected.float(), rtol=1e-5, atol=0)

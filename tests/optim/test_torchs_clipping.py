@@ -313,3 +313,16 @@ def test_orders_that_are_not_positive_are_refused_on_all_ranks(pool: Pool, ranks
         for _ in range(2)
     ]
     assert pool.run(ranks, _no_positive_order, device=device) == [wanted] * ranks
+
+
+def _compiled() -> float:
+    model = nn.Linear(4, 4)
+    fully_shard(nn.Linear(4, 4))  # from here on torch asks before it clips
+    model(torch.ones(1, 4)).sum().backward()
+    parameters = list(model.parameters())
+    clip = torch.compile(lambda: clip_grad_norm_(parameters, 1.0), fullgraph=True, backend="eager")
+    return float(clip())
+
+
+def test_clipping_of_other_models_is_compiled_in_one_graph(pool: Pool) -> None:
+    assert pool.run(1, _compiled) == pytest.approx([math.sqrt(20)])
