@@ -123,3 +123,5 @@ SCHEMES: Final[dict[str, Scheme]] = {
     "fully_shard, then checkpoint": Scheme(_shard_then_checkpoint, ranks=(2,), recomputes=True),
     "checkpoint around fully_shard": Scheme(_checkpoint_around_shards, ranks=(2,), recomputes=True),
 }
+
+SHARDED: Final = ("fully_shard by policy", "fully_shard as one unit", "fully_shard without resharding")

@@ -13,10 +13,8 @@ from tests.helpers.battery import Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import assert_same_gradients
-from tests.helpers.schemes import SCHEMES
+from tests.helpers.schemes import SCHEMES, SHARDED
 from tests.helpers.world import Pool, need_devices
-
-_SCHEMES: Final = ("fully_shard by policy", "fully_shard as one unit", "fully_shard without resharding")
 
 
 class Forces(nn.Module):
@@ -91,7 +89,7 @@ def _run_inside(program: str, scheme: str) -> None:
     assert_same_gradients(_MOLECULE, SCHEMES[scheme].annotate, INSIDE[program])
 
 
-@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize("scheme", SHARDED)
 @pytest.mark.parametrize("program", INSIDE)
 def test_a_forward_may_ask_for_gradients(pool: Pool, program: str, scheme: str, device: str) -> None:
     need_devices(device, 2)

@@ -26,10 +26,8 @@ from tests.helpers.battery.odd import Layer
 from tests.helpers.communicators import all_ordered, all_sockets
 from tests.helpers.compare import assert_same_gradients, full
 from tests.helpers.refusals import refusal, same_on_all
-from tests.helpers.schemes import SCHEMES
+from tests.helpers.schemes import SCHEMES, SHARDED
 from tests.helpers.world import Pool, current_device, need_devices
-
-_SCHEMES: Final = ("fully_shard by policy", "fully_shard as one unit", "fully_shard without resharding")
 
 
 def _penalty(model: nn.Module, x: Tensor) -> Tensor:
@@ -215,7 +213,7 @@ def _run(program: str, scheme: str) -> None:
     assert_same_gradients(_DISCRIMINATOR, SCHEMES[scheme].annotate, PROGRAMS[program])
 
 
-@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize("scheme", SHARDED)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme: str, device: str) -> None:
     need_devices(device, 2)
