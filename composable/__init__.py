@@ -1,4 +1,4 @@
-"""Scale PyTorch models over many ranks by annotating their modules in place. The front door: public names, nothing else."""
+"""Scale PyTorch models over many ranks by annotating their modules in place."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -7,16 +7,14 @@ from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint
 from composable.api.comm_hooks import register_comm_hook
 from composable.api.fully_shard import fully_shard
-from composable.api.host_cache import empty_host_cache
 from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
-from composable.api.scopes import keep_unsharded, register_forward_method, reshard, unshard
-from composable.api.weights import weighted_gradients
+from composable.api.scopes import empty_host_cache, keep_unsharded, register_forward_method, reset, reshard, unshard
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.model.contract import contract, on_undo, registry, remove
-from composable.optim.clipping import clip_grad_norm_
+from composable.contract.contract import contract, on_undo, registry, remove
+from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
-from composable.optim.step_on_shards import ShardStepping, step_on_shards
+from composable.optim.local_steps import ShardStepping, step_on_shards
 from composable.policies import CustomPolicy, ModuleWrapPolicy, NamePolicy, Policy, SizePolicy
 from composable.report.describe import describe
 
@@ -54,9 +52,9 @@ __all__ = [
     "registry",
     "remove",
     "replicate",
+    "reset",
     "reshard",
     "step_on_shards",
     "traversal",
     "unshard",
-    "weighted_gradients",
 ]

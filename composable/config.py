@@ -1,4 +1,4 @@
-"""What the user asks for, as frozen values; knows neither tensors nor process groups."""
+"""The values that users pass to the verbs: policies, dtypes and modes, checked when they are made."""
 
 from __future__ import annotations
 
@@ -10,33 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from composable.dtypes import REAL, SHORT
 from composable.errors import AnnotationError, closest
-
-
-@dataclass(frozen=True, slots=True)
-class Free:
-    """Free the unsharded parameters after forward and gather them again in backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class FreeUnlessLast:
-    """`Free`, but for what backward needs first: the units whose forwards ended last, until another unit is entered."""
-
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """Keep the unsharded parameters until backward is done: more memory, one gather fewer."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReshardTo:
-    """Keep a shard over `ranks` consecutive ranks after forward, so that backward gathers nearby."""
-
-    ranks: int
-
-
-AfterForward = Free | FreeUnlessLast | Keep | ReshardTo
 
 SYNC_MODES: Final = ("check", "broadcast", "off")
 
@@ -44,7 +18,7 @@ GradReduce = str | float
 
 
 def divisor_of(verb: str, grad_reduce: object) -> float | None:
-    """What the sum of gradients over all ranks is divided by; None for the number of ranks.
+    """The number by which the sum of gradients over all ranks is divided; None stands for the number of ranks.
 
     Raises:
         AnnotationError: it is neither "mean" nor "sum" nor a positive number.
@@ -63,30 +37,23 @@ def divisor_of(verb: str, grad_reduce: object) -> float | None:
 
 
 def grad_reduce_in_words(divisor: float | None) -> str:
-    """What `divisor_of` was given, as short as it goes."""
+    """The inverse of `divisor_of`, for messages."""
     return "mean" if divisor is None else "sum" if divisor == 1.0 else f"sum / {divisor:g}"
 
 
-def after_forward(value: bool | int | None) -> AfterForward:
-    """The value of `reshard_after_forward`, by name. Whether the number fits the mesh is for the caller to say."""
-    if value is None:
-        return FreeUnlessLast()
-    if value is True:
-        return Free()
-    if value is False:
-        return Keep()
-    return ReshardTo(int(value))
-
-
-_REAL: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in REAL}
-DTYPES_BY_NAME: Final = {**{short: _REAL[name] for short, name in SHORT.items()}, **_REAL}
+_SHORT: Final = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_REAL: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in _SHORT.values()}
+DTYPES_BY_NAME: Final = {**{short: _REAL[name] for short, name in _SHORT.items()}, **_REAL}
 
 
 def real_dtype(value: object, what: str) -> torch.dtype:
-    """A dtype that parameters can be cast to, given itself or by its name.
+    """A dtype that parameters can be cast to, given as itself or by its name.
+
+    Args:
+        what: names the argument in the message.
 
     Raises:
-        AnnotationError: it is none; `what` says whose it is.
+        AnnotationError: `value` is no such dtype.
     """
     found = DTYPES_BY_NAME.get(value.removeprefix("torch.")) if isinstance(value, str) else value
     if not any(found is dtype for dtype in _REAL.values()):
@@ -99,23 +66,21 @@ def real_dtype(value: object, what: str) -> torch.dtype:
 
 @dataclass(frozen=True, slots=True)
 class MixedPrecisionPolicy:
-    """In which dtypes a unit computes, sums gradients, and takes and returns tensors. Parameters rest in their own.
+    """The dtypes in which a unit computes, reduces gradients, and takes and returns tensors. At rest parameters keep their own.
 
     Each is a dtype or its name ("bf16", "float32"); attributes are dtypes.
 
     Args:
         param_dtype: parameters are gathered and computed with in it. None: in the dtype that they have.
-        reduce_dtype: gradients are sent and summed in it. None: in `param_dtype`. What users see as `.grad` has the parameter's
-            dtype again.
-        buffer_dtype: buffers are computed with in it; between calls they have their own. What forward writes to them is kept.
-            A dict gives dtypes to FQNs and globs, the last that matches counts, and leaves the others as they are.
+        reduce_dtype: gradients are communicated and summed in it. None: in `param_dtype`. `.grad` has the parameter's dtype.
+        buffer_dtype: modules compute with buffers cast to it; at rest buffers keep their own. What forward writes
+            to them is kept. A dict maps FQNs and globs to dtypes: the last one that matches counts; others are not cast.
         output_dtype: floating-point tensors that the annotated module's forward returns are cast to it. Units inside that a
             policy picks return what they compute, unless the policy gives them an `mp_policy` of their own.
         cast_forward_inputs: floating-point tensors that forward is given are cast to `param_dtype`.
         keep_grads_in_reduce_dtype: `.grad` has the `reduce_dtype`; the optimizer must be one that takes such gradients.
-        full_precision_classes: classes of modules that keep their dtype where the modules around them compute in another one,
-            with all that is below them: what they get is cast to it, and what they return is cast back.
-        full_precision_in_eval: while the outermost annotated module of a call is in evaluation mode, only outputs are cast.
+        full_precision_classes: classes of modules that keep their dtype, with all modules below them, inside a unit that
+            computes in another one: their inputs are cast to it, and their outputs are cast back.
 
     Example:
         >>> fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32"))
@@ -128,7 +93,6 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     keep_grads_in_reduce_dtype: bool = False
     full_precision_classes: Any = ()
-    full_precision_in_eval: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -145,14 +109,14 @@ class MixedPrecisionPolicy:
                 raise AnnotationError(f"{what} must be True or False, got {value!r}")
 
     def __str__(self) -> str:
-        """What differs from the defaults."""
+        """The fields that differ from their defaults."""
         said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
         if self.full_precision_classes:
             said["full_precision_classes"] = [each.__name__ for each in self.full_precision_classes]
         return ", ".join(f"{name}={value}".replace("torch.", "") for name, value in said.items())
 
     def in_full_precision(self) -> MixedPrecisionPolicy:
-        """The same for a module that computes, and sums gradients, in the dtype that it has."""
+        """The same policy for a module that computes, and reduces gradients, in its own dtype."""
         return replace(self, param_dtype=None, reduce_dtype=None, buffer_dtype=None)
 
 
@@ -167,13 +131,13 @@ def _classes(value: object, what: str) -> tuple[type[nn.Module], ...]:
 
 @dataclass(frozen=True, slots=True)
 class CPUOffloadPolicy:
-    """Sharded parameters, their gradients and with them an optimizer's state rest in the host's memory.
+    """Keep sharded parameters, their gradients and the optimizer's state in the host's memory.
 
-    The device holds what is gathered, and shards on their way. On a mesh of CPUs there is nothing to do.
+    The device holds unsharded parameters, and shards while they are copied. On a mesh of CPUs the policy has no effect.
 
     Args:
-        pin_memory: the host's memory is pinned, so that copies run beside what computes. False: ordinary memory, for hosts
-            with little of it; then the host waits for each copy.
+        pin_memory: use pinned memory, so that copies overlap with computation. False: use ordinary memory, for hosts with
+            little of it; then the host waits for each copy.
 
     Example:
         >>> fully_shard(model, policy={Block}, mesh=init_device_mesh("cuda", (8,)), offload_policy=CPUOffloadPolicy())

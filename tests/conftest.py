@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the pool of ranks, the devices and the transport that tests run on; knows no test."""
+"""Fixtures of all tests: the pool of ranks, and the devices that tests run on."""
 
 from __future__ import annotations
 
@@ -11,15 +11,11 @@ import pytest
 import torch
 
 from tests.accelerator.build import build, what_is_missing
-from tests.helpers import host
 from tests.helpers.world import Pool
 
 pytest.register_assert_rewrite("tests.helpers.compare", "tests.helpers.models")
 
 ACCELERATOR: Final = Path(__file__).parent / "accelerator"  # whose tests run on nothing else
-
-if host.is_left_out():
-    collect_ignore = ["device/host"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -39,8 +35,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if missing:
             item.add_marker(pytest.mark.skip(reason=missing))
-        elif item.get_closest_marker("host") is not None and (is_simulated(config) or not host.is_used()):
-            item.add_marker(pytest.mark.skip(reason="ranks of one host use sockets here"))
         elif (beyond := item.get_closest_marker("beyond_sim")) is not None and is_simulated(config):
             item.add_marker(pytest.mark.skip(reason=beyond.args[0]))
         elif item.get_closest_marker("sparse") is not None and is_simulated(config):

@@ -1,1 +1,1 @@
-"""The verbs: each validates, plans and attaches, and fits on a screen."""
+"""The public functions: the four verbs, scopes and explicit calls. They check arguments and call the engine."""

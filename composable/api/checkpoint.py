@@ -1,18 +1,20 @@
-"""The verb `checkpoint`: validate and attach. Recomputes nothing itself."""
+"""The verb `checkpoint`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
 from torch import nn
 
 from composable.api.selection import check_keywords
+from composable.contract.contract import contract, on_undo
+from composable.contract.hooks import attach, detach
+from composable.contract.naming import modules_of, require_callable
+from composable.engine.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.errors import AnnotationError
-from composable.model.contract import contract, on_undo, require_callable
-from composable.model.hooks import attach, detach
 from composable.policies import PolicyLike, select_modules
-from composable.runtime.recompute import Contexts, RecomputeBracket, RecomputeOptions
 
 OPTIONS: Final = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _CHECKS: Final = ("default", "none")
@@ -24,7 +26,7 @@ _EQUIVALENTS: Final = {
 
 
 class CheckpointState:
-    """What `checkpoint` leaves in the registry."""
+    """The state of `checkpoint`: a bracket for each module."""
 
     def __init__(self) -> None:
         self.brackets: list[RecomputeBracket] = []
@@ -32,7 +34,7 @@ class CheckpointState:
 
 @contract(state_cls=CheckpointState, equivalents=_EQUIVALENTS, only_submodules_with="policy")
 def checkpoint(
-    module: nn.Module | list[nn.Module],
+    module: nn.Module | Sequence[nn.Module],
     *,
     policy: PolicyLike | None = None,
     preserve_rng_state: bool = True,
@@ -41,10 +43,10 @@ def checkpoint(
     debug: bool = False,
     early_stop: bool = True,
 ) -> Any:
-    """Forget the activations of `module` after forward and compute them again in backward, in place.
+    """Drop the activations of `module` after forward and compute them again in backward, in place.
 
     With a policy only the modules that it picks are annotated, not `module`. Together with `fully_shard` on the same
-    module, in either order of the calls, parameters are gathered twice per step: for forward, and for recomputation and
+    module, in either order of the calls, parameters are unsharded twice per step: for forward, and for recomputation and
     backward together. Everything in the module runs twice, hooks of yours before forward included, and those after it where
     the second run comes to the end (`early_stop=False`); norms with a `running_mean`, as torch's batch norms, count each batch
     once. A second run that does something else is torch's `CheckpointError`, with a note that names the module.
@@ -60,7 +62,7 @@ def checkpoint(
         early_stop: stop recomputing when everything needed is there.
 
     Returns:
-        What it was given.
+        `module`.
 
     Raises:
         AnnotationError: the module is checkpointed already or has no forward; a keyword is unknown.
@@ -77,7 +79,7 @@ def checkpoint(
     if debug and context_fn is not None:
         raise AnnotationError("checkpoint: debug=True records with contexts of its own and cannot be given with context_fn")
     options = RecomputeOptions(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
-    modules = module if isinstance(module, list) else [module]
+    modules = modules_of("checkpoint", module)
     if policy is None:
         for each in modules:
             require_callable(each, so="there is no forward to run again")
@@ -88,8 +90,8 @@ def checkpoint(
             on_undo(partial(detach, each, "checkpoint"))
             attach(each, "checkpoint", bracket)
         return module
-    for root in modules:
-        picked = select_modules(policy, root)
+    for top in modules:
+        picked = select_modules(policy, top)
         check_keywords("checkpoint", picked, OPTIONS)
         call = {name: getattr(options, name) for name in OPTIONS}
         for chosen, overrides in picked.items():

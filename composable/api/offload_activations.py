@@ -1,22 +1,24 @@
-"""The verb `offload_activations`: validate and attach. Copies nothing itself."""
+"""The verb `offload_activations`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final
 
 from torch import nn
 
 from composable.api.selection import check_keywords
+from composable.contract.contract import contract, on_undo
+from composable.contract.hooks import attach, detach
+from composable.contract.naming import known_fqn, modules_of, require_callable
 from composable.errors import AnnotationError, describe_module
-from composable.model.contract import contract, known_fqn, on_undo, require_callable
-from composable.model.hooks import attach, detach
+from composable.memory.activations import OffloadBracket
 from composable.policies import PolicyLike, select_modules
-from composable.runtime.offload import OffloadBracket, OffloadOptions
 
 NAME: Final = "offload_activations"
 OPTIONS: Final = ("min_bytes", "pin_memory")
-# A link takes some 40 us each way for as much; to go and come back costs the host more than 0.1 ms, whatever the size.
+# A link takes some 40 us each way for as much; a round trip costs the host more than 0.1 ms, whatever the size.
 MIN_BYTES: Final = 1 << 20
 _EQUIVALENTS: Final = {
     "min_offload_size": "min_bytes=",
@@ -27,7 +29,7 @@ _EQUIVALENTS: Final = {
 
 
 class OffloadState:
-    """What `offload_activations` leaves in the registry."""
+    """The state of `offload_activations`: a bracket for each module."""
 
     def __init__(self) -> None:
         self.brackets: list[OffloadBracket] = []
@@ -35,19 +37,19 @@ class OffloadState:
 
 @contract(state_cls=OffloadState, equivalents=_EQUIVALENTS, only_submodules_with="policy")
 def offload_activations(
-    module: nn.Module | list[nn.Module],
+    module: nn.Module | Sequence[nn.Module],
     *,
     policy: PolicyLike | None = None,
     min_bytes: int = MIN_BYTES,
     pin_memory: bool = True,
 ) -> Any:
-    """Keep what `module` saves for backward in the host's memory meanwhile, in place.
+    """Keep the tensors that `module` saves for backward in the host's memory until backward needs them, in place.
 
-    Each tensor travels to the host while forward goes on, and returns ahead of its use in backward, in the order in which
-    backward asks. Shapes, dtypes, strides and values are the same, bit for bit; storages that several tensors share travel
-    once. Parameters, their views and buffers stay, and so does whatever is no plain strided tensor. Forwards without
-    gradients copy nothing. On a CPU there is nowhere to go: nothing is copied, and `describe` says so. With a
-    policy only the modules that it picks are annotated, not `module`.
+    Each tensor is copied to the host while forward goes on, and copied back ahead of its use in backward, in the order in which
+    backward reads. Shapes, dtypes, strides and values are the same, bit for bit; storages that several tensors share are copied
+    once. Parameters, their views, buffers and tensors that are not plain and strided stay on the device. Forwards without
+    gradients copy nothing. On a CPU nothing is copied, and `describe` says so. With a policy only the modules that it picks are
+    annotated, not `module`.
 
     With `checkpoint` on the same module, in either order of the calls, or inside of it, activations are recomputed, and the
     inputs of what is recomputed are on the host. Inside a checkpointed module, activations are on the host, and what is around
@@ -60,7 +62,7 @@ def offload_activations(
         pin_memory: use pinned memory of the host. Without it every copy to the host makes the host wait.
 
     Returns:
-        What it was given.
+        `module`.
 
     Raises:
         AnnotationError: the module is offloaded already or has no forward, a keyword is unknown, or `min_bytes` is no number of
@@ -74,27 +76,24 @@ def offload_activations(
 
     After Rhu et al., "vDNN" (2016), and `torch.autograd.graph.save_on_cpu`.
     """
-    asked: tuple[Any, Any] = (min_bytes, pin_memory)  # whatever users write
-    if type(asked[0]) is not int or min_bytes < 0:
+    if type(min_bytes) is not int or min_bytes < 0:
         raise AnnotationError(f"{NAME}: min_bytes must be a number of bytes, 0 or more, got {min_bytes!r}")
-    if type(asked[1]) is not bool:
+    if type(pin_memory) is not bool:
         raise AnnotationError(f"{NAME}: pin_memory must be True or False, got {pin_memory!r}")
-    options = OffloadOptions(min_bytes, pin_memory)
-    modules = module if isinstance(module, list) else [module]
+    modules = modules_of(NAME, module)
     if policy is None:
         for each in modules:
             require_callable(each, so="there is no forward that saves anything")
-            bracket = OffloadBracket(options, describe_module(each, known_fqn(each)))
+            bracket = OffloadBracket(min_bytes, pin_memory, describe_module(each, known_fqn(each)))
             state = offload_activations.state(each)
             assert state is not None
             state.brackets.append(bracket)
             on_undo(partial(detach, each, NAME))
             attach(each, NAME, bracket)
         return module
-    for root in modules:
-        picked = select_modules(policy, root)
+    for top in modules:
+        picked = select_modules(policy, top)
         check_keywords(NAME, picked, OPTIONS)
-        call = {name: getattr(options, name) for name in OPTIONS}
         for chosen, overrides in picked.items():
-            offload_activations(chosen, **{**call, **overrides})
+            offload_activations(chosen, **{"min_bytes": min_bytes, "pin_memory": pin_memory, **overrides})
     return module

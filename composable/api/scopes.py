@@ -1,54 +1,80 @@
-"""Explicit calls and scopes around annotated modules; each finds its units by traversal and decides nothing else."""
+"""Scopes and explicit calls around annotated modules: when parameters are unsharded, and how to give up a step."""
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 
 from composable.compilation import untraced, untraced_alone, unwrapped
-from composable.errors import NotAnnotatedError
-from composable.model.contract import module_name, registry
-from composable.model.hooks import dispatcher_of
-from composable.model.traversal import REPLICATE, SHARD, get_states
-from composable.plan.phases import Phase
-from composable.runtime import last_units
-from composable.runtime.handle import Handle
+from composable.contract.contract import registry
+from composable.contract.hooks import dispatcher_of
+from composable.contract.naming import module_name
+from composable.contract.traversal import REPLICATE, SHARD, get_states
+from composable.engine import root
+from composable.engine.param_group import ShardedState
+from composable.engine.unit import Unit, units_below
+from composable.errors import NotAnnotatedError, PhaseError, closest
+from composable.memory.elastic import release_idle_memory
 
 
-def _handles_in(verb: str, module: nn.Module) -> list[Handle]:
-    handles = [state.handle for state in get_states(module)]
-    if not handles:
+def units_in(verb: str, module: nn.Module) -> list[Unit]:
+    """The units of both verbs in `module`.
+
+    Raises:
+        NotAnnotatedError: there are none.
+    """
+    module = unwrapped(module)
+    units = units_below([module])
+    if not units:
+        raise NotAnnotatedError(
+            f"{verb}: no fully sharded or replicated module in this {type(module).__name__}; call fully_shard(module) or "
+            "replicate(module) first"
+        )
+    return units
+
+
+def _sharded_in(verb: str, module: nn.Module) -> list[Unit]:
+    module = unwrapped(module)
+    units: list[Unit] = get_states(module)
+    if not units:
         raise NotAnnotatedError(
             f"{verb}: no fully sharded module in this {type(module).__name__}; call fully_shard(module) first"
         )
-    return handles
+    return units
+
+
+# --- unshard and reshard ----------------------------------------------------------------------------------------------
+
+
+_ON_THEIR_WAY: Final = (ShardedState.UNSHARDING, ShardedState.UNSHARDED)
 
 
 class Unsharding:
-    """Gathers that were launched by `unshard`."""
+    """All-gathers that were launched by `unshard`."""
 
-    def __init__(self, handles: list[Handle]) -> None:
-        self._handles = handles
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = list(units)
 
     @untraced
     def wait(self) -> None:
-        """Return when the parameters are there. May be called again."""
-        handles, self._handles = self._handles, []
-        for handle in handles:
-            if handle.phase is Phase.GATHERING:
-                handle.wait_for_unshard()
+        """Wait for the parameters, and register them on their modules. May be called again."""
+        units, self._units = self._units, []
+        for unit in units:
+            if all(group.state in _ON_THEIR_WAY for group in unit.groups):  # not resharded in the meantime
+                unit.wait_for_unshard()
+                unit.swap_in()
 
 
 @untraced
 def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
-    """Gather the parameters of every unit in `module` ahead of their use; the next forward frees them as usual.
+    """All-gather the parameters of every unit in `module`. Until `reshard(module)`, modules hold whole plain parameters.
 
-    All ranks call it together.
+    A forward or backward in between uses these parameters, and reshards them as usual. All ranks call this together. Write to
+    parameters when they are sharded: what is written to unsharded ones is lost when they are resharded.
 
     Args:
         module: an annotated module, or one that contains some.
@@ -62,12 +88,11 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
         >>> batch = next(batches)
         >>> pending.wait()
     """
-    handles = _handles_in("unshard", module)
-    for handle in handles:
-        last_units.free(handle)
-        handle.drop_if_stale()
-        handle.unshard()
-    pending = Unsharding(handles)
+    units = _sharded_in("unshard", module)
+    for unit in units:
+        unit.drop_stale()
+        unit.unshard()
+    pending = Unsharding(units)
     if not async_op:
         pending.wait()
     return pending
@@ -75,22 +100,28 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
 
 @untraced
 def reshard(module: nn.Module) -> None:
-    """Free the gathered parameters of every unit in `module` now, also those that are kept; the next use gathers them anew.
+    """Free the unsharded parameters of every unit in `module` now, also those that are kept; the next use gathers them anew.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
+        PhaseError: inside of a forward of a unit.
     """
-    for handle in _handles_in("reshard", module):
-        handle.reshard()
+    units = _sharded_in("reshard", module)
+    running = next((unit for unit in units if unit.depth), None)
+    if running is not None:
+        raise PhaseError(f"reshard was called inside of the forward of unit '{running.name}', which needs its parameters")
+    for unit in units:
+        unit.swap_out()
+        unit.reshard()
 
 
 @contextmanager
 def keep_unsharded(module: nn.Module) -> Iterator[None]:
-    """Gather each unit in `module` at its first use, and free none before the scope ends: generation, evaluation.
+    """Unshard each unit in `module` at its first use, and reshard none before the scope ends: for generation and evaluation.
 
     Parameters that an optimizer or an in-place operation changes inside the scope are gathered again at the next forward, on
-    every rank. Writes that no version counter tells of (`parameter.data`, NumPy) are not seen before a backward has reduced the
-    parameter's gradient: call `reshard(module)` after them, on every rank.
+    every rank. Writes that no version counter records (`parameter.data`, NumPy) are not seen: call `reshard(module)` after
+    them, on every rank.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
@@ -99,22 +130,22 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
         >>> with keep_unsharded(model), torch.no_grad():
         ...     for _ in range(100): tokens = extend(tokens, model(tokens))
     """
-    handles = _handles_in("keep_unsharded", module)
+    units = _sharded_in("keep_unsharded", module)
     scope = object()
     try:
-        for handle in handles:
-            last_units.free(handle)
-            handle.keep_for(scope)
+        for unit in units:
+            unit.keep(scope)
         yield
     finally:
-        for handle in handles:
-            handle.keep_no_longer_for(scope)
-            if not handle.kept_by and not handle.calls.depth:
-                handle.reshard()
+        for unit in units:
+            unit.release(scope)
+
+
+# --- methods other than forward ---------------------------------------------------------------------------------------
 
 
 def register_forward_method(module: nn.Module, name: str) -> None:
-    """Let a method other than forward compute with gathered parameters, as forward does.
+    """Let a method other than forward run with unsharded parameters, as forward does.
 
     Args:
         module: an annotated module.
@@ -128,24 +159,24 @@ def register_forward_method(module: nn.Module, name: str) -> None:
         >>> model.generate(prompt)
     """
     module = unwrapped(module)
-    here = type(module).__name__
     annotations = registry(module)
     if SHARD not in annotations and REPLICATE not in annotations:
         raise NotAnnotatedError(
             f"register_forward_method: {module_name(module)} is not annotated; call fully_shard or replicate on it first"
         )
-    method = getattr(type(module), name, None)
-    if not callable(method):
-        names = [n for n in dir(type(module)) if not n.startswith("_") and callable(getattr(type(module), n))]
-        near = difflib.get_close_matches(name, names, n=1)
+    kind = type(module)
+    if not callable(getattr(kind, name, None)):
+        names = [each for each in dir(kind) if not each.startswith("_") and callable(getattr(kind, each))]
+        near = closest(name, names)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise NotAnnotatedError(f"register_forward_method: no method '{name}' on {here}{hint}")
-    setattr(module, name, partial(call_bracketed, module, name))
+        raise NotAnnotatedError(f"register_forward_method: no method '{name}' on {kind.__name__}{hint}")
+    setattr(module, name, partial(_call_as_forward, module, name))
 
 
 @untraced_alone
-def call_bracketed(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call the class's method `name` on `module` inside the brackets of its annotations, checkpointing excepted."""
+def _call_as_forward(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call the class's method `name` on `module` inside the brackets of its annotations, except for checkpointing, which would
+    run forward again in its place."""
     dispatcher = dispatcher_of(module)
     method = getattr(type(module), name)
     if dispatcher is None:
@@ -157,3 +188,45 @@ def call_bracketed(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> A
         dispatcher.after(module, args, None)
         raise
     return dispatcher.after(module, args, output)
+
+
+# --- lost steps, memory -----------------------------------------------------------------------------------------------
+
+
+@untraced
+def reset(module: nn.Module) -> None:
+    """Give up a step that failed on all ranks: parameters are sharded again, gradients that were not reduced are dropped.
+
+    The next forward does this by itself. Call it to free memory in an `except` block. All ranks call it together, after
+    the same forwards and backwards: it waits for collectives that were launched. It cannot help one rank that goes on alone.
+
+    Args:
+        module: an annotated module, or one that contains some.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `module`.
+
+    Example:
+        >>> try:
+        ...     loss_of(model, batch).backward()
+        ... except torch.OutOfMemoryError:
+        ...     reset(model)
+    """
+    units_in("reset", module)
+    root.reset([unwrapped(module)])
+
+
+@untraced
+def empty_host_cache() -> None:
+    """Return idle memory of the host to the system, as `torch.cuda.empty_cache` does on a device.
+
+    This is memory of unsharded parameters and gradients of models on CPU that are not needed now, and of models that are gone.
+    Memory in use, or in flight, stays. A rank may call this by itself.
+
+    Example:
+        >>> model = fully_shard(nn.Linear(4, 4))
+        >>> model(torch.ones(1, 4)).sum().backward()
+        >>> del model
+        >>> empty_host_cache()
+    """
+    release_idle_memory()

@@ -1,26 +1,27 @@
-"""Which parameters a verb is about: ignored ones, those of each unit, tied ones. Reads the tree; shards nothing."""
+"""Which parameters and modules an annotation is about: ignored parameters, units that a policy picks, and what they share."""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from composable.api.ties import enclosing_units, innermost_of_all, refuse_tied_outside
+from composable.contract.naming import module_name, require_callable
+from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter, managed_parameters, walk
 from composable.errors import AnnotationError, PolicyError, closest
-from composable.model.contract import module_name
-from composable.model.traversal import ManagedParameter, managed_parameters
+from composable.policies import PolicyLike, select_modules
 
 
-def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any]) -> dict[int, None]:
+def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) -> dict[int, None]:
     """The ids of the parameters that `ignored` stands for: parameters, modules, FQNs and globs.
 
     Raises:
         AnnotationError: an item matches no parameter, or is of another type.
     """
+    if ignored is None:
+        return {}
     if isinstance(ignored, (str, nn.Module, nn.Parameter)):
         ignored = [ignored]
     named = [(fqn, p) for module in modules for fqn, p in module.named_parameters(remove_duplicate=False)]
@@ -41,7 +42,7 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any]) -> dict
             found += [p for fqn, m in modules_by_name if fqn and fnmatchcase(fqn, item) for p in m.parameters()]
             if not found:
                 names = [fqn for fqn, _ in named] + [fqn for fqn, _ in modules_by_name if fqn]
-                near = difflib.get_close_matches(item.rstrip(".*"), names, n=3)
+                near = closest(item.rstrip(".*"), names, limit=3)
                 hint = f"; did you mean {', '.join(repr(n) for n in near)}?" if near else ""
                 raise AnnotationError(f"ignored_params: pattern '{item}' matched nothing{hint}")
         else:
@@ -50,8 +51,11 @@ def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any]) -> dict
     return result
 
 
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
 def check_keywords(verb: str, picked: Mapping[nn.Module, Mapping[str, Any]], allowed: Sequence[str]) -> None:
-    """Refuse overrides that a policy may not set."""
+    """Raise for overrides that a policy may not set."""
     for module, overrides in picked.items():
         for keyword in overrides:
             if keyword not in allowed:
@@ -63,37 +67,82 @@ def check_keywords(verb: str, picked: Mapping[nn.Module, Mapping[str, Any]], all
                 )
 
 
-def parameters_by_unit(
-    modules: Sequence[nn.Module], picked: Sequence[nn.Module], ignored: Mapping[int, None]
-) -> list[list[ManagedParameter]]:
-    """The parameters of the unit `modules`, then those of each unit in `picked`, in order, with FQNs below their unit.
+def picked_units(
+    verb: str, modules: Sequence[nn.Module], policy: PolicyLike | None, allowed: Sequence[str]
+) -> dict[nn.Module, dict[str, Any]]:
+    """The modules below an annotated one that become units of their own, in order, with their overrides.
 
-    A parameter tied across units goes to the innermost unit that holds all its places: there it is whole whenever one of
-    them computes.
-
-    Raises:
-        TiedParametersError: a place of the parameter is in a unit that is sharded already.
+    Modules that are annotated already, and those inside them, are left as they are.
     """
-    prefixes = _prefixes(modules)
-    everything = managed_parameters(list(zip(prefixes, modules, strict=True)), ignored=ignored)
-    refuse_tied_outside(modules, everything)
+    if policy is None:
+        return {}
+    if len(modules) > 1:
+        raise AnnotationError(f"{verb}: a policy picks units below one module; it cannot be given with a list")
+    picked = select_modules(policy, modules[0])
+    check_keywords(verb, picked, allowed)
+    reachable = {id(m) for _, m in walk(modules[0], stop=(SHARD, REPLICATE))}
+    chosen = {}
+    for module, overrides in picked.items():
+        if module is not modules[0] and id(module) in reachable and not is_read_by_parent(module):
+            require_callable(module)
+            chosen[module] = overrides
+    return chosen
+
+
+def is_read_by_parent(module: nn.Module) -> bool:
+    """Whether a module's parameters are read by its parent, which never calls it: `nn.MultiheadAttention.out_proj`."""
+    return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def managed_by(modules: Sequence[nn.Module], ignored: Mapping[int, None]) -> list[ManagedParameter]:
+    """The parameters that an annotation of `modules` manages. Names of modules in a list begin with their index."""
+    prefixes = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
+    return managed_parameters(list(zip(prefixes, modules, strict=True)), ignored=ignored)
+
+
+def by_unit(
+    modules: Sequence[nn.Module], picked: Sequence[nn.Module], everything: Sequence[ManagedParameter]
+) -> list[list[ManagedParameter]]:
+    """The parameters of the unit `modules`, then those of each unit in `picked`, with FQNs relative to their unit.
+
+    A parameter that is tied across units goes to the innermost unit that contains all its places: it is unsharded whenever
+    one of them computes.
+    """
     if not picked:
-        return [everything]
+        return [list(everything)]
     chains = enclosing_units(modules[0], picked)
-    shares: list[list[ManagedParameter]] = [[] for _ in range(len(picked) + 1)]
     names = {id(m): name for name, m in modules[0].named_modules()}
+    shares: list[list[ManagedParameter]] = [[] for _ in range(len(picked) + 1)]
     for managed in everything:
-        owner = innermost_of_all(managed, chains)
+        common = chains[id(managed.places[0].module)]
+        for place in managed.places[1:]:
+            common = tuple(unit for unit in common if unit in chains[id(place.module)])
+        owner = common[-1] if common else 0
         prefix = names[id(picked[owner - 1])] + "." if owner else ""
-        shares[owner].append(_below(managed, prefix))
+        places = tuple(type(place)(place.module, place.name, place.fqn.removeprefix(prefix)) for place in managed.places)
+        shares[owner].append(ManagedParameter(managed.parameter, places))
     return shares
 
 
-def _prefixes(modules: Sequence[nn.Module]) -> list[str]:
-    """Modules annotated together need names apart; one module needs none."""
-    return [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
+def enclosing_units(root: nn.Module, picked: Sequence[nn.Module]) -> dict[int, tuple[int, ...]]:
+    """For every module below `root`, by its id: the picked units around it, outermost first, counted from 1."""
+    number = {id(module): index + 1 for index, module in enumerate(picked)}
+    chains: dict[int, tuple[int, ...]] = {}
 
+    def visit(module: nn.Module, chain: tuple[int, ...]) -> None:
+        if id(module) in number:
+            chain = (*chain, number[id(module)])
+        if id(module) in chains:  # reached on another path: only units on all paths enclose it and what is below it
+            known = chains[id(module)]
+            chain = tuple(unit for unit in known if unit in chain)
+            if chain == known:
+                return
+        chains[id(module)] = chain
+        for child in module.children():
+            visit(child, chain)
 
-def _below(managed: ManagedParameter, prefix: str) -> ManagedParameter:
-    places = tuple(type(place)(place.module, place.name, place.fqn.removeprefix(prefix)) for place in managed.places)
-    return ManagedParameter(managed.parameter, places)
+    visit(root, ())
+    return chains

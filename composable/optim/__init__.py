@@ -1,1 +1,8 @@
-"""What is kept of parameters beside themselves: how optimizers step them; above the verbs, on which it builds."""
+"""Optimizers over annotated models: clipping, gradient scalers, steps on local shards, steps in backward, checks of steps.
+
+Importing this package registers the hooks of `step_checks` and `scaler` with torch.
+"""
+
+from composable.optim import scaler, step_checks
+
+__all__ = ["scaler", "step_checks"]

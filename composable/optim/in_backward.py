@@ -1,128 +1,95 @@
-"""`apply_optimizer_in_backward`: an optimizer that backward steps, unit by unit; knows not when that is."""
+"""`apply_optimizer_in_backward`: backward steps each parameter as soon as its reduced gradient is there, and frees it.
+
+A post-accumulate hook on every parameter does it. The engine calls such hooks of the parameters that it manages when the
+reduced gradient lands; autograd calls those of other parameters.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final, NoReturn
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from composable.device.parameter_labels import label_of
-from composable.device.private import in_backward
+from composable.engine.param import label_of
 from composable.errors import OptimizerError, PhaseError
-from composable.runtime.accumulation import Accumulation
-from composable.runtime.averaging import Averaging
-from composable.runtime.early_steps import EarlySteps, note_optimizer, stepped_in_backward
-from composable.runtime.handle import HANDLES
-from composable.runtime.optimizer_hooks import Form, after_loading
-from composable.runtime.ownership import holder_of
-from composable.runtime.resting_form import pair_of
-from composable.runtime.torchs_clipping import look_after_torchs_clipping
+from composable.memory.torch_private import in_backward
 
-_THEIRS: Final = ("params", "param_names")
-_STEPPABLE: Final = (Form.SHARDED.name, Form.WHOLE.name, Form.REPLICATED.name)
+_NOT_SETTINGS: Final = ("params", "param_names")
 
 
 class OptimizerInBackward(Optimizer):
-    """What `apply_optimizer_in_backward` returns: an optimizer of `torch.optim` for all that only reads it or sets its
+    """What `apply_optimizer_in_backward` returns: an optimizer of `torch.optim` for everything that reads it or sets its
     hyper-parameters: schedulers, state dicts, `torch.distributed.checkpoint`. Backward steps; `step()` finds nothing to do.
 
     Args:
         optimizer_class: as given there.
         params: as given there.
         optimizer_kwargs: as given there.
-        named: the parameters, and what to call them in messages.
-
-    Attributes:
-        lost: names of what a backward had stepped on this rank that raised then. Nothing is stepped before it is empty again:
-            after `load_state_dict` or `resume`.
     """
 
-    _step_supports_amp_scaling = True  # so that a GradScaler sets `grad_scale`, which refuses it by name
+    _step_supports_amp_scaling = True  # so that a GradScaler sets `grad_scale`, where it is refused
 
     def __init__(
         self,
         optimizer_class: type[Optimizer],
         params: Sequence[nn.Parameter] | Sequence[tuple[str, nn.Parameter]],
         optimizer_kwargs: dict[str, Any],
-        named: Sequence[tuple[nn.Parameter, str]],
     ) -> None:
         whole = optimizer_class(params, **optimizer_kwargs)
         super().__init__(whole.param_groups, whole.defaults)
+        self.state.update(whole.state)  # that some have from the start
         self._class, self._kwargs = optimizer_class, dict(optimizer_kwargs)
-        self._steppers: dict[tuple[int, ...], Optimizer] = {}
-        self._early = EarlySteps(named, self._step_some)
-        self._windows: list[Accumulation] = []
-        note_optimizer(self, shown=True)
-        self.register_load_state_dict_post_hook(_after_loading)
-
-    @property
-    def lost(self) -> tuple[str, ...]:
-        """Names of what a backward that raised had stepped on this rank; empty again after `load_state_dict` or `resume`."""
-        return self._early.lost
-
-    def _attach(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Have all gradients brought here, each by whom it comes from."""
-        sharded: dict[int, Accumulation] = {}
-        whole: dict[int, Accumulation] = {}
-        for handle in list(HANDLES):
-            for param in handle.parameters.params:
-                whole[id(param.sharded)] = handle.gradients.accumulation
-            for group in handle.gradients.groups:
-                sharded.update({id(parameter): handle.gradients.accumulation for parameter in group.sharded})
+        self._steppers: dict[int, Optimizer] = {}
+        parameters = self.param_groups[0]["params"]
+        self._ids = frozenset(map(id, parameters))  # of tensors that `param_groups` keeps alive
+        self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
-            window = sharded.get(id(parameter))
-            pair = pair_of(parameter)
-            holder = holder_of(parameter if pair is None else pair.plain)
-            if window is None and isinstance(holder, Averaging):
-                window = whole[id(parameter)] = holder.reducer.local.accumulation
-                if holder.communicator.size == 1:
-                    self._enlist(window)
-                    window = None
-            if window is None:
-                self._early.wait_for(parameter, whole.get(id(parameter)))
-            else:
-                self._early.belong_to(window, [parameter])
-                self._enlist(window)
+            trains = parameter.requires_grad
+            parameter.requires_grad_(True)  # or torch refuses the hook; it may train later
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
+            parameter.requires_grad_(trains)
+        _alive.add(self)
 
-    def _enlist(self, window: Accumulation) -> None:
-        if self._early not in window.early:
-            window.early = (*window.early, self._early)
-            self._windows.append(window)
+    def _on_gradient(self, parameter: Tensor) -> None:
+        """The reduced gradient of `parameter` is there."""
+        if id(parameter) not in self._ids:
+            raise PhaseError(
+                f"apply_optimizer_in_backward: {_name_of(parameter)} took the place of one that is stepped in backward, and is "
+                "not stepped itself. Call remove() on what apply_optimizer_in_backward returned, and the function again, after "
+                "annotating and after replacing parameters"
+            )
+        if parameter.grad is not None:
+            self._step_one(parameter)
+            parameter.grad = None
 
-    # --- steps ------------------------------------------------------------------------------------------------------
-
-    def _step_some(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Step some of the parameters, together always the same ones."""
-        (group,) = self.param_groups
-        settings = {key: value for key, value in group.items() if key not in _THEIRS}
-        key = tuple(map(id, parameters))
-        stepper = self._steppers.get(key)
-        first = stepper is None
+    def _step_one(self, parameter: Tensor) -> None:
+        settings = {key: value for key, value in self.param_groups[0].items() if key not in _NOT_SETTINGS}
+        stepper = self._steppers.get(id(parameter))
         if stepper is None:
-            stepper = self._steppers[key] = self._class(list(parameters), **self._kwargs)
-            note_optimizer(stepper, shown=False)
-        stepper.param_groups[0].update(settings)
+            stepper = self._steppers[id(parameter)] = self._class([parameter], **self._kwargs)
+            _steppers.add(stepper)
+        group = stepper.param_groups[0]
+        group.update(settings)
         stepper.state = self.state
         stepper.step()
-        increment_version(list(parameters))  # autograd must hear of it, whatever the implementation
-        self._opt_called = True  # or schedulers of torch would say that nobody has stepped
-        if first:
-            self._refuse_shared_numbers(stepper.param_groups[0], settings)
-
-    def _refuse_shared_numbers(self, group: dict[str, Any], before: dict[str, Any]) -> None:
+        increment_version(parameter)  # for autograd, since fused implementations do not
+        self._opt_called = True  # or torch's schedulers warn that there was no step
         for key, value in group.items():
-            if key not in _THEIRS and value is not before.get(key):
+            if key not in _NOT_SETTINGS and value is not settings.get(key):
                 raise OptimizerError(
-                    f"apply_optimizer_in_backward: {self._class.__name__} wrote '{key}' to its parameter group, a number "
-                    "for all parameters of a step. Here they are stepped one unit after the other; step this one after backward"
+                    f"apply_optimizer_in_backward: {self._class.__name__} wrote '{key}' to its parameter group, a number for "
+                    "all parameters of a step. In backward each parameter is stepped by itself; step this optimizer after "
+                    "backward"
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Step what has a gradient: after a backward, nothing.
+        """Step parameters that have a gradient: after a backward, none.
 
         Args:
             closure: refused, because its backward would step already.
@@ -134,29 +101,24 @@ class OptimizerInBackward(Optimizer):
             raise OptimizerError(
                 "apply_optimizer_in_backward: step() was given a closure, whose backward would step already. Call it without"
             )
-        found = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if found:
-            self._step_some(found)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                self._step_one(parameter)
         return None
 
-    def resume(self) -> None:
-        """Step again after a backward that raised, with parameters as they are; all ranks call it.
-
-        Replicated parameters may differ between ranks then, and shards of one parameter may be of two steps. Loading a
-        checkpoint into the model and into this optimizer leaves neither, and needs no `resume`.
-        """
-        self._early.lost = ()
-
     def remove(self) -> None:
-        """Backward steps nothing any more; state stays readable. Done twice is done once."""
+        """Let backward step nothing any more. State stays readable. May be called again."""
         if in_backward():
             raise PhaseError("apply_optimizer_in_backward: remove() was called inside a backward. Call it between steps")
-        self._early.leave()
-        for window in self._windows:
-            window.early = tuple(each for each in window.early if each is not self._early)
-        self._windows = []
+        for hook in self._hooks:
+            hook.remove()
+        _alive.discard(self)
 
-    # --- what does not go together ------------------------------------------------------------------------------------
+    def name_of(self, parameter: Tensor) -> str | None:
+        """What messages call `parameter`, if it is one of these."""
+        return _name_of(parameter) if id(parameter) in self._ids else None
+
+    # --- what is refused ----------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the first one: call `apply_optimizer_in_backward` again for other parameters.
@@ -183,8 +145,8 @@ class OptimizerInBackward(Optimizer):
     def grad_scale(self, scale: object) -> None:
         raise OptimizerError(
             "apply_optimizer_in_backward: a GradScaler came to step this optimizer, but backward has stepped already, with "
-            "gradients that were scaled and may have been infinite. Without the scaler, in float32 or bfloat16, or with an "
-            "optimizer that steps after backward; load the last checkpoint first"
+            "gradients that were scaled and may have been infinite. Train without the scaler, in float32 or bfloat16, or with "
+            "an optimizer that steps after backward; load the last checkpoint first"
         )
 
     def __reduce__(self) -> NoReturn:
@@ -197,47 +159,32 @@ class OptimizerInBackward(Optimizer):
         self.__reduce__()
 
 
-def _after_loading(optimizer: Optimizer) -> None:
-    if isinstance(optimizer, OptimizerInBackward):
-        optimizer.resume()
-        for stepper in optimizer._steppers.values():
-            after_loading(stepper)
+_alive: Final[WeakSet[OptimizerInBackward]] = WeakSet()
+_steppers: Final[WeakSet[Optimizer]] = WeakSet()
 
 
-def _name_of(parameter: nn.Parameter, given: str) -> str:
+def stepped_in_backward(parameters: Iterable[Tensor]) -> str | None:
+    """The name of the first of `parameters` that is stepped in backward; None if none is."""
+    optimizers = list(_alive)
+    if not optimizers:  # as in most programs
+        return None
+    names = (optimizer.name_of(parameter) for parameter in parameters for optimizer in optimizers)
+    return next((name for name in names if name is not None), None)
+
+
+def is_part_of_backward(optimizer: Optimizer) -> bool:
+    """Whether `optimizer` is what steps in backward, or what users hold of it."""
+    return isinstance(optimizer, OptimizerInBackward) or optimizer in _steppers
+
+
+def _name_of(parameter: Tensor) -> str:
     label = label_of(parameter)
     if label is not None:
-        return f"parameter '{label[1]}' of unit '{label[0]}'"
-    holder = holder_of(parameter)
-    if isinstance(holder, Averaging):
-        return f"parameter '{holder.parameters.name_of(parameter)}' of unit '{holder.name}'"
-    return f"parameter '{given}'" if given else f"a parameter of shape {tuple(parameter.shape)}"
+        return f"parameter '{label.fqn}' of unit '{label.unit}'"
+    return f"a parameter of shape {tuple(parameter.shape)}"
 
 
-def _checked(params: object) -> list[tuple[str, nn.Parameter]]:
-    """The parameters, with the names that came with them."""
-    if isinstance(params, (nn.Module, nn.Parameter)) or not isinstance(params, Iterable):
-        raise OptimizerError(
-            f"apply_optimizer_in_backward takes parameters, e.g. model.parameters(), not a {type(params).__name__}"
-        )
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for each in params:
-        name, parameter = each if isinstance(each, tuple) and len(each) == 2 else ("", each)
-        if not isinstance(parameter, nn.Parameter):
-            cure = "; call it once for each parameter group" if isinstance(each, dict) else ""
-            raise OptimizerError(
-                f"apply_optimizer_in_backward takes parameters, e.g. model.parameters(), not a {type(each).__name__}{cure}"
-            )
-        label = label_of(parameter)
-        if label is not None and label[2] not in _STEPPABLE:
-            raise OptimizerError(
-                f"apply_optimizer_in_backward: parameter '{label[1]}' of unit '{label[0]}' {Form[label[2]].value}, from "
-                "model.parameters()"
-            )
-        found.setdefault(id(parameter), (name, parameter))
-    if not found:
-        raise OptimizerError("apply_optimizer_in_backward was given no parameter")
-    return list(found.values())
+# --- the function -----------------------------------------------------------------------------------------------------
 
 
 def apply_optimizer_in_backward(
@@ -245,16 +192,14 @@ def apply_optimizer_in_backward(
     params: Iterable[nn.Parameter] | Iterable[tuple[str, nn.Parameter]],
     optimizer_kwargs: dict[str, Any] | None = None,
 ) -> OptimizerInBackward:
-    """Let backward step parameters, unit by unit, as soon as gradients are reduced, and give their memory back at once.
+    """Let backward step parameters as soon as their gradients are reduced, and free the gradients at once.
 
-    For parameters of `fully_shard`, of `replicate` and of neither, in any mix; call it after annotating, and again for
-    parameters with other settings. Parameters are afterwards what an optimizer that steps after backward makes of them, bit
-    by bit, but there are never more gradients than those of about one unit, or of a few buckets. (On accelerators, replicated
-    parameters are stepped when backward ends.) Gradients are None when backward has returned.
+    For parameters of `fully_shard`, of `replicate` and of neither, in any mix. Call it after annotating, and again for
+    parameters with other settings. Parameters are what an optimizer that steps after backward makes of them, but there are
+    never more gradients than those of about one unit, or of a few buckets. Gradients are None when backward has returned.
 
-    Under `no_sync`, and in `weighted_gradients(more=True)`, nothing is stepped before the window ends. A backward that raises
-    may have stepped a part of the model, on each rank perhaps another one: a warning in the log `composable` names it, and
-    `lost` of what is returned. Nothing is stepped then before a checkpoint has been loaded, or `resume()` called.
+    Under `no_sync` nothing is stepped before the backward that reduces. A backward that raises may have stepped a part of the
+    model, on each rank another one: load the last checkpoint before going on.
 
     Args:
         optimizer_class: of `torch.optim`, or your own if it steps each parameter by itself and needs no closure.
@@ -267,7 +212,7 @@ def apply_optimizer_in_backward(
     Raises:
         OptimizerError: a parameter is not registered any more, or is stepped in backward already; the class steps all
             parameters together.
-        PhaseError: inside of a backward; and by backward, after one that raised.
+        PhaseError: called inside a backward.
 
     Example:
         >>> fully_shard(model, policy={Block})
@@ -296,8 +241,30 @@ def apply_optimizer_in_backward(
             "returned, or give this one other parameters"
         )
     given: Any = found if all(name for name, _ in found) else parameters
-    named = [(parameter, _name_of(parameter, name)) for name, parameter in found]
-    optimizer = OptimizerInBackward(optimizer_class, given, optimizer_kwargs or {}, named)
-    optimizer._attach(parameters)
-    look_after_torchs_clipping()
-    return optimizer
+    return OptimizerInBackward(optimizer_class, given, optimizer_kwargs or {})
+
+
+def _checked(params: object) -> list[tuple[str, nn.Parameter]]:
+    """The parameters, with the names that came with them."""
+    if isinstance(params, (nn.Module, nn.Parameter)) or not isinstance(params, Iterable):
+        raise OptimizerError(
+            f"apply_optimizer_in_backward takes parameters, e.g. model.parameters(), not a {type(params).__name__}"
+        )
+    found: dict[int, tuple[str, nn.Parameter]] = {}
+    for each in params:
+        name, parameter = each if isinstance(each, tuple) and len(each) == 2 else ("", each)
+        if not isinstance(parameter, nn.Parameter):
+            cure = "; call it once for each parameter group" if isinstance(each, dict) else ""
+            raise OptimizerError(
+                f"apply_optimizer_in_backward takes parameters, e.g. model.parameters(), not a {type(each).__name__}{cure}"
+            )
+        label = label_of(parameter)
+        if label is not None and label.form != "at_rest":
+            raise OptimizerError(
+                f"apply_optimizer_in_backward: {_name_of(parameter)} is not registered any more, or only while modules "
+                "compute. Pass model.parameters(), after annotating and outside of forward and backward"
+            )
+        found.setdefault(id(parameter), (name, parameter))
+    if not found:
+        raise OptimizerError("apply_optimizer_in_backward was given no parameter")
+    return list(found.values())

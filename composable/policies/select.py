@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp import wrap as torch_wrap
 
 from composable.errors import PolicyError, describe_module
 from composable.policies.base import Policy, Selection, check_overrides, kind_of, not_empty, walk
@@ -23,8 +24,8 @@ PolicyLike = (
 def as_policy(value: PolicyLike) -> Policy:
     """A policy, from a policy or from one of its shorthands.
 
-    A class or a set, tuple or list of classes stands for `ModuleWrapPolicy`, a dict of globs for `NamePolicy` and a
-    function for `CustomPolicy`.
+    A class, a set, tuple or list of classes, or torch's own `ModuleWrapPolicy` stands for `ModuleWrapPolicy`, a dict of globs
+    for `NamePolicy` and a function for `CustomPolicy`.
 
     Raises:
         PolicyError: `value` is none of these.
@@ -42,6 +43,9 @@ def as_policy(value: PolicyLike) -> Policy:
         return NamePolicy(value)
     if isinstance(value, (type, set, frozenset, tuple, list)):
         return ModuleWrapPolicy(value)
+    if isinstance(value, torch_wrap.ModuleWrapPolicy):
+        torchs = value  # called with recurse=False, it says whether a module is of one of its classes
+        return CustomPolicy(lambda module: bool(torchs(module, recurse=False)))
     if callable(value) and not isinstance(value, nn.Module):
         return CustomPolicy(value)
     raise PolicyError(

@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from composable import offload_activations
-from composable.device import host_copies
-from composable.device.host_copies import LEAVING, RETURNING
+from composable.memory import activations
+from composable.memory.activations import TO_DEVICE_STREAM, TO_HOST_STREAM
 from tests.accelerator import sim, watch
 from tests.accelerator.faults import COMPUTE, _fork_without_waiting, _launch
 from tests.helpers.world import Pool, current_device
 
-_LEAVES, _RETURNS = f"stream '{LEAVING}'", f"stream '{RETURNING}'"
+_LEAVES, _RETURNS = f"stream '{TO_HOST_STREAM}'", f"stream '{TO_DEVICE_STREAM}'"
 _COPY_OUT, _COPY_BACK = "copy to host", "copy to device"
 
 
@@ -47,31 +47,31 @@ def _do_nothing(_: object) -> None:
 
 
 def _free_without_waiting() -> AbstractContextManager[Any]:
-    return mock.patch.object(host_copies._OnDevice, "__del__", _do_nothing)
+    return mock.patch.object(activations._OnDevice, "__del__", _do_nothing)
 
 
 def _use_without_waiting() -> AbstractContextManager[Any]:
-    return mock.patch.object(host_copies._OnDevice, "wait", return_value=None)
+    return mock.patch.object(activations._OnDevice, "wait", return_value=None)
 
 
 def _return_before_it_has_left() -> AbstractContextManager[Any]:
-    launch = host_copies._OnDevice.launch
+    launch = activations._OnDevice.launch
 
     def hasty(self: Any, *args: Any, blocks: bool, after: Any = None) -> Any:
         return launch(self, *args, blocks=blocks)
 
-    return mock.patch.object(host_copies._OnDevice, "launch", hasty)
+    return mock.patch.object(activations._OnDevice, "launch", hasty)
 
 
 # What is left out, and what the finding says of the earlier launch and of the later one.
 _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]]] = {
     "what leaves does not wait for what computes": (
-        _fork_without_waiting(LEAVING),
+        _fork_without_waiting(TO_HOST_STREAM),
         _launch("write", "", COMPUTE),
         _launch("read", _COPY_OUT, _LEAVES),
     ),
     "what returns does not wait for what computes": (
-        _fork_without_waiting(RETURNING),
+        _fork_without_waiting(TO_DEVICE_STREAM),
         _launch("write", "", COMPUTE),
         _launch("write", _COPY_BACK, _RETURNS),
     ),

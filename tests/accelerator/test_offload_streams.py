@@ -11,21 +11,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from composable.runtime import root_backward, root_forward
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 
 from composable import CPUOffloadPolicy, fully_shard, register_comm_hook
-from composable.device import host_home
-from composable.device.host_home import COMING, LEAVING, ComingShards
-from composable.device.private import local_of
-from composable.runtime import root_backward, root_forward
+from composable.memory import offload
+from composable.memory.offload import TO_DEVICE_STREAM, TO_HOST_STREAM, ComingShards
+from composable.memory.torch_private import local_of
 from tests.accelerator import sim, watch
 from tests.accelerator.faults import COMPUTE, GATHER, _fork_without_waiting, _launch
 from tests.accelerator.twins import Block, mesh_of, model_of, x_of
 from tests.helpers.world import Pool, current_device, spmd
 
-_COMES, _LEAVES = f"stream '{COMING}'", f"stream '{LEAVING}'"
+_COMES, _LEAVES = f"stream '{TO_DEVICE_STREAM}'", f"stream '{TO_HOST_STREAM}'"
 _TO_DEVICE, _TO_HOST = "copy to device", "copy to host"
 
 
@@ -61,17 +61,17 @@ def _end_without_waiting() -> AbstractContextManager[Any]:
 
 
 def _give_back_without_waiting() -> AbstractContextManager[Any]:
-    def hasty(self: Any, left: int = 0) -> None:
-        while len(self._leaving) > left:
+    def hasty(self: Any, keep: int = 0) -> None:
+        while len(self._leaving) > keep:
             self._leaving.popleft()[1]()
 
-    return mock.patch.object(host_home._Traffic, "give_back", hasty)
+    return mock.patch.object(offload._Traffic, "free_sent", hasty)
 
 
 # What is left out, on how many ranks, and what the finding says of the earlier launch and of the later one.
 _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, str, str]]] = {
     "shards come to memory that is used": (
-        _fork_without_waiting(COMING),
+        _fork_without_waiting(TO_DEVICE_STREAM),
         2,
         _launch("write", "", COMPUTE),
         _launch("write", _TO_DEVICE, _COMES),
@@ -89,7 +89,7 @@ _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, s
         _launch("read", "", COMPUTE),
     ),
     "sums leave before they are there": (
-        _fork_without_waiting(LEAVING),
+        _fork_without_waiting(TO_HOST_STREAM),
         2,
         _launch("write", "", COMPUTE),
         _launch("read", _TO_HOST, _LEAVES),
@@ -145,7 +145,7 @@ def test_gradients_have_arrived_when_backward_returns(hooked: bool) -> None:
     with mock.patch.object(root_backward, "wait_for_traffic"):
         early = _gradients_of_a_slow_device(_offloaded(hooked=hooked))
     assert not any(map(torch.equal, early, found)), "this test notices"
-    host_home.wait_for_traffic()
+    offload.wait_for_traffic()
 
 
 def _output_of_a_slow_device(model: nn.Module) -> Tensor:
@@ -166,7 +166,7 @@ def test_shards_may_be_written_to_when_forward_returns() -> None:
     assert torch.equal(_output_of_a_slow_device(_offloaded()), expected)
     with mock.patch.object(root_forward, "wait_for_traffic"):
         assert not torch.equal(_output_of_a_slow_device(_offloaded()), expected), "this test notices"
-    host_home.wait_for_traffic()
+    offload.wait_for_traffic()
 
 
 @spmd(ranks=2)
@@ -182,7 +182,7 @@ def test_the_host_waits_once_in_forward_and_once_for_each_direction_in_backward(
         model.zero_grad()
     waits = watch.host_waits_of(step)
     assert len(waits) == 3, waits
-    assert all("host_home.py" in each for each in waits), waits
+    assert all("offload.py" in each for each in waits), waits
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

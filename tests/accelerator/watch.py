@@ -8,8 +8,8 @@ from typing import Any, Final
 
 import torch
 
-from composable.device import streams as library_streams
-from composable.device.streams import AcceleratorStreams
+from composable.memory import streams as library_streams
+from composable.memory.streams import AcceleratorStreams
 from tests.accelerator import sim
 
 LAGS_ONE_IN: Final = 3  # tasks; the others find out what is computed without

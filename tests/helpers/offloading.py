@@ -1,7 +1,7 @@
-"""What leaves a device, counted, and a CPU that tensors leave as they leave an accelerator; knows no model.
+"""Counts of offloaded tensors, and offload on a CPU.
 
-On a CPU offload does nothing. Here its path is gone all the same, with memory of the host on both ends, so that what it does to
-numbers and graphs can be tested everywhere. What it does to streams is tested on the simulated accelerator.
+On a CPU `offload_activations` copies nothing. Inside of `offloading` it does, with host memory at both ends, so that its effect
+on values and graphs can be tested everywhere. Its effect on streams is tested on the simulated accelerator.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from composable import offload_activations
-from composable.device import saved_tensors
-from composable.device.host_copies import HostCopy, copies_of
-from composable.runtime import offload
+from composable.memory import activations
+from composable.memory.activations import HostCopy, copies_of
 from tests.helpers.world import current_device
 
 
 @dataclass
 class Seen:
-    """What left the device, and what came back.
+    """The tensors that left the device, and those that came back.
 
     Attributes:
         left: elements of each copy to the host.
-        options: what the verb is to be called with.
+        options: keywords for `offload_activations`.
     """
 
     left: list[int] = field(default_factory=list)
@@ -37,13 +36,13 @@ class Seen:
 
     @property
     def alive(self) -> int:
-        """How many copies something still holds."""
-        return len(copies_of(current_device())._by_index)
+        """The number of copies that a graph still holds."""
+        return copies_of(current_device()).alive
 
 
 @contextmanager
 def offloading() -> Iterator[Seen]:
-    """Tensors of any size leave this rank's device, whatever it is."""
+    """Tensors of any size leave this rank's device, even a CPU."""
     seen = Seen(options={"min_bytes": 0, "pin_memory": current_device().type != "cpu"})
     make, bring_back = HostCopy.__init__, HostCopy.bring_back
 
@@ -57,8 +56,8 @@ def offloading() -> Iterator[Seen]:
 
     with ExitStack() as patches:
         if current_device().type == "cpu":
-            patches.enter_context(mock.patch.object(saved_tensors, "has_streams", return_value=True))
-            patches.enter_context(mock.patch.object(offload, "any_has_streams", return_value=True))
+            patches.enter_context(mock.patch.object(activations, "has_streams", return_value=True))
+            patches.enter_context(mock.patch.object(activations, "any_has_streams", return_value=True))
         patches.enter_context(mock.patch.object(HostCopy, "__init__", noted))
         patches.enter_context(mock.patch.object(HostCopy, "bring_back", noted_return))
         yield seen

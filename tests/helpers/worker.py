@@ -30,7 +30,7 @@ from _pytest.config import get_config, parse_warning_filter
 from torch.distributed.tensor import debug
 from torch.utils._pytree import tree_map_only
 
-from composable.device.collectives import communicators_wrapped_by
+from composable.comm import comms_wrapped_by
 from tests.accelerator import sim, watch
 from tests.helpers.communicators import all_accelerators
 from tests.helpers.processes import Settings
@@ -129,7 +129,7 @@ class Worker:
         torch.manual_seed(0)
         torch.set_default_dtype(torch.float32)
         os.environ["COMPOSABLE_TEST_DEVICE"] = task.device
-        choices = communicators_wrapped_by(all_accelerators) if os.environ.get("COMPOSABLE_TEST_CHOICES") else nullcontext()
+        choices = comms_wrapped_by(all_accelerators) if os.environ.get("COMPOSABLE_TEST_CHOICES") else nullcontext()
         everywhere = torch.device(task.device) if task.everywhere else nullcontext()
         with warnings.catch_warnings(), choices, everywhere:
             apply_filters(self.settings.warning_filters)

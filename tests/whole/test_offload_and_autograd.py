@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import checkpoint, fully_shard, offload_activations, remove
-from composable.device.host_copies import AHEAD
 from composable.errors import SavedTensorError
+from composable.memory.activations import AHEAD
 from tests.helpers.compare import full_gradients
 from tests.helpers.offloading import Line, inputs_of, line, offloading
 from tests.helpers.world import current_device, spmd
@@ -85,8 +85,8 @@ def _fail_in_backward(gradient: Tensor) -> None:
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("spread", ["nothing else", "fully_shard", "checkpoint"])
-@pytest.mark.parametrize("error", [ValueError("as planned"), KeyboardInterrupt("as planned")])
-def test_a_forward_that_raises_leaves_nothing(spread: str, error: BaseException) -> None:
+def test_a_forward_that_raises_leaves_nothing(spread: str) -> None:
+    error = ValueError("as planned")
     torch.manual_seed(0)
     model = nn.Sequential(Line(), nn.Sequential(Line(), Fails()), Line()).to(current_device())
     with offloading() as seen:

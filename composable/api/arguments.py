@@ -1,0 +1,307 @@
+"""The values that users pass to `fully_shard` and `replicate`, checked and made into what a `UnitSpec` holds.
+
+torch's own policy objects are accepted in place of ours. A field of theirs that we do not know is refused by name unless it
+has its default: no setting is dropped silently.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields, replace
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.tensor import Shard
+from torch.nn.parameter import UninitializedBuffer
+
+from composable.config import DTYPES_BY_NAME, CPUOffloadPolicy, MixedPrecisionPolicy
+from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter, NamedPlace, walk
+from composable.engine.precision import BufferHolder
+from composable.errors import AnnotationError, closest, few
+from composable.memory.streams import has_streams
+from composable.policies.base import kind_of
+
+logger = logging.getLogger("composable")
+
+MixedPrecision = MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | torch.dtype | str | None
+Offload = CPUOffloadPolicy | fsdp.OffloadPolicy | None
+Placement = Callable[[nn.Parameter], Shard | None]
+
+CAN_KEEP: Final = hasattr(Tensor, "grad_dtype")
+
+
+def _known_fields(verb: str, argument: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
+    """The fields of one of torch's policy objects.
+
+    Raises:
+        AnnotationError: one that is not in `known` differs from its default.
+    """
+    for field in fields(value):
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if field.name not in known and getattr(value, field.name) != default:
+            raise AnnotationError(
+                f"{verb}: {argument} sets '{field.name}' of torch's {type(value).__name__}, which composable does not support; "
+                f"of that class it takes {', '.join(known)}. Leave '{field.name}' at its default"
+            )
+    return {name: getattr(value, name) for name in known}
+
+
+# --- mixed precision --------------------------------------------------------------------------------------------------
+
+
+def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
+    """The policy that an argument stands for.
+
+    Raises:
+        AnnotationError: it is not a policy, or asks for something that this torch cannot do.
+    """
+    if isinstance(value, fsdp.MixedPrecisionPolicy):
+        known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
+        value = MixedPrecisionPolicy(**_known_fields(verb, "mp_policy", value, known))
+    elif isinstance(value, torch.dtype) or (isinstance(value, str) and value.removeprefix("torch.") in DTYPES_BY_NAME):
+        value = MixedPrecisionPolicy(param_dtype=value)
+    elif value is None:
+        value = MixedPrecisionPolicy()
+    if not isinstance(value, MixedPrecisionPolicy):
+        raise AnnotationError(
+            f"{verb}: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a floating-point dtype or its "
+            f"name, e.g. 'bf16'; got {value!r}"
+        )
+    if value.keep_grads_in_reduce_dtype and not CAN_KEEP:
+        raise AnnotationError(
+            f"{verb}: keep_grads_in_reduce_dtype needs a torch in which a gradient may have another dtype than its parameter "
+            f"(Tensor.grad_dtype); this is torch {torch.__version__}. Leave it out, and gradients have the parameter's dtype"
+        )
+    return value
+
+
+def exact_modules(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> tuple[nn.Module, ...]:
+    """The modules of a unit that keep their dtype (`full_precision_classes`), without those inside of others."""
+    found: dict[int, nn.Module] = {}
+    inside: dict[int, None] = {}
+    if precision.full_precision_classes and precision.param_dtype is not None:
+        for module in modules:
+            for _, below in walk(module, stop=(SHARD, REPLICATE)):
+                if isinstance(below, precision.full_precision_classes) and id(below) not in inside:
+                    found[id(below)] = below
+                    inside |= {id(each): None for each in below.modules() if each is not below}
+    return tuple(module for key, module in found.items() if key not in inside)
+
+
+def ids_of_exact(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> dict[int, None]:
+    """The ids of all modules in and below `modules` that keep their dtype, in any unit."""
+    if not precision.full_precision_classes or precision.param_dtype is None:
+        return {}
+    kept = [each for module in modules for each in module.modules() if isinstance(each, precision.full_precision_classes)]
+    return {id(below): None for module in kept for below in module.modules()}
+
+
+def inherited_policies(
+    modules: Sequence[nn.Module], picked: Iterable[nn.Module], precision: MixedPrecisionPolicy
+) -> dict[nn.Module, MixedPrecisionPolicy]:
+    """The policies of units that are picked below `modules`, where no override says otherwise.
+
+    Outputs are cast only where they leave the annotated module. Units inside a module that keeps its dtype keep theirs.
+    """
+    policy = replace(precision, output_dtype=None)
+    exact = exact_modules(modules, precision)
+    within = {id(below) for module in exact for below in module.modules() if below is not module}
+    return {unit: policy.in_full_precision() if id(unit) in within else policy for unit in picked}
+
+
+def is_exact(verb: str, managed: ManagedParameter, exact: Collection[int]) -> bool:
+    """Whether a parameter keeps its dtype, because it is in one of the modules with the ids `exact`.
+
+    Raises:
+        AnnotationError: one of its places is in such a module, and another one is not.
+    """
+    kept = [place for place in managed.places if id(place.module) in exact]
+    cast = [place for place in managed.places if id(place.module) not in exact]
+    if kept and cast:
+        raise AnnotationError(
+            f"{verb}: parameter '{managed.fqn}' is tied: '{kept[0].fqn}' keeps its dtype, since full_precision_classes has the "
+            f"class of its module or of one around it, and '{cast[0].fqn}' is cast. Untie them, or name the other class, "
+            f"{type(cast[0].module).__name__}, too"
+        )
+    return bool(kept)
+
+
+def buffer_holders(
+    modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, top: Sequence[nn.Module]
+) -> tuple[BufferHolder, ...]:
+    """The modules of a unit whose buffers are cast: any of them may have buffers, or get some later.
+
+    Args:
+        top: the modules that the user annotated; names of buffers are relative to them.
+    """
+    asked = precision.buffer_dtype
+    if asked is None:
+        return ()
+    exact = ids_of_exact(modules, precision)
+    below = {id(each): each for module in modules for _, each in walk(module, stop=(SHARD, REPLICATE))}
+    if not isinstance(asked, Mapping):
+        return tuple(BufferHolder(each, asked) for key, each in below.items() if key not in exact)
+    named: dict[int, dict[str, torch.dtype]] = {}
+    for fqn, module, name in [found for each in top for found in _floating_point_buffers(each) if id(found[1]) in below]:
+        for glob, dtype in asked.items():
+            if fnmatchcase(fqn, glob):
+                named.setdefault(id(module), {})[name] = dtype
+    return tuple(BufferHolder(below[key], dtypes) for key, dtypes in named.items())
+
+
+def _floating_point_buffers(top: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """FQN, module and name of every place of a floating-point buffer."""
+    return [
+        (f"{prefix}.{name}" if prefix else name, module, name)
+        for prefix, module in top.named_modules(remove_duplicate=False)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if buffer.is_floating_point()
+    ]
+
+
+def refuse_unknown_buffers(verb: str, modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> None:
+    """Raise for names in `buffer_dtype` that match no floating-point buffer."""
+    if not isinstance(precision.buffer_dtype, Mapping):
+        return
+    names = [fqn for module in modules for fqn, _, _ in _floating_point_buffers(module)]
+    for glob in precision.buffer_dtype:
+        if not any(fnmatchcase(fqn, glob) for fqn in names):
+            near = closest(glob, names, limit=3)
+            hint = f"close to it: {', '.join(near)}" if near else f"there is: {few(names) if names else 'none'}"
+            raise AnnotationError(f"{verb}: buffer_dtype names '{glob}', which matches no floating-point buffer; {hint}")
+
+
+# --- offload, placements, reshard_after_forward -----------------------------------------------------------------------
+
+
+def offload_policy_of(verb: str, value: Any, local_device: torch.device | None) -> CPUOffloadPolicy | None:
+    """The policy that an argument stands for; None for parameters that stay on the mesh's device.
+
+    Args:
+        local_device: where the parameters are, if there is no process group; None otherwise.
+
+    Raises:
+        AnnotationError: it is not a policy; or there is no process group, and the parameters are on an accelerator.
+    """
+    if value is None or type(value) is fsdp.OffloadPolicy:  # torch's way to say that nothing is offloaded
+        return None
+    if isinstance(value, fsdp.CPUOffloadPolicy):
+        value = CPUOffloadPolicy(**_known_fields(verb, "offload_policy", value, ("pin_memory",)))
+    if not isinstance(value, CPUOffloadPolicy):
+        raise AnnotationError(
+            f"{verb}: offload_policy must be a CPUOffloadPolicy (composable's or torch's), or None for parameters that rest on "
+            f"the mesh's device; got {value!r}"
+        )
+    if local_device is not None and has_streams(local_device):
+        raise AnnotationError(
+            f"{verb}: offload_policy needs a process group. Without one nothing is sharded, and parameters stay where they "
+            f"are, on {local_device}. Call torch.distributed.init_process_group first, for one process alone, too; or leave "
+            "offload_policy out"
+        )
+    return value
+
+
+def warn_if_offload_has_no_effect(verb: str, policies: Iterable[CPUOffloadPolicy | None], device: torch.device) -> None:
+    if any(policies) and not has_streams(device):
+        logger.warning(
+            "%s: offload_policy has no effect where ranks compute on the CPU: parameters are in the host's memory anyway. To "
+            "compute on an accelerator, pass a mesh of it",
+            verb,
+        )
+
+
+def check_reshard_after_forward(value: object) -> None:
+    if not isinstance(value, int | None):
+        raise AnnotationError(f"reshard_after_forward must be None, True, False or a number of ranks, got {kind_of(value)}")
+
+
+def shard_dim_of(managed: ManagedParameter, choose: Placement | None) -> int | None:
+    """The dimension along which a parameter is sharded; None for one without dimensions.
+
+    Args:
+        choose: the user's `shard_placement_fn`.
+    """
+    parameter = managed.parameter
+    if parameter.ndim == 0:
+        return None
+    placement = choose(parameter) if choose is not None else None
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
+        raise AnnotationError(
+            f"shard_placement_fn must return Shard or None, got {type(placement).__name__} for '{managed.fqn}'"
+        )
+    dim = placement.dim + parameter.ndim if placement.dim < 0 else placement.dim
+    if not 0 <= dim < parameter.ndim:
+        raise AnnotationError(
+            f"shard_placement_fn returned {placement} for '{managed.fqn}', which has {parameter.ndim} dimensions"
+        )
+    return dim
+
+
+# --- buffers and devices ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedBuffer:
+    """A buffer, and every place where it is registered."""
+
+    buffer: Tensor
+    places: tuple[NamedPlace, ...]
+
+    @property
+    def fqn(self) -> str:
+        return self.places[0].fqn
+
+
+def buffers_of(modules: Sequence[nn.Module]) -> list[ManagedBuffer]:
+    """The buffers of `modules`, persistent or not, that are in no annotated module below them.
+
+    Raises:
+        AnnotationError: one is uninitialised.
+    """
+    found: dict[int, tuple[Tensor, list[NamedPlace]]] = {}
+    for index, root in enumerate(modules):
+        prefix = "" if len(modules) == 1 else str(index)
+        for fqn, below in walk(root, prefix, stop=(SHARD, REPLICATE)):
+            for name, buffer in below._buffers.items():
+                if buffer is None:
+                    continue
+                place = NamedPlace(below, name, f"{fqn}.{name}" if fqn else name)
+                if isinstance(buffer, UninitializedBuffer):
+                    raise AnnotationError(f"buffer '{place.fqn}' is uninitialised; run a lazy module once before annotating it")
+                places = found.setdefault(id(buffer), (buffer, []))[1]
+                if not any(known.module is below and known.name == name for known in places):
+                    places.append(place)
+    return [ManagedBuffer(buffer, tuple(places)) for buffer, places in found.values()]
+
+
+def refuse_elsewhere(
+    verb: str, parameters: Sequence[ManagedParameter], buffers: Sequence[ManagedBuffer], device: torch.device
+) -> None:
+    """Raise for tensors that are neither on `device` nor on the meta device."""
+    named = [(each.fqn, each.parameter) for each in parameters] + [(each.fqn, each.buffer) for each in buffers]
+    for fqn, tensor in named:
+        if tensor.device.type != "meta" and not _same(tensor.device, device):
+            raise AnnotationError(
+                f"{verb}: '{fqn}' is on {tensor.device}, and the ranks of the mesh communicate on {device}; call "
+                f"module.to('{device}') before annotating it"
+            )
+
+
+def _same(one: torch.device, other: torch.device) -> bool:
+    index: int | None = one.index  # torch's stubs say int
+    return one.type == other.type and index in (None, other.index)
+
+
+def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
+    """Move buffers to the device of the sharded parameters."""
+    for managed in buffers_of(modules):
+        if managed.buffer.device.type not in ("meta", device.type):
+            moved = managed.buffer.to(device)
+            for place in managed.places:
+                place.module._buffers[place.name] = moved

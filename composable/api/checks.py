@@ -1,0 +1,281 @@
+"""Parameters and modules that an annotation cannot manage: those of another annotation, of torch's wrappers, of TorchScript."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Final, NoReturn
+from weakref import WeakKeyDictionary, ref
+
+from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from composable.comm import is_distributed
+from composable.contract.contract import on_undo
+from composable.contract.naming import find_fqn, module_name
+from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter
+from composable.engine.param import ParamInfo, Place, label_of
+from composable.engine.unit import Unit
+from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
+
+logger = logging.getLogger("composable")
+
+_DONE: Final = {SHARD: "sharded", REPLICATE: "replicated"}
+
+Tied = tuple[Unit, nn.Parameter, tuple[Place, ...]]
+
+
+# --- parameters of other annotations ----------------------------------------------------------------------------------
+
+# The parameters that were registered when a unit was annotated, in the order of its spec.
+_originals: Final[WeakKeyDictionary[Unit, list[ref[nn.Parameter]]]] = WeakKeyDictionary()
+
+
+def note_originals(unit: Unit, parameters: Sequence[ManagedParameter]) -> None:
+    """Inside a verb: let `owner_of` find `unit` by these parameters, even when others are registered in their place."""
+    _originals[unit] = [ref(managed.parameter) for managed in parameters]
+    on_undo(partial(_originals.pop, unit, None))
+
+
+def owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
+    """The unit that manages `parameter`, or managed it until it registered another one in its place."""
+    label = label_of(parameter)
+    if label is None or label.form == "removed":
+        return None
+    for unit, originals in list(_originals.items()):
+        infos = () if unit.spec is None else unit.spec.params
+        for info, original in zip(infos, originals, strict=True):
+            if original() is parameter or any(place.registered is parameter for place in info.places):
+                return unit, info
+    return None
+
+
+def full_name(managed: ManagedParameter) -> str:
+    """The parameter's FQN in the whole model, as far as it is known."""
+    place = managed.places[0]
+    owner = find_fqn(place.module)
+    return f"{owner}.{place.name}" if owner else managed.fqn
+
+
+def tied_to_replicated(
+    verb: str, modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter], mesh: DeviceMesh | None
+) -> list[tuple[Unit, ManagedParameter]]:
+    """The parameters that stay with a replicated unit which has them already, under a tie.
+
+    `replicate` leaves to it what any other replicated unit has, `fully_shard` what a unit inside `modules` has.
+
+    Raises:
+        AnnotationError: `modules` are inside an annotated module, or share a module with one.
+        TiedParametersError: a parameter is tied to one of another unit, and cannot stay with it.
+    """
+    below = {id(each) for module in modules for each in module.modules()}
+    tied = []
+    for managed in parameters:
+        owner = owner_of(managed.parameter)
+        if owner is None:
+            continue
+        unit, info = owner
+        assert unit.spec is not None
+        of_owner = {id(each) for module in unit.modules for each in module.modules()}
+        if all(id(module) in of_owner for module in modules):
+            _refuse_inside(verb, modules, unit)
+        shared = next((place for place in managed.places if Place(place.module, place.name) in info.places), None)
+        if shared is not None:
+            _refuse_shared(verb, modules, unit, shared.module)
+        is_inside = all(id(module) in below for module in unit.modules)
+        if unit.spec.verb == SHARD:
+            _refuse_tied_to_sharded(verb, modules, managed, unit, info, is_inside=is_inside)
+        if verb == SHARD and not is_inside:
+            _refuse_tied_to_replicated(managed, unit, info)
+        if verb == REPLICATE and unit.spec.mesh_info.mesh != mesh:
+            raise TiedParametersError(
+                f"parameter '{full_name(managed)}' is tied to '{_name_in(unit, info)}', which is replicated over another mesh. "
+                "Pass the same mesh to both, or annotate both modules as one unit: replicate([a, b])"
+            )
+        tied.append((unit, managed))
+    return tied
+
+
+def _refuse_inside(verb: str, modules: Sequence[nn.Module], unit: Unit) -> NoReturn:
+    assert unit.spec is not None
+    names = {id(each): fqn for module in unit.modules for fqn, each in module.named_modules()}
+    inner = names.get(id(modules[0]), "")
+    inner = f"'{inner}'" if inner else module_name(modules[0])
+    outer = f"'{unit.name}'" if unit.spec.verb == SHARD else module_name(unit.modules[0])
+    policy = ", or use policy=" if unit.spec.verb == SHARD or verb == REPLICATE else ""
+    raise AnnotationError(f"{inner} is inside already-{_DONE[unit.spec.verb]} {outer}; annotate children first{policy}")
+
+
+def _refuse_shared(verb: str, modules: Sequence[nn.Module], unit: Unit, shared: nn.Module) -> NoReturn:
+    """The same module is below two annotated ones, none of which is inside the other."""
+    assert unit.spec is not None
+    name = next(fqn for module in modules for fqn, each in module.named_modules() if each is shared)
+    raise AnnotationError(
+        f"{verb}: {describe_module(shared, name)} is in two units: unit '{unit.name}' ({type(unit.modules[0]).__name__}) has "
+        f"{_DONE[unit.spec.verb]} its parameters already, and {describe_module(modules[0], find_fqn(modules[0]))} contains it, "
+        f"too. Annotate the shared module before both, {unit.spec.verb}(shared), or both modules as one unit: {verb}([a, b]). "
+        "A slice such as model[:2] is a module of its own, which the model never calls: annotate the list [*model[:2]] instead"
+    )
+
+
+def _refuse_tied_to_sharded(
+    verb: str, modules: Sequence[nn.Module], managed: ManagedParameter, unit: Unit, info: ParamInfo, *, is_inside: bool
+) -> NoReturn:
+    as_one = (
+        "Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters "
+        "together"
+    )
+    if is_inside:
+        names = {id(each): fqn for module in modules for fqn, each in module.named_modules()}
+        prefix = names[id(unit.modules[0])]
+        raise TiedParametersError(
+            f"parameters '{prefix}.{info.fqn}' and '{managed.fqn}' are tied, but the first was sharded as part of another unit "
+            f"already. {as_one}"
+        )
+    alike = "Annotate both modules alike, as one unit: fully_shard([a, b]) or replicate([a, b])"
+    raise TiedParametersError(
+        f"parameter '{full_name(managed)}' is tied to '{info.fqn}', which was sharded as part of another unit already. "
+        f"{as_one if verb == SHARD else alike}"
+    )
+
+
+def _refuse_tied_to_replicated(managed: ManagedParameter, unit: Unit, info: ParamInfo) -> NoReturn:
+    raise TiedParametersError(
+        f"parameter '{full_name(managed)}' is tied to '{_name_in(unit, info)}', which is replicated; it cannot be sharded, too"
+        ". Annotate a module around both, which leaves the parameter replicated, or both modules alike, as one unit: "
+        "replicate([a, b]) or fully_shard([a, b])"
+    )
+
+
+def _name_in(unit: Unit, info: ParamInfo) -> str:
+    fqn = find_fqn(unit.modules[0])
+    return f"{fqn}.{info.fqn}" if fqn else info.fqn
+
+
+# --- parameters that no annotation can manage -------------------------------------------------------------------------
+
+
+def is_sparse_lookup(module: nn.Module) -> bool:
+    """Whether the weight of `module` gets sparse gradients: torch's own modules that say so, as with DDP."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+def refuse_unfit(verb: str, parameters: Sequence[ManagedParameter]) -> None:
+    """Raise for parameters that `verb` cannot manage.
+
+    Raises:
+        AnnotationError: one is uninitialised, a DTensor, of TorchScript, or stepped by an optimizer in backward; or it would be
+            sharded and has a class of its own or sparse gradients.
+    """
+    for managed in parameters:
+        parameter, name = managed.parameter, full_name(managed)
+        if getattr(parameter, "_in_backward_optimizers", None):  # torch's `_apply_optimizer_in_backward`, and ours
+            raise AnnotationError(
+                f"parameter '{name}' is stepped in backward since apply_optimizer_in_backward, which would go on with "
+                "what is replaced, or was not averaged. Annotate first"
+            )
+        if isinstance(parameter, DTensor):
+            raise AnnotationError(
+                f"parameter '{name}' is a DTensor already ({parameter.placements}); only plain parameters "
+                f"can be {_DONE[verb]}. Leave it out with ignored_params"
+            )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise AnnotationError(f"parameter '{name}' is uninitialised; run a lazy module once before annotating it")
+        for place in managed.places:
+            if not isinstance(place.module._parameters, dict):
+                raise AnnotationError(
+                    f"{verb}: parameter '{name}' of a {type(place.module).__name__} cannot be managed: it is not registered as "
+                    "torch.nn.Module does it; parameters of TorchScript modules are not. Annotate the module that was scripted"
+                    ", or leave it out with ignored_params"
+                )
+        if verb != SHARD or not is_distributed():
+            continue
+        if type(parameter) is not nn.Parameter:
+            raise AnnotationError(
+                f"parameter '{name}' is of class {type(parameter).__name__}; only a plain nn.Parameter can be cut, and what "
+                "its class adds would be lost. Leave it out with ignored_params"
+            )
+        lookups = [place.module for place in managed.places if is_sparse_lookup(place.module)]
+        if parameter.requires_grad and len(lookups) == len(managed.places):
+            kind = type(lookups[0]).__name__
+            raise AnnotationError(
+                f"parameter '{name}' gets sparse gradients ({kind}, sparse=True); gradients of sharded parameters are "
+                f"dense. Call replicate() on the {kind} before, or make it with sparse=False"
+            )
+
+
+def warn_of_gradients(parameters: Sequence[ManagedParameter]) -> None:
+    """Log that gradients from before the annotation are dropped: they may be one rank's, or a mean."""
+    found = [f"'{full_name(managed)}'" for managed in parameters if managed.parameter.grad is not None]
+    if found:
+        logger.warning(
+            "fully_shard: %s had gradients from before the annotation, which are dropped: nothing tells whether they were "
+            "averaged over the ranks. Run backward after annotating",
+            few(found),
+        )
+
+
+# --- wrappers and verbs of torch --------------------------------------------------------------------------------------
+
+_TWICE: Final = "and gradients would be averaged twice"
+
+# Which of torch's verbs were applied to a module. torch has no public way to ask.
+_applied_by_torch: Final[Any] = getattr(sys.modules.get("torch.distributed._composable.contract"), "_get_registry", None)
+
+
+def refuse_wrapped(verb: str, modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter]) -> None:
+    """Raise if DDP, FSDP1 or a verb of torch manages some of `parameters`, on or below `modules`."""
+    managed = {id(each.parameter) for each in parameters}
+    for module in modules:
+        for fqn, below in module.named_modules():
+            wrapper = _wrapper_on(below)
+            left_out = getattr(below, "parameters_to_ignore", ())  # DDP's
+            if wrapper is None or not any(
+                id(p) in managed for name, p in below.named_parameters() if name.removeprefix("module.") not in left_out
+            ):
+                continue
+            where = f"'{fqn}'" if fqn else "the module"
+            if wrapper == "DistributedDataParallel":
+                inside = type(below.get_submodule("module")).__name__
+                raise ClashError(
+                    f"{verb}: {where} is a {wrapper} already, {_TWICE}. Do not wrap: annotate the {inside} in its place"
+                )
+            raise ClashError(f"{verb}: {where} is managed by torch's {wrapper} already, {_TWICE}. Leave one of the two out")
+
+
+def _wrapper_on(module: nn.Module) -> str | None:
+    for kind in (DistributedDataParallel, fsdp.FullyShardedDataParallel):
+        if isinstance(module, kind):
+            return kind.__name__
+    applied = (_applied_by_torch and _applied_by_torch(module)) or ()
+    return next((name for name in (SHARD, REPLICATE) if name in applied), None)
+
+
+class _RefusesDDP:
+    """In place of the names that DDP reads from a module to ignore: the call that would wrap the module raises."""
+
+    def __init__(self, verb: str, module: str) -> None:
+        self._verb, self._module = verb, module
+
+    def __iter__(self) -> Iterator[Any]:
+        raise ClashError(
+            f"DistributedDataParallel around {self._module}: {self._verb} averages its gradients already, and they would be "
+            "averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by "
+            "accelerator.prepare_model(model, evaluation_mode=True), which does not wrap"
+        )
+
+
+_IGNORED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
+
+
+def refuse_ddp_around(verb: str, modules: Sequence[nn.Module]) -> None:
+    """Inside a verb: let `DistributedDataParallel(module)` raise. Names that the user gave DDP to ignore stay."""
+    for module in modules:
+        if _IGNORED_BY_DDP not in vars(module):
+            setattr(module, _IGNORED_BY_DDP, _RefusesDDP(verb, f"this {type(module).__name__}"))
+            on_undo(partial(vars(module).pop, _IGNORED_BY_DDP, None))

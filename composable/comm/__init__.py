@@ -1,0 +1,51 @@
+"""The only callers of torch.distributed's collectives. They move tensors, and know no modules, parameters or units.
+
+| tensors on | backend | class | algorithm |
+|---|---|---|---|
+| any device, one rank | none | `LocalComm` | copies |
+| a host | gloo, up to `PAIRS_UP_TO` ranks | `PointToPointComm` | a message per pair of ranks, straight into its place |
+| a host | any other | `GenericComm` | the group's own tensor collectives, asynchronous |
+| an accelerator | NCCL and others | `AcceleratorComm` | the group's own, many in one launch, on streams of their own |
+"""
+
+from composable.comm.accelerator import AcceleratorComm
+from composable.comm.base import Comm, Traits, Work, backend_of
+from composable.comm.choose import (
+    PAIRS_UP_TO,
+    comm_of,
+    comms_wrapped_by,
+    group_of_both,
+    is_distributed,
+    reduce_numbers,
+    subgroup_of,
+    world_group,
+)
+from composable.comm.host import GenericComm, PointToPointComm
+from composable.comm.ledger import Ledger, debug_enabled, ledger_of
+from composable.comm.local import LocalComm
+from composable.comm.mesh import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
+
+__all__ = [
+    "PAIRS_UP_TO",
+    "AcceleratorComm",
+    "Comm",
+    "GenericComm",
+    "Ledger",
+    "LocalComm",
+    "MeshInfo",
+    "PointToPointComm",
+    "Traits",
+    "Work",
+    "backend_of",
+    "comm_of",
+    "comms_wrapped_by",
+    "debug_enabled",
+    "group_of_both",
+    "is_distributed",
+    "ledger_of",
+    "mesh_info_of_replicas",
+    "mesh_info_of_shards",
+    "reduce_numbers",
+    "subgroup_of",
+    "world_group",
+]

@@ -1,0 +1,272 @@
+"""What a comm is, and what all comms over a process group have in common: checks, exchanges, and errors by name."""
+
+from __future__ import annotations
+
+import pickle
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, ParamSpec, Protocol, TypeVar
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable.comm.ledger import ledger_of
+from composable.errors import CommunicationError, first_line
+from composable.memory.streams import range_label
+from composable.memory.torch_private import profiled
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+
+MESSAGE_BYTES: Final = 64 << 20  # of a broadcast: so much memory it takes on the comm's device at most
+_AVERAGING: Final = ("nccl", "fake")  # backends with a reduction to the mean, which costs nothing over the sum
+_DESTROYED: Final = "this rank has destroyed its process group"
+
+# torch 2.13 renamed it; both names are the same collective.
+_all_gather_single: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Work(Protocol):
+    """A collective in flight. What it reads and writes must stay as it is until `wait` returns."""
+
+    def wait(self) -> None:
+        """Return when the result is there; on an accelerator, make the current stream wait for it and go on.
+
+        Raises:
+            CommunicationError: the collective failed.
+        """
+
+
+def scale_sums(tensors: Iterable[Tensor], scale: float) -> None:
+    """Multiply in place. `_foreach_mul_` of a host first rounds the factor to the dtype of the tensors."""
+    for tensor in tensors:
+        tensor.mul_(scale)
+
+
+class _Done:
+    def wait(self) -> None:
+        return None
+
+
+DONE: Final[Work] = _Done()
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What backends differ in, as far as it decides the layout of messages.
+
+    Attributes:
+        direct_bytes: bytes in a shard from which a message of its own pays.
+        max_direct: such messages in one launch at most.
+        align: bytes. Rows of messages, and shards in their buffer, start at multiples of it.
+        on_stream: `Work.wait` orders a stream, and to read a tensor on the host would wait for the device.
+    """
+
+    direct_bytes: int
+    max_direct: int
+    align: int
+    on_stream: bool
+
+
+class Comm(Protocol):
+    """The collectives among the ranks of a process group, for tensors on one device. Tests put others in their place.
+
+    All ranks launch the same collectives in the same order. `label` names one, e.g. "all-gather of unit 'layers.3'".
+    """
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """None: this rank alone."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def all_gather(self, pairs: Pairs, label: str) -> Work:
+        """For each (whole, shard): every rank's `shard`, by rank, becomes `whole`.
+
+        Both are 1-D and contiguous, and `whole.numel() == size * shard.numel()`.
+        """
+
+    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
+        """For each (out, whole): the sum over all ranks of this rank's part of `whole`, times `scale`, becomes `out`.
+
+        Shapes are as for `all_gather`. `out` must not overlap `whole`.
+        """
+
+    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
+        """Sums over all ranks, times `scale`, in place. The tensors are contiguous."""
+
+    def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
+        """Rank `src` of the group's values everywhere, in place. Blocks. The tensors may be on any device."""
+
+    def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
+        """The lowest and the highest of all ranks' `values` (as many on each rank), one by one. Blocks."""
+
+    def all_gather_ints(self, values: Sequence[int], label: str) -> list[list[int]]:
+        """All ranks' `values` (as many on each rank), by rank. Blocks."""
+
+    def all_gather_objects(self, value: Any, label: str) -> list[Any]:
+        """All ranks' `value`, pickled, by rank. Blocks, and grows with the ranks: for what went wrong."""
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that serves tensors on `device`, e.g. "gloo"; "undefined" where none does."""
+    for entry in str(dist.get_backend_config(group)).split(","):
+        kind, _, backend = entry.rpartition(":")
+        if kind in ("", device.type):
+            return backend
+    return "undefined"
+
+
+class GroupComm(ABC):
+    """What comms over a process group have in common."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        # Weak: `destroy_process_group` must end the group. The threads of one that models keep until the interpreter exits
+        # end the process by `std::terminate`, after all work was done.
+        self._group = ref(group)
+        self.device = device
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._ledger = ledger_of(group)
+        self._name = dist.get_rank()  # by which messages call this rank: its number among all
+        self._averages = backend_of(group, device) in _AVERAGING
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self._group()
+        if group is None:
+            raise RuntimeError(_DESTROYED)
+        return group
+
+    # --- collectives in flight ----------------------------------------------------------------------------------------
+
+    def all_gather(self, pairs: Pairs, label: str) -> Work:
+        return self._launch(label, self._all_gather, pairs, label) if pairs else DONE
+
+    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
+        return self._launch(label, self._reduce_scatter, pairs, label, scale) if pairs else DONE
+
+    def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
+        return self._launch(label, self._all_reduce, tensors, label, scale) if tensors else DONE
+
+    @abstractmethod
+    def _all_gather(self, pairs: Pairs, label: str) -> Work: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, pairs: Pairs, label: str, scale: float) -> Work: ...
+
+    @abstractmethod
+    def _all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float) -> Work: ...
+
+    # --- launches and errors ------------------------------------------------------------------------------------------
+
+    def _launch(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call what launches a collective. All collectives go through here."""
+        self._ledger.note(label)
+        return self.guarded(label, call, *args, **kwargs)
+
+    def guarded(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Call what launches a collective or waits for it. Labels it in traces, and in errors of the backend's."""
+        try:
+            if not profiled():
+                return call(*args, **kwargs)
+            with range_label(label):
+                return call(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise  # of this rank alone
+        except (RuntimeError, OSError) as error:
+            raise self.failed(label, error) from error
+
+    def failed(self, label: str, error: Exception) -> CommunicationError:
+        """What to raise for an `error` of the backend's: what failed, what to do, and what every rank launched last."""
+        said = first_line(error) or type(error).__name__
+        return CommunicationError(f"rank {self._name}: the {label} failed: {said}\n{_cure(error)}\n{self._ledger.report()}")
+
+    def _is_mean(self, scale: float) -> bool:
+        """Whether the backend can scale the sum by itself."""
+        return self._averages and scale == 1.0 / self.size
+
+    # --- checks and exchanges -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
+        flat = [tensor.detach().reshape(-1) for tensor in tensors]  # a view, where that is possible
+        # As bytes, so that tensors of all dtypes share messages, and because backends do not know all dtypes.
+        for pieces in _messages([each.view(torch.uint8) for each in flat]):
+            alone = len(pieces) == 1 and pieces[0].device == self.device
+            message = pieces[0] if alone else torch.cat([piece.to(self.device) for piece in pieces])
+            self._launch(label, self._broadcast, message, src)
+            if not alone and self.rank != src:
+                torch._foreach_copy_(pieces, message.split([piece.numel() for piece in pieces]))
+        for tensor, values in zip(tensors, flat, strict=True):
+            if values.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(values.view(tensor.shape))
+
+    def _broadcast(self, message: Tensor, src: int) -> None:
+        dist.broadcast(message, group=self.group, group_src=src)
+
+    def min_max(self, values: Sequence[int], label: str) -> tuple[list[int], list[int]]:
+        both = torch.tensor([*values, *(-value for value in values)], dtype=torch.int64, device=self.device)
+        highest = self._launch(label, self._max, both)
+        return [-value for value in highest[len(values) :]], highest[: len(values)]
+
+    def _max(self, numbers: Tensor) -> list[int]:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.group)
+        found: list[int] = numbers.tolist()
+        return found
+
+    def all_gather_ints(self, values: Sequence[int], label: str) -> list[list[int]]:
+        return self._launch(label, self._rows, torch.tensor(list(values), dtype=torch.int64, device=self.device))
+
+    def _rows(self, numbers: Tensor) -> list[list[int]]:
+        every = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype, device=self.device)
+        _all_gather_single(every, numbers, group=self.group)
+        rows: list[list[int]] = every.view(self.size, numbers.numel()).tolist()
+        return rows
+
+    def all_gather_objects(self, value: Any, label: str) -> list[Any]:
+        sent = pickle.dumps(value)
+        lengths = [row[0] for row in self.all_gather_ints([len(sent)], label)]
+        padded = torch.tensor(list(sent.ljust(max(lengths), b"\0")), dtype=torch.uint8, device=self.device)
+        rows = self._launch(label, self._rows, padded)
+        return [pickle.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Cut `tensors` of bytes into pieces, and put these together to messages of `MESSAGE_BYTES` at most, alike on all ranks."""
+    pieces: list[Tensor] = []
+    used = 0
+    for piece in [piece for tensor in tensors if tensor.numel() for piece in tensor.split(MESSAGE_BYTES)]:
+        if pieces and used + piece.numel() > MESSAGE_BYTES:
+            yield pieces
+            pieces, used = [], 0
+        pieces.append(piece)
+        used += piece.numel()
+    if pieces:
+        yield pieces
+
+
+def _cure(error: Exception) -> str:
+    if str(error) == _DESTROYED:
+        return "destroy_process_group() ends the training of all models over the group; call it after the last step."
+    if isinstance(error, dist.DistBackendError):
+        return (
+            "This is an error of the process group's backend. Look for the first error among all ranks; if all have this one "
+            "only, NCCL_DEBUG=WARN in the environment lets NCCL say more."
+        )
+    return "Another rank raised, ended or took another path through the model; look for the first error among all ranks."

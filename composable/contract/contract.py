@@ -1,0 +1,477 @@
+"""`contract` makes verbs, `registry` reads what was applied to a module, `remove` undoes it.
+
+A verb is applied completely or not at all. While it runs, `on_undo` collects callbacks on its undo stack. If the verb raises,
+the stack runs in reverse, and a snapshot of the tables of all modules restores what the callbacks do not cover. If the verb
+succeeds, its record keeps the stack, and `remove` runs it. A verb that applies verbs to submodules owns these annotations:
+undoing the outer one undoes the inner ones.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast
+
+from torch import Tensor, nn
+
+from composable.compilation import unwrapped
+from composable.contract.naming import (
+    arguments_of,
+    calling_site,
+    compare_names,
+    known_fqn,
+    module_name,
+    modules_of,
+    names_of,
+    naming,
+)
+from composable.errors import AlreadyAnnotatedError, AnnotationError, ClashError, NotAnnotatedError, few
+
+__all__ = ["Annotation", "NotPickled", "Verb", "contract", "is_rolling_back", "on_undo", "registry", "remove", "running_verbs"]
+
+_RECORDS: Final = "_composable_annotations"  # the attribute of a module that holds its records, by the verb's name
+_NOTHING: Final[Mapping[str, Annotation]] = MappingProxyType({})
+
+P = ParamSpec("P")
+S = TypeVar("S")
+S_co = TypeVar("S_co", covariant=True)
+Target = TypeVar("Target", bound=nn.Module | Sequence[nn.Module])
+Callback = TypeVar("Callback", bound=Callable[[], object])
+
+
+class Verb(Protocol, Generic[P, S_co]):
+    """A function that annotates a module, or a list of modules as one, and returns its argument."""
+
+    __name__: str
+
+    def __call__(self, module: Target, /, *args: P.args, **kwargs: P.kwargs) -> Target: ...
+
+    def state(self, module: nn.Module | Sequence[nn.Module]) -> S_co | None:
+        """The verb's state for `module`, or for a list that was annotated as one; None if the verb was not applied.
+
+        Does not change anything.
+
+        Raises:
+            AnnotationError: `module` is not a module, or is a list of modules that were annotated separately.
+        """
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NotPickled:
+    """Replaces an argument that cannot be pickled in the record of a pickled module."""
+
+    description: str
+
+
+class Annotation:
+    """The record of one call of a verb.
+
+    A copy of the module, by `copy.deepcopy` or pickling, has a copy of the record. The copy has an empty undo stack, because
+    the callbacks would change the original module, so it cannot be removed.
+
+    Attributes:
+        name: the verb's name.
+        call_site: file and line of the call, as in `train.py:41`.
+        fqn: the FQN of the module (the first one of a list), if it was known at the call.
+        state: the verb's state; see `contract`.
+        modules: of a list that was annotated as one. Empty for a single module, so that a module and its record form no
+            reference cycle. While the verb runs it holds a single module, too.
+        nested: annotations made inside this one, with their (first) modules.
+        undo_stack: the callbacks of `on_undo` and of nested annotations.
+        rolling_back: whether the stack runs because the verb failed.
+    """
+
+    __slots__ = ("_given", "call_site", "copied", "fqn", "modules", "name", "nested", "rolling_back", "state", "undo_stack")
+
+    def __init__(
+        self, name: str, kwargs: Mapping[str, Any], call_site: str, state: Any, modules: tuple[nn.Module, ...]
+    ) -> None:
+        self.__setstate__((name, kwargs, call_site, None, state), modules, copied=False)
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """The arguments of the call, by name, as they were given."""
+        return MappingProxyType(self._given)
+
+    def __repr__(self) -> str:
+        given = ", ".join(f"{key}={value!r}" for key, value in self._given.items() if not _holds_modules(value))
+        return f"<{self.name}({given}) at {self.call_site}>"
+
+    def covers(self, name: str, module: nn.Module) -> bool:
+        """Whether this is a running call of the verb `name` on `module`."""
+        return self.name == name and any(module is other for other in self.modules)
+
+    def states(self) -> Iterator[Any]:
+        """The state of this annotation and of the nested ones that were not removed separately."""
+        yield self.state
+        for module, record in self.nested:
+            if record.is_on(module):
+                yield from record.states()
+
+    def is_on(self, module: nn.Module) -> bool:
+        return registry(module).get(self.name) is self
+
+    def put_on(self, modules: tuple[nn.Module, ...]) -> None:
+        """The verb succeeded: register the record."""
+        self.modules = modules if len(modules) > 1 else ()
+        for module in modules:
+            # A new mapping each time, so that the snapshot of an outer verb can restore the previous one.
+            vars(module)[_RECORDS] = {**vars(module).get(_RECORDS, {}), self.name: self}
+
+    def undo_on(self, module: nn.Module) -> None:
+        """Run the undo stack and unregister the record, also if a callback raises. Does nothing if it is not registered."""
+        if not self.is_on(module):
+            return
+        try:
+            self.undo_stack.close()
+        finally:
+            for other in self.modules or (module,):
+                records = {name: record for name, record in vars(other).get(_RECORDS, {}).items() if name != self.name}
+                if records:
+                    vars(other)[_RECORDS] = records
+                else:
+                    vars(other).pop(_RECORDS, None)
+
+    def remove_from(self, module: nn.Module) -> None:
+        """`remove`: ask the states whether they can be undone, then undo.
+
+        Raises:
+            AnnotationError: this record is a copy.
+        """
+        if self.copied:
+            raise AnnotationError(
+                f"{self.name} cannot be removed from a copy of a module. Remove it before copying, or copy a module that was "
+                "never annotated"
+            )
+        by_class: dict[type, list[Any]] = {}
+        for state in self.states():
+            by_class.setdefault(type(state), []).append(state)
+        for cls, states in by_class.items():
+            before_removal = getattr(cls, "before_removal", None)
+            if before_removal is not None:
+                before_removal(states)
+        self.undo_on(module)
+
+    def roll_back(self, error: BaseException) -> None:
+        """The verb raised `error`: run the undo stack. An exception of a callback becomes a note of `error`."""
+        self.rolling_back = True
+        try:
+            self.undo_stack.close()
+        except Exception as second:
+            error.add_note(f"while {self.name} was taken back: {type(second).__name__}: {second}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Annotation:
+        twin = Annotation.__new__(Annotation)
+        memo[id(self)] = twin  # first, because the state may refer to the module
+        # Arguments such as meshes and policies are the caller's and are shared; parts of the model are those of the copy.
+        kwargs = {key: copy.deepcopy(value, memo) if _holds_modules(value) else value for key, value in self._given.items()}
+        twin.__setstate__((self.name, kwargs, self.call_site, self.fqn, copy.deepcopy(self.state, memo)))
+        return twin
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        kwargs = {key: _picklable(value) for key, value in self._given.items()}
+        return self.name, kwargs, self.call_site, self.fqn, self.state
+
+    def __setstate__(self, state: tuple[Any, ...], modules: tuple[nn.Module, ...] = (), copied: bool = True) -> None:
+        self.name, self._given, self.call_site, self.fqn, self.state = state
+        self.nested: list[tuple[nn.Module, Annotation]] = []
+        self.modules, self.copied = modules, copied
+        self.undo_stack, self.rolling_back = ExitStack(), False
+
+
+def _holds_modules(value: Any) -> bool:
+    """Whether `value` is or contains parts of the model."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return any(map(_holds_modules, value))
+    if isinstance(value, dict):
+        return any(_holds_modules(item) for pair in value.items() for item in pair)
+    return isinstance(value, (nn.Module, Tensor))
+
+
+def _picklable(value: Any) -> Any:
+    if _holds_modules(value):
+        return value  # pickled with the model; a separate trial would pickle the whole model again, and recurse
+    try:
+        pickle.dumps(value)
+    except Exception as error:
+        return NotPickled(f"{type(value).__name__} ({error})")
+    return value
+
+
+def registry(module: nn.Module) -> Mapping[str, Annotation]:
+    """The annotations of `module` by the verb's name, in the order of the calls; empty if there are none.
+
+    The mapping is read-only, and `module` is not changed. A verb that is running is not in it yet.
+
+    Example::
+
+        >>> fully_shard(model.head)
+        >>> registry(model.head)["fully_shard"].call_site
+        'train.py:41'
+    """
+    records = vars(module).get(_RECORDS)
+    return MappingProxyType(records) if records else _NOTHING
+
+
+# --- undo -------------------------------------------------------------------------------------------------------------
+
+# Innermost last. A context variable, so that verbs in other threads are not seen.
+_running: ContextVar[tuple[Annotation, ...]] = ContextVar("composable_running_verbs", default=())
+
+# Parameters, buffers, children and hooks: the tables that this version of torch gives to every module.
+_TABLES: Final = tuple(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
+_LISTS: Final = ("_flat_weights",)  # recurrent modules keep their parameters in a list, too
+
+
+class _Snapshot:
+    """The attributes and tables of all modules below `roots`, and the attributes of their parameters. Copies no tensor."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        modules = {id(module): module for root in roots for module in root.modules()}
+        parameters = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
+        self._attributes = [(owner, dict(vars(owner))) for owner in (*modules.values(), *parameters.values())]
+        held = [vars(module).get(name) for module in modules.values() for name in (*_TABLES, *_LISTS)]
+        self._tables = [(table, table.copy()) for table in held if isinstance(table, (dict, set, list))]
+
+    def restore(self) -> None:
+        """Restore the content of the same table objects, because handles of hooks refer to them."""
+        for owner, attributes in self._attributes:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+        for table, content in self._tables:
+            table.clear()
+            if isinstance(table, list):
+                table.extend(content)
+            else:
+                table.update(content)
+
+
+def running_verbs() -> tuple[Annotation, ...]:
+    """The records of the verbs that this thread runs, innermost last."""
+    return _running.get()
+
+
+def is_rolling_back() -> bool:
+    """Whether callbacks of `on_undo` run because a verb failed, not because of `remove`.
+
+    After them the snapshot registers the parameters from before the verb, so that nothing has to be gathered.
+    """
+    return any(record.rolling_back for record in _running.get())
+
+
+def on_undo(callback: Callback) -> Callback:
+    """Inside a verb: have `callback` called if the verb fails later on, or when it is removed.
+
+    Callbacks run in reverse order. Returns `callback`, so this is also a decorator.
+
+    Args:
+        callback: undoes one thing that the verb has done. Called without arguments.
+
+    Raises:
+        AnnotationError: no verb is running.
+
+    Example::
+
+        @contract()
+        def name_layers(module):
+            handle = module.register_forward_hook(show_name)
+            on_undo(handle.remove)
+    """
+    running = _running.get()
+    if not running:
+        raise AnnotationError("on_undo() was called while no verb is running; call it inside a contract() function")
+    running[-1].undo_stack.callback(callback)
+    return callback
+
+
+def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
+    """Undo an annotation: what the verb did is undone, its hooks and its record are gone.
+
+    Annotations that the verb made on submodules, as with a policy, are removed too. For modules that were annotated as one,
+    any of them may be given. If a part of the undoing raises, the rest is done nevertheless.
+
+    Args:
+        module: the annotated module, or list of modules.
+        annotation: the verb or its name.
+
+    Returns:
+        `module`.
+
+    Raises:
+        NotAnnotatedError: `module` has no such annotation.
+        AnnotationError: a verb is running, or `module` is a copy of the annotated module.
+
+    Example::
+
+        >>> remove(model, fully_shard)   # every rank has the full, plain parameters again
+    """
+    name = annotation if isinstance(annotation, str) else annotation.__name__
+    if running := _running.get():
+        raise AnnotationError(
+            f"remove(..., {name}) was called while {running[-1].name} is being applied; "
+            "it could not be taken back if that failed. Remove first, then annotate"
+        )
+    first = modules_of("remove", module)[0]
+    record = registry(first).get(name)
+    if record is None:
+        present = [f"{known} (at {record.call_site})" for known, record in registry(first).items()]
+        there = f"what is there: {few(present)}" if present else "nothing was"
+        raise NotAnnotatedError(f"{name} was not applied to {module_name(first)}; {there}")
+    record.remove_from(first)
+    return module
+
+
+# --- verbs ------------------------------------------------------------------------------------------------------------
+
+
+def contract(
+    *,
+    state_cls: Callable[[], S] | None = None,
+    clashes: Mapping[str, str] | Sequence[str] = (),
+    equivalents: Mapping[str, str] | None = None,
+    only_submodules_with: str | None = None,
+) -> Callable[[Callable[Concatenate[Any, P], Any]], Verb[P, S]]:
+    """Turn a function of a module, or of a list of modules, into a verb: its calls are recorded and can be removed.
+
+    A verb can be applied once per module. It must keep the names and the order of parameters, buffers and modules. If it
+    raises, the modules are as before, and the caller gets the exception. The idea of a contract with a state per module is
+    from `torch.distributed._composable.contract`.
+
+    Args:
+        state_cls: called without arguments for every call of the verb; `verb.state(module)` returns the result, already
+            while the function runs. Default: `types.SimpleNamespace`. The state is copied and pickled with the module. If its
+            class has a static method `before_removal(states)`, `remove` calls it first, with the states of this class in the
+            annotation and in those nested in it; it may raise, and nothing is changed then.
+        clashes: names of verbs that cannot be on the same module, or a mapping from such names to a sentence that says why
+            and what to do instead.
+        equivalents: keyword arguments of other libraries and what to write instead: a keyword such as `policy=`, or a
+            sentence.
+        only_submodules_with: a keyword with which the verb annotates submodules only. The verb then leaves no record on its
+            own argument.
+
+    Raises:
+        AlreadyAnnotatedError: by the verb, if the module has this annotation.
+        ClashError: by the verb, if one of `clashes` is on the module.
+        NamesChangedError: by the verb, if the function renamed or reordered something.
+        UnknownArgumentError: by the verb, for arguments that the function does not have.
+
+    Example::
+
+        @contract(clashes=["fully_shard"])
+        def log_calls(module, *, level="info"):
+            handle = module.register_forward_hook(lambda *_: print(level, "called"))
+            on_undo(handle.remove)
+            log_calls.state(module).level = level
+
+        log_calls(model.head, level="debug")
+        remove(model.head, log_calls)
+    """
+    reasons = clashes if isinstance(clashes, Mapping) else dict.fromkeys(clashes, "")
+    make_state: Callable[[], Any] = state_cls or SimpleNamespace
+
+    def decorate(function: Callable[Concatenate[Any, P], Any]) -> Verb[P, S]:
+        name = function.__name__
+        parameters = tuple(inspect.signature(function).parameters.values())
+
+        @functools.wraps(function)
+        def verb(*args: Any, **kwargs: Any) -> Any:
+            if not args and parameters[0].name in kwargs:
+                args = (kwargs.pop(parameters[0].name),)
+            if not args:
+                raise AnnotationError(f"{name}() takes a module or a list of modules, and got nothing")
+            given, *positional = args
+            target = unwrapped(given)
+            arguments = arguments_of(name, parameters, positional, kwargs, equivalents or {})
+            modules = modules_of(name, target)
+            spreads = only_submodules_with is not None and arguments.get(only_submodules_with) is not None
+            for module in () if spreads else modules:
+                _admit(name, module, reasons)
+            outer = _running.get()
+            call_site = outer[-1].call_site if outer else calling_site()
+            record = Annotation(name, arguments, call_site, make_state(), () if spreads else modules)
+            # The target of the outermost verb gives the names for everything inside.
+            with naming(target) if isinstance(target, nn.Module) and not outer else nullcontext():
+                record.fqn = known_fqn(modules[0])
+                _apply(record, function, target, modules)
+            if spreads:
+                if outer:
+                    outer[-1].nested.extend(record.nested)
+                    outer[-1].undo_stack.push(record.undo_stack)
+                return given
+            record.put_on(modules)
+            if outer:
+                outer[-1].nested.append((modules[0], record))
+                outer[-1].undo_stack.callback(record.undo_on, modules[0])
+            return given
+
+        def state_of(module: nn.Module | Sequence[nn.Module]) -> Any:
+            states = [_state_on(one, name) for one in modules_of(f"{name}.state", module)]
+            if any(state is not states[0] for state in states):
+                raise AnnotationError(
+                    f"{name}.state() takes one module, or a list that was annotated as one; these were annotated apart"
+                )
+            return states[0]
+
+        verb.state = state_of  # type: ignore[attr-defined]
+        return cast("Verb[P, S]", verb)
+
+    return decorate
+
+
+def _apply(record: Annotation, function: Callable[..., Any], target: Any, modules: tuple[nn.Module, ...]) -> None:
+    """Call the verb's function. If it raises or breaks the contract, the modules are as before."""
+    names = [names_of(module) for module in modules]
+    before = _Snapshot(modules)
+    token = _running.set((*_running.get(), record))
+    try:
+        returned = function(target, **record.kwargs)
+        if returned is not None and returned is not target:
+            raise AnnotationError(
+                f"{record.name} returned a {type(returned).__name__} in place of what it was given; "
+                "an annotation works on the module itself and must return it, or nothing"
+            )
+        for module, old in zip(modules, names, strict=True):
+            compare_names(record.name, module, old)
+    except BaseException as error:
+        record.roll_back(error)
+        before.restore()
+        raise
+    finally:
+        _running.reset(token)
+
+
+def _admit(name: str, module: nn.Module, reasons: Mapping[str, str]) -> None:
+    """Refuse a module that has this annotation, or one that clashes with it."""
+    applied = registry(module)
+    if name in applied:
+        record = applied[name]
+        raise AlreadyAnnotatedError(
+            f"{name} was already applied to {module_name(module, record.fqn)} (at {record.call_site}); to apply it anew, call "
+            f"remove(module, {name}) first"
+        )
+    for running in _running.get():
+        if running.covers(name, module):
+            raise AlreadyAnnotatedError(f"{name} is being applied to {module_name(module)} (at {running.call_site})")
+    for other, reason in reasons.items():
+        if other in applied:
+            tail = reason or f"{name} cannot be applied to the same module"
+            raise ClashError(f"{module_name(module, applied[other].fqn)} is managed by {other}; {tail}")
+
+
+def _state_on(module: nn.Module, name: str) -> Any:
+    """The state of the verb `name` on `module`, also while the verb runs."""
+    for running in reversed(_running.get()):
+        if running.covers(name, module):
+            return running.state
+    record = registry(module).get(name)
+    return record.state if record is not None else None

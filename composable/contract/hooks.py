@@ -1,0 +1,249 @@
+"""Forward hooks of annotations, and callbacks in backward.
+
+A module has one pair of forward hooks, however many annotations it has. Each annotation adds a bracket: what it does before
+and after forward. `OUTERMOST_FIRST` gives the order in which brackets nest; the order in which the verbs were called does not
+matter. torch.compile does not trace the hooks; see `composable.compilation`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final, Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from composable.compilation import drop_compiled, untraced, untraced_alone
+
+# Brackets of other verbs come last, in the order in which they were attached.
+OUTERMOST_FIRST: Final = ("fully_shard", "replicate", "offload_activations", "checkpoint")
+
+_CALLBACKS: Final = "composable: callbacks before gradients"  # key in the metadata of an autograd node
+
+
+# --- forward ----------------------------------------------------------------------------------------------------------
+
+
+class Bracket(Protocol):
+    """What one annotation does around a module's forward."""
+
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Called before forward; returns the inputs of forward."""
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        """Called after forward; returns the output that the caller gets."""
+
+    def on_error(self, module: nn.Module) -> None:
+        """Called instead of `leave` if forward, `enter`, or a bracket inside this one raised."""
+
+
+class _Call:
+    """One call of a module: the brackets it has entered and not left, and the exception that was being handled at entry."""
+
+    __slots__ = ("entered", "handled")
+
+    @untraced
+    def __init__(self) -> None:
+        self.entered: list[Bracket] = []
+        self.handled = sys.exception()
+
+
+class Dispatcher:
+    """The pair of forward hooks of one module.
+
+    It is copied and pickled with its module, together with the brackets; open calls are not.
+    """
+
+    __slots__ = ("_calls", "_handles", "_ordered", "brackets")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.brackets: dict[str, Bracket] = {}
+        self._ordered: tuple[Bracket, ...] = ()
+        self._calls: list[_Call] = []  # innermost last: a module may call itself
+        self._handles: tuple[RemovableHandle, RemovableHandle] = (
+            module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(self.after, always_call=True),
+        )
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return None, {"brackets": self.brackets, "_ordered": self._ordered, "_calls": [], "_handles": self._handles}
+
+    def add(self, name: str, bracket: Bracket) -> None:
+        self.brackets[name] = bracket
+        self._sort()
+
+    def drop(self, name: str) -> None:
+        self.brackets.pop(name, None)
+        self._sort()
+        if not self.brackets:
+            for handle in self._handles:
+                handle.remove()
+
+    def _sort(self) -> None:
+        known = [name for name in OUTERMOST_FIRST if name in self.brackets]
+        others = [name for name in self.brackets if name not in OUTERMOST_FIRST]
+        self._ordered = tuple(self.brackets[name] for name in (*known, *others))
+
+    @property
+    def hook_ids(self) -> tuple[int, int]:
+        """The keys of the pair in `module._forward_pre_hooks` and `module._forward_hooks`."""
+        return self._handles[0].id, self._handles[1].id
+
+    @untraced_alone
+    def before(self, module: nn.Module, args: Any, kwargs: Any, without: str = "") -> tuple[Any, Any]:
+        """Enter the brackets, outermost first.
+
+        Args:
+            without: the name of a bracket to leave out, for methods other than forward that call this themselves.
+        """
+        call = _Call()
+        self._calls.append(call)
+        skipped = self.brackets.get(without) if without else None
+        for bracket in self._ordered:
+            if bracket is not skipped:
+                call.entered.append(bracket)  # before `enter`: a bracket whose `enter` fails cleans up in `on_error`
+                args, kwargs = bracket.enter(module, args, kwargs)
+        return args, kwargs
+
+    @untraced
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Leave the brackets, innermost first. If forward raised, torch passes None as the output."""
+        if not self._calls:
+            return output  # a hook of the user's that runs before `before` raised
+        call = self._calls[-1]
+        if output is None and sys.exception() is not call.handled:
+            self._fail(module)
+            return None
+        entered = call.entered
+        try:
+            while entered:
+                output = entered.pop().leave(module, output)
+        except Exception:
+            self._fail(module)
+            raise
+        self._calls.pop()
+        return output
+
+    def drop_calls(self, module: nn.Module) -> None:
+        """Close calls that a KeyboardInterrupt ended, as if forward had raised: torch does not tell forward hooks of it."""
+        while self._calls:
+            self._fail(module)
+
+    def _fail(self, module: nn.Module) -> None:
+        entered = self._calls[-1].entered
+        while entered:
+            entered.pop().on_error(module)
+        self._calls.pop()
+
+
+@untraced
+def dispatcher_of(module: nn.Module) -> Dispatcher | None:
+    """The dispatcher whose hooks are registered on `module`, if there is one."""
+    for hook in module._forward_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Dispatcher):
+            return owner
+    return None
+
+
+def attach(module: nn.Module, name: str, bracket: Bracket) -> None:
+    """Add the bracket of the annotation `name` to `module`."""
+    dispatcher = dispatcher_of(module) or Dispatcher(module)
+    dispatcher.add(name, bracket)
+    drop_compiled()  # graphs compiled before would not call the hooks
+
+
+def detach(module: nn.Module, name: str) -> None:
+    """The inverse of `attach`. May be called twice, and before `attach`."""
+    dispatcher = dispatcher_of(module)
+    if dispatcher is not None:
+        dispatcher.drop(name)
+
+
+def drop_calls(module: nn.Module) -> None:
+    """`Dispatcher.drop_calls`, if `module` has a dispatcher. Call it only outside of forwards of `module`."""
+    dispatcher = dispatcher_of(module)
+    if dispatcher is not None:
+        dispatcher.drop_calls(module)
+
+
+def hooks_attached(module: nn.Module) -> bool:
+    """Whether both hooks of the dispatcher are still registered on `module`; user code may have cleared them."""
+    dispatcher = dispatcher_of(module)
+    return dispatcher is not None and dispatcher.hook_ids[1] in module._forward_hooks
+
+
+class EdgeHooks:
+    """Changes the inputs and the output of a module that has no annotation of its own, such as a full-precision norm."""
+
+    __slots__ = ("_handles",)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: Callable[[nn.Module, Any, Any], tuple[Any, Any]],
+        output: Callable[[nn.Module, Any, Any], Any],
+    ) -> None:
+        before = module.register_forward_pre_hook(inputs, with_kwargs=True)
+        self._handles = (before, module.register_forward_hook(output))
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+
+# --- backward ---------------------------------------------------------------------------------------------------------
+
+
+def before_gradient(tensor: Tensor, callback: Callable[..., None], where: Callable[[Any], bool] | None = None) -> bool:
+    """Call `callback` before backward goes through `tensor`.
+
+    A view is watched at its own node and at its base's: an in-place write gives the view a new node and leaves the old one
+    out of the graph, but the graph still goes through the base. A callback at a leaf is called once and is then removed,
+    because a leaf may be a parameter, which outlives the graph.
+
+    Several callbacks at one node are called in reverse order. They come from nested modules that return the same tensor, and
+    backward enters the outer module first. Another rank may see different tensors there, and all ranks must use one order.
+
+    Args:
+        tensor: requires gradients.
+        where: whether a node counts; by default every node does.
+
+    Returns:
+        Whether there is a node, or a leaf, where `callback` is called.
+    """
+    node = tensor.grad_fn
+    if node is None:
+
+        @untraced
+        def once(gradient: Tensor) -> None:
+            handle.remove()
+            callback(gradient)
+
+        handle = tensor.register_hook(once)
+        return True
+    if where is not None and not where(node):
+        return False
+    before_node(node, callback)
+    if tensor._is_view() and tensor._base is not None:
+        base = tensor._base.grad_fn
+        if base is not None and (where is None or where(base)):
+            before_node(base, callback)
+    return True
+
+
+def before_node(node: Any, callback: Callable[..., None]) -> None:
+    """Call `callback` before backward runs `node`, before the callbacks that were added earlier."""
+    callbacks = node.metadata.get(_CALLBACKS)
+    if callbacks is None:
+        callbacks = node.metadata[_CALLBACKS] = []
+        node.register_prehook(partial(_call_each, callbacks))
+    callbacks.insert(0, callback)
+
+
+@untraced
+def _call_each(callbacks: Sequence[Callable[..., None]], gradients: Any) -> None:
+    for callback in callbacks:
+        callback(gradients)

@@ -1,0 +1,222 @@
+"""Names in messages, and the checks of a verb's call: its target, its keywords, and the FQNs it must not change."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import FrameType
+from typing import Any, Final
+
+from torch import nn
+
+from composable.compilation import unwrapped
+from composable.errors import AnnotationError, NamesChangedError, UnknownArgumentError, closest, describe_module, few
+
+# One mapping per open `naming()`, outermost first: the FQN of every module below its root, by the module's id.
+_open: ContextVar[tuple[dict[int, str], ...]] = ContextVar("composable_names", default=())
+
+_LIBRARIES: Final = ("composable", "torch")
+_DEMO: Final = "composable.demo"  # its call sites are reported like those of a user's script
+
+
+# --- names of modules -------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def naming(root: nn.Module) -> Iterator[None]:
+    """Within the block, messages and records call the modules below `root` by their FQN.
+
+    Example::
+
+        with naming(model):
+            for module, overrides in policy.select(model).items():
+                my_verb(module, **overrides)
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    token = _open.set((*_open.get(), names))
+    try:
+        yield
+    finally:
+        _open.reset(token)
+
+
+def known_fqn(module: nn.Module) -> str | None:
+    """The FQN of `module` under the outermost open `naming` that contains it, or None."""
+    return next((names[id(module)] for names in _open.get() if id(module) in names), None)
+
+
+def find_fqn(module: nn.Module) -> str | None:
+    """The FQN of `module` for an error message, or None.
+
+    The name comes from an open `naming`, or from a model in the variables of the calling code. The search is slow, so it is
+    for errors only.
+    """
+    fqn = known_fqn(module)
+    if fqn:
+        return fqn
+    # The root of an open `naming` has the FQN "" there, but the caller may hold a larger model around it.
+    for frame in _user_frames():
+        values = [value for scope in (frame.f_locals, frame.f_globals) for value in list(scope.values())]
+        names: list[str] = [
+            name
+            for root in values
+            if issubclass(type(root), nn.Module) and root is not module  # isinstance would load lazy proxies
+            for name, below in root.named_modules()
+            if below is module
+        ]
+        if names:
+            return max(names, key=len)  # the name in the outermost of these models
+    return fqn
+
+
+def module_name(module: nn.Module, fqn: str | None = None) -> str:
+    """`'layers.3'` if the FQN is given or can be found, otherwise the name of the class: `Block`."""
+    fqn = fqn or find_fqn(module)
+    return f"'{fqn}'" if fqn else type(module).__name__
+
+
+def calling_site() -> str:
+    """File and line of the innermost call from outside the libraries, as in `train.py:41`."""
+    for frame in _user_frames():
+        return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "an unknown place"
+
+
+def _user_frames() -> Iterator[FrameType]:
+    """The stack frames of code that belongs to no library, innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if _is_in(name, _DEMO) or not any(_is_in(name, library) for library in _LIBRARIES):
+            yield frame
+        frame = frame.f_back
+
+
+def _is_in(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+# --- the call of a verb -----------------------------------------------------------------------------------------------
+
+
+def modules_of(verb: str, target: Any) -> tuple[nn.Module, ...]:
+    """The modules that `target`, a module or a list of modules, stands for; without wrappers of torch.compile.
+
+    Raises:
+        AnnotationError: `target` is something else, an empty list, or names a module twice.
+    """
+    target = unwrapped(target)
+    if isinstance(target, nn.Module):
+        return (target,)
+    if not isinstance(target, (list, tuple)):
+        got = f"the class {target.__name__}" if isinstance(target, type) else type(target).__name__
+        raise AnnotationError(f"{verb}() takes a module or a list of modules, and got {got}")
+    if not target:
+        raise AnnotationError(f"{verb}() takes a module or a list of modules, and got an empty {type(target).__name__}")
+    seen: set[int] = set()
+    for index, module in enumerate(target):
+        if not isinstance(module, nn.Module):
+            raise AnnotationError(f"{verb}() got a {type(module).__name__} at position {index} of its list of modules")
+        if id(module) in seen:
+            raise AnnotationError(f"{verb}() got {module_name(module)} twice in its list of modules")
+        seen.add(id(module))
+    return tuple(target)
+
+
+def arguments_of(
+    verb: str,
+    parameters: Sequence[inspect.Parameter],
+    positional: Sequence[Any],
+    keywords: Mapping[str, Any],
+    equivalents: Mapping[str, str],
+) -> dict[str, Any]:
+    """The arguments of one call after the target, by name.
+
+    Args:
+        parameters: those of the verb's function; the first one is the target.
+        equivalents: what to write instead of keywords of other libraries; see `contract`.
+
+    Raises:
+        UnknownArgumentError: there is no such argument, or one is given twice.
+    """
+    target, *others = parameters
+    takes = [p.name for p in others if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    by_position = [p.name for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(positional) > len(by_position):
+        example = f", {takes[len(by_position)]}=..." if len(takes) > len(by_position) else ""
+        raise UnknownArgumentError(
+            f"{verb}() got {1 + len(positional)} positional arguments; write {verb}({target.name}{example}) with keywords"
+        )
+    arguments = dict(zip(by_position, positional, strict=False))
+    if not any(p.kind is p.VAR_KEYWORD for p in others):
+        for key in keywords:
+            if key in takes:
+                continue
+            if key in equivalents:
+                here = equivalents[key]
+                advice = here if " " in here else f"use {here} instead"
+                raise UnknownArgumentError(f"{verb}() has no argument '{key}'; {advice}")
+            near = closest(key, takes)
+            hint = f"did you mean '{near[0]}'? It" if near else "it"
+            raise UnknownArgumentError(f"{verb}() has no argument '{key}'; {hint} takes: {', '.join(takes) or 'none'}")
+    for key in keywords:
+        if key in arguments:
+            raise UnknownArgumentError(f"{verb}() got '{key}' twice, by position and by keyword")
+    return {**arguments, **keywords}
+
+
+def require_callable(module: nn.Module, *, so: str = "its parameters cannot be gathered around one") -> None:
+    """Refuse a container without a forward of its own, such as a plain `nn.ModuleList`.
+
+    Args:
+        so: what follows from having no forward, for the message.
+
+    Raises:
+        AnnotationError: `module` cannot be called.
+    """
+    forward: Callable[..., object] = type(module).forward
+    if forward is nn.Module.forward and "forward" not in vars(module):
+        what = describe_module(module, find_fqn(module))
+        raise AnnotationError(f"{what} has no forward, so {so}; annotate its children, or pass policy=")
+
+
+# --- names that a verb must keep --------------------------------------------------------------------------------------
+
+
+def names_of(root: nn.Module) -> dict[str, list[str]]:
+    """The FQNs of all parameters, buffers and modules below `root`, in order.
+
+    Each module is looked into once, under its first FQN, so that trees with cycles or shared modules take linear time. Every
+    registration of a tied parameter or a shared module is listed.
+    """
+    names: dict[str, list[str]] = {"parameters": [], "buffers": [], "modules": []}
+    for fqn, module in root.named_modules():
+        prefix = f"{fqn}." if fqn else ""
+        for kind, found in names.items():
+            found += [prefix + name for name, value in getattr(module, f"_{kind}").items() if value is not None]
+    return names
+
+
+def compare_names(verb: str, root: nn.Module, before: Mapping[str, list[str]]) -> None:
+    """Compare `names_of(root)` with those from before the verb.
+
+    Raises:
+        NamesChangedError: they differ.
+    """
+    after = names_of(root)
+    for kind, old in before.items():
+        new = after[kind]
+        if old == new:
+            continue
+        start = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+        old, new = old[start:], new[start:]
+        while old and new and old[-1] == new[-1]:
+            old, new = old[:-1], new[:-1]
+        raise NamesChangedError(
+            f"{verb} changed the names of {kind} in {module_name(root)}, or their order; before: "
+            f"{few(old) or 'nothing'}; after: {few(new) or 'nothing'}. It was taken back"
+        )

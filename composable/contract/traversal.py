@@ -1,0 +1,172 @@
+"""Annotated modules of a tree, in order, and which annotation manages which parameter.
+
+The order is left-to-right depth-first, that of `.modules()`. It is the same on every rank, and the same for annotations by
+hand and by a policy. Every function visits each module once, also in trees with cycles or shared modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final
+
+from torch import nn
+
+from composable.contract.contract import registry
+
+SHARD: Final = "fully_shard"
+REPLICATE: Final = "replicate"
+
+
+@dataclass(frozen=True, slots=True)
+class NamedPlace:
+    """One registration of a parameter: the module, the name in it, and the FQN."""
+
+    module: nn.Module
+    name: str
+    fqn: str
+
+
+@dataclass(frozen=True, slots=True)
+class ManagedParameter:
+    """A parameter that an annotation manages, with all its registrations: several if it is tied."""
+
+    parameter: nn.Parameter
+    places: tuple[NamedPlace, ...]
+
+    @property
+    def fqn(self) -> str:
+        return self.places[0].fqn
+
+
+def walk(root: nn.Module, prefix: str = "", *, stop: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """FQN and module for `root` and the modules below it, each once.
+
+    Args:
+        stop: verbs; modules with one of these annotations are left out with all below them, except for `root` itself.
+    """
+    seen: set[int] = set()
+    pending = [(prefix, root)]
+    while pending:
+        fqn, module = pending.pop()
+        if id(module) in seen:
+            continue
+        if stop and module is not root and any(verb in registry(module) for verb in stop):
+            continue
+        seen.add(id(module))
+        yield fqn, module
+        for name, child in reversed(module._modules.items()):
+            if child is not None and id(child) not in seen:
+                pending.append((f"{fqn}.{name}" if fqn else name, child))
+
+
+def names_below(root: nn.Module) -> Mapping[int, str]:
+    """The FQN of `root` and of every module below it, by the module's id."""
+    return {id(module): fqn for fqn, module in walk(root)}
+
+
+def registered_parameters(root: nn.Module) -> Iterator[tuple[NamedPlace, nn.Parameter]]:
+    """Every registration of a parameter in `root` and below, except in `replicate`d subtrees."""
+    return _parameters(root, "", stop=(REPLICATE,))
+
+
+def managed_parameters(modules: Sequence[tuple[str, nn.Module]], *, ignored: Collection[int] = ()) -> list[ManagedParameter]:
+    """The parameters below `modules`, given as (prefix, module), that no annotation below them manages.
+
+    Args:
+        ignored: ids of parameters to leave out.
+    """
+    found: dict[int, tuple[nn.Parameter, list[NamedPlace]]] = {}
+    for prefix, root in modules:
+        for place, parameter in _parameters(root, prefix, stop=(SHARD, REPLICATE)):
+            if id(parameter) not in ignored:
+                found.setdefault(id(parameter), (parameter, []))[1].append(place)
+    return [ManagedParameter(parameter, tuple(places)) for parameter, places in found.values()]
+
+
+def _parameters(root: nn.Module, prefix: str, stop: Collection[str]) -> Iterator[tuple[NamedPlace, nn.Parameter]]:
+    for fqn, module in walk(root, prefix, stop=stop):
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                yield NamedPlace(module, name, f"{fqn}.{name}" if fqn else name), parameter
+
+
+# --- units ------------------------------------------------------------------------------------------------------------
+
+
+def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
+    """The fully sharded modules in `root`, in order; for modules annotated as one unit, the first of them.
+
+    `replicate`d subtrees are left out with everything in them, except that `root` itself may be replicated.
+    """
+    return [module for module, _ in _units(root, SHARD, stop=(REPLICATE,))]
+
+
+def get_states(root: nn.Module) -> list[Any]:
+    """The `Unit` of each of `get_fully_sharded_modules(root)`."""
+    return [state for _, state in _units(root, SHARD, stop=(REPLICATE,))]
+
+
+def get_handles(root: nn.Module) -> list[Any]:
+    """The param groups of each of `get_states(root)`: one entry per unit, also for a unit without parameters."""
+    return [state.handle for state in get_states(root)]
+
+
+def get_root_states(root: nn.Module) -> list[Any]:
+    """The units of the topmost fully sharded modules in `root`: its own, or those of the subtrees if it has none."""
+    states: dict[int, Any] = {}
+    seen: set[int] = set()
+    pending = [root]
+    while pending:
+        module = pending.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        annotations = registry(module)
+        if SHARD in annotations:
+            state = annotations[SHARD].state
+            states.setdefault(id(state), state)
+        elif REPLICATE not in annotations or module is root:
+            pending.extend(reversed(list(module.children())))
+    return list(states.values())
+
+
+def get_replicated_states(root: nn.Module) -> list[Any]:
+    """The units of all `replicate`d modules in `root`, in order, also inside fully sharded ones."""
+    return [state for _, state in _units(root, REPLICATE)]
+
+
+def get_all_sharded_states(root: nn.Module) -> list[Any]:
+    """The units of all fully sharded modules in `root`, in order, also inside `replicate`d ones."""
+    return [state for _, state in _units(root, SHARD)]
+
+
+def _units(root: nn.Module, verb: str, stop: Collection[str] = ()) -> list[tuple[nn.Module, Any]]:
+    """The first module and the state of each annotation `verb` in `root`."""
+    units: dict[int, tuple[nn.Module, Any]] = {}
+    for _, module in walk(root, stop=stop):
+        annotation = registry(module).get(verb)
+        if annotation is not None:
+            units.setdefault(id(annotation.state), (module, annotation.state))
+    return list(units.values())
+
+
+class TreeWatch:
+    """Tells whether modules below `root` were added, removed or exchanged, whether their number of parameters changed, or
+    whether `replicate` was removed from one. The comparison runs in C: the engine makes it before every root forward.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        modules = [module for _, module in walk(root, stop=(REPLICATE,))]
+        below = {id(child): child for module in modules for child in module.children()}
+        self._replicated = [child for child in below.values() if REPLICATE in registry(child)]
+        self._children = [module._modules.values() for module in modules]  # live views
+        self._parameters = [module._parameters for module in modules]
+        self._before = self._now()
+
+    def _now(self) -> tuple[list[nn.Module | None], int]:
+        return list(chain.from_iterable(self._children)), sum(map(len, self._parameters))
+
+    def changed(self) -> bool:
+        return self._before != self._now() or not all(REPLICATE in registry(module) for module in self._replicated)

@@ -1,0 +1,164 @@
+"""Tensors in the inputs and outputs of modules: find them in any value, and change them in any container."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import is_dataclass
+from functools import lru_cache
+from itertools import chain
+from operator import is_
+from types import ModuleType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+_LEAVES: Final = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
+_NOT_SEARCHED: Final = (*_LEAVES, nn.Module, type, ModuleType)
+_SEQUENCES: Final = (tuple, list, deque, set, frozenset)
+# Most derived first: the base whose own methods build and fill a subclass without calling the code of the subclass.
+_DICTS: Final = (OrderedDict, defaultdict, dict)
+_PLAIN: Final = (tuple, list, dict, set, frozenset)  # these types themselves have no attributes
+
+
+def tensors_in(value: Any, opaque: list[Any] | None = None) -> Sequence[Tensor]:
+    """Every tensor in `value` once, in order: in containers, mappings, and attributes and slots of objects.
+
+    Modules, classes and Python modules are not searched.
+
+    Args:
+        opaque: receives the objects that cannot be searched, such as iterators.
+    """
+    if isinstance(value, Tensor):
+        return (value,)
+    found: list[Tensor] = []
+    _search(value, found, opaque, {})
+    return found
+
+
+def _search(value: Any, found: list[Tensor], opaque: list[Any] | None, seen: dict[int, Any]) -> None:
+    is_tensor = isinstance(value, Tensor)
+    if id(value) in seen or (not is_tensor and isinstance(value, _NOT_SEARCHED)):
+        return
+    seen[id(value)] = value  # kept alive: values that a mapping makes on access must not reuse an id
+    if is_tensor:
+        found.append(value)
+        return
+    attributes = {} if type(value) in _PLAIN else _attributes(value)
+    items: Iterable[Any] = ()
+    if isinstance(value, _SEQUENCES):
+        items = list(value)
+    elif isinstance(value, Mapping):
+        items = list(_dict_base(value).values(value) if isinstance(value, dict) else value.values())
+    elif opaque is not None and not attributes and not hasattr(value, "__dict__") and not callable(value):
+        opaque.append(value)
+    for item in chain(items, attributes.values()):
+        _search(item, found, opaque, seen)
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with every tensor replaced by `change(tensor)`, called once per tensor.
+
+    Containers (subclasses of tuple, list, deque, set and dict, named tuples, `UserDict`, `UserList` and dataclasses, with
+    their items and attributes) are rebuilt with the same type, without calling their constructors. Other objects are returned
+    as they are, and so are containers in which no tensor changes: the caller may keep a reference to them.
+    """
+    if isinstance(value, Tensor):
+        return change(value)
+    return _map(value, change, {})
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]]) -> Any:
+    is_tensor = isinstance(value, Tensor)
+    if not is_tensor and isinstance(value, _LEAVES):
+        return value
+    known = done.get(id(value))
+    if known is not None:
+        return known[1]
+    if not is_tensor:
+        done[id(value)] = value, value  # a container that contains itself keeps the original inside
+    result = change(value) if is_tensor else _map_container(value, change, done)
+    done[id(value)] = value, result
+    return result
+
+
+def _map_container(value: Any, change: Callable[[Tensor], Tensor], done: dict[int, tuple[Any, Any]]) -> Any:
+    kind: Any = type(value)
+    if kind is tuple or kind is list:  # these and dicts are what modules are called with: no attributes to look for
+        new = [_map(item, change, done) for item in value]
+        return value if all(map(is_, new, value)) else kind(new)
+    if kind is dict:
+        mapped = {key: _map(item, change, done) for key, item in value.items()}
+        return value if all(map(is_, mapped.values(), value.values())) else mapped
+    if isinstance(value, _SEQUENCES):
+        old = list(value)
+    elif isinstance(value, dict):
+        base = _dict_base(value)
+        old = list(base.values(value))
+    elif isinstance(value, (UserDict, UserList)) or (is_dataclass(value) and not isinstance(value, _NOT_SEARCHED)):
+        old = []
+    else:
+        return value
+    new = [_map(item, change, done) for item in old]
+    before = _attributes(value)
+    after = {name: _map(item, change, done) for name, item in before.items()}
+    if all(map(is_, new, old)) and all(map(is_, after.values(), before.values())):
+        return value
+
+    twin: Any
+    if isinstance(value, tuple):
+        # torch.return_types are struct sequences, which only their own constructor can build.
+        twin = kind(new) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, new)
+    elif isinstance(value, frozenset):
+        twin = frozenset.__new__(kind, new)
+    elif isinstance(value, list):
+        twin = list.__new__(kind)
+        list.extend(twin, new)
+    elif isinstance(value, deque):
+        twin = deque.__new__(kind)
+        deque.__init__(twin, new, value.maxlen)
+    elif isinstance(value, set):
+        twin = set.__new__(kind)
+        set.update(twin, new)
+    elif isinstance(value, dict):
+        twin = base.__new__(kind)
+        if isinstance(value, defaultdict):
+            twin.default_factory = value.default_factory
+        for key, item in zip(base.keys(value), new, strict=True):
+            base.__setitem__(twin, key, item)
+    else:
+        twin = object.__new__(kind)
+    for name, item in after.items():
+        if name in getattr(value, "__dict__", ()):
+            vars(twin)[name] = item
+        else:
+            object.__setattr__(twin, name, item)  # a slot; the class may be a frozen dataclass
+    return twin
+
+
+def _dict_base(value: dict[Any, Any]) -> Any:
+    return next(base for base in _DICTS if isinstance(value, base))
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """The attributes in `value.__dict__` and in its slots."""
+    found = dict(getattr(value, "__dict__", ()))
+    kind: Any = type(value)
+    for name in _slots(kind):
+        if hasattr(value, name):
+            found[name] = getattr(value, name)
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of all slots of a class, as `getattr` takes them."""
+    names: list[str] = []
+    for cls in kind.__mro__:
+        own = cls.__dict__.get("__slots__", ())
+        prefix = f"_{cls.__name__.lstrip('_')}"
+        for name in (own,) if isinstance(own, str) else own:
+            if name not in ("__dict__", "__weakref__"):
+                names.append(prefix + name if name.startswith("__") and not name.endswith("__") else name)
+    return tuple(names)

@@ -1,0 +1,203 @@
+"""`replicate` alone: gradients are reduced in buckets while backward runs, as DDP does.
+
+Buckets are launched strictly in one order, and all of them in every backward: a rank without a gradient sends zeros. The order is
+the reverse of the parameters' until the first backward has ended; from then on it is the order in which rank 0's gradients were
+ready, which is broadcast once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from composable.engine.grad_bucket import BucketState, GradBucket
+from composable.engine.layout import Slot
+from composable.engine.param import DeferredHooks, ManagedParam
+from composable.engine.param_group import ParamGroup
+from composable.engine.accumulation import SyncMode
+from composable.errors import PhaseError
+from composable.memory.torch_private import hooks_after_accumulation
+
+if TYPE_CHECKING:
+    from composable.engine.root import Root
+    from composable.engine.unit import Unit
+
+FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
+
+
+class _Pending:
+    """A bucket, and which of its gradients this backward has not brought yet."""
+
+    __slots__ = ("bucket", "launched", "missing", "unit")
+
+    def __init__(self, unit: Unit, bucket: GradBucket) -> None:
+        self.unit = unit
+        self.bucket = bucket
+        self.missing: dict[ManagedParam, None] = {}
+        self.launched = False
+
+    def open(self) -> None:
+        self.missing = dict.fromkeys(p for p, t in zip(self.bucket.params, self.bucket.trainable, strict=True) if t)
+        self.launched = False
+
+
+class Buckets:
+    """The buckets of the replicated units of one root.
+
+    Attributes:
+        is_open: a backward is under way.
+    """
+
+    def __init__(self, root: Root, units: Sequence[Unit]) -> None:
+        self._root = root
+        self._units = list(units)
+        self.is_open = False
+        self._next = 0  # in `_buckets`
+        self._ready: list[ManagedParam] | None = []  # in the order of arrival, until the order is agreed
+        everything = [(unit, group, param, slot) for unit in units for group in unit.groups
+                      for param, slot in zip(group.params, group.slots, strict=True)]  # fmt: skip
+        self._members: dict[ManagedParam, tuple[Unit, ParamGroup, Slot]] = {
+            param: (unit, group, slot) for unit, group, param, slot in everything
+        }
+        order = {param: index for unit in units for index, param in enumerate(unit.params)}
+        default = [param for unit in reversed(units) for param in sorted(
+            (p for p in self._members if self._members[p][0] is unit), key=lambda p: -order[p])]  # fmt: skip
+        self._fill(default)
+
+    def _fill(self, order: Sequence[ManagedParam]) -> None:
+        """Fill buckets with parameters in `order`; those of one unit, precision and device share some."""
+        open_buckets: dict[ParamGroup, list[ManagedParam]] = {}
+        sizes: dict[ParamGroup, int] = {}
+        filled: list[tuple[ParamGroup, list[ManagedParam]]] = []
+        for param in order:
+            unit, group, _ = self._members[param]
+            assert unit.spec is not None
+            members = open_buckets.setdefault(group, [])
+            members.append(param)
+            sizes[group] = sizes.get(group, 0) + param.at_rest.numel() * group.precision.reduce.itemsize
+            cap = unit.spec.bucket_bytes if filled else min(FIRST_BYTES, unit.spec.bucket_bytes)
+            if sizes[group] >= cap:
+                filled.append((group, open_buckets.pop(group)))
+                sizes[group] = 0
+        filled += list(open_buckets.items())
+        self._buckets: list[_Pending] = []
+        self._bucket_of: dict[ManagedParam, _Pending] = {}
+        for number, (group, members) in enumerate(filled):
+            unit = self._members[members[0]][0]
+            assert unit.spec is not None
+            slots = [(param, self._members[param][2]) for param in members]
+            in_place = members[0].compute is members[0].at_rest
+            factor = 1.0 if unit.spec.divisor is None or in_place else unit.mesh_info.all.size / unit.spec.divisor
+            bucket = GradBucket(slots, group.precision, group.device, unit.mesh_info, factor=factor)
+            bucket.label = f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to '{members[-1].fqn}')"
+            if unit.comm_hook is not None:
+                unit.comm_hook.attach(unit, bucket, index=number, last=number == len(filled) - 1)
+            pending = _Pending(unit, bucket)
+            self._buckets.append(pending)
+            self._bucket_of.update(dict.fromkeys(members, pending))
+
+    def follow(self) -> None:
+        """Parameters were frozen or unfrozen."""
+        for each in self._buckets:
+            each.bucket.follow()
+
+    def open(self) -> None:
+        """A backward begins; every bucket takes part in it, whichever gradient came first."""
+        if not self.is_open:
+            self.is_open, self._next = True, 0
+            for each in self._buckets:
+                each.bucket.follow()
+                each.open()
+
+    def arrived(self, param: ManagedParam) -> None:
+        """Autograd has accumulated a gradient of `param`."""
+        each = self._bucket_of.get(param)
+        if each is None:
+            return  # sparse gradients are summed at the end of backward
+        if each.launched:
+            raise PhaseError(
+                f"parameter '{param.fqn}' of unit '{each.unit.name}' got a second gradient in one backward, after the first was "
+                "sent (reentrant checkpointing of modules that share it does this). Use checkpoint(module) of this library, or "
+                "use_reentrant=False"
+            )
+        if each.missing.pop(param, param) is None and self._ready is not None:
+            self._ready.append(param)
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        each = self._buckets[self._next]
+        self._next += 1
+        each.launched = True
+        iteration = self._root.iteration
+        if iteration is not None and iteration.builds_graph:
+            return
+        if each.unit.accumulation.now is not SyncMode.REDUCE:
+            each.bucket.hold()
+            return
+        each.bucket.reduce()
+        # Optimizers in backward free gradients as they step: land the bucket before this one now, in place of at the end.
+        for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
+            if before.bucket.state is not BucketState.EMPTY and _has_hooks(before.bucket):
+                before.bucket.land()
+
+    def launch_rest(self) -> None:
+        """Backward is at its end: what has not come does not come."""
+        if not self.is_open:
+            return
+        while self._next < len(self._buckets):
+            self._launch_next()
+
+    def land(self) -> None:
+        """Wait for all buckets, in their order."""
+        if not self.is_open:
+            return
+        for each in self._buckets:
+            each.bucket.land()
+            each.bucket.decide()
+        self.is_open = False
+        if self._ready and all(unit.accumulation.now is SyncMode.REDUCE for unit in self._units):
+            self._agree_on_order()
+
+    def _agree_on_order(self) -> None:
+        """Rank 0's order of arrival, once. Parameters that it has not seen come last."""
+        ready, self._ready = self._ready, None
+        assert ready is not None
+        known = list(self._members)
+        numbers = {param: index for index, param in enumerate(known)}
+        comm = self._units[0].mesh_info.all
+        seen = dict.fromkeys([*(numbers[param] for param in ready), *range(len(known))])
+        message = torch.tensor(list(seen), dtype=torch.int64, device=comm.device)
+        comm.broadcast([message], "broadcast of the order of buckets")
+        self._fill([known[number] for number in message.tolist()])
+
+    def reduce_held(self) -> None:
+        """Reduce what was accumulated, outside of backward."""
+        held = [each for each in self._buckets if each.bucket.holds]
+        for each in held:
+            each.bucket.reduce()
+        for each in held:
+            each.bucket.land()
+            each.bucket.decide()
+
+    @property
+    def holds(self) -> bool:
+        return any(each.bucket.holds for each in self._buckets)
+
+    def drop(self) -> None:
+        """The step is lost: forget local gradients that were not reduced."""
+        for each in self._buckets:
+            if self.is_open and not each.launched and each.bucket.in_place:
+                each.bucket.holds = True  # autograd may have left local gradients there
+            each.bucket.drop()
+        self.is_open = False
+
+
+def _has_hooks(bucket: GradBucket) -> bool:
+    for parameter in bucket.at_rest:
+        hooks = hooks_after_accumulation(parameter)
+        if hooks and (not isinstance(hooks, DeferredHooks) or hooks.of_users):
+            return True
+    return False

@@ -1,0 +1,571 @@
+"""Gradients that are reduced by one message: from autograd's tensors to the gradients of at-rest parameters.
+
+State machine, with everything that may affect it in this file:
+
+| state        | `reduce`                       | `advance`                      | `land` | `drop` |
+|--------------|--------------------------------|--------------------------------|--------|--------|
+| EMPTY        | REDUCING                       | -                              | -      | EMPTY  |
+| REDUCING     | -                              | ALL_REDUCING on a hybrid mesh  | EMPTY  | EMPTY  |
+| ALL_REDUCING | -                              | -                              | EMPTY  | EMPTY  |
+
+The first stage sums over the shard dimension (reduce-scatter), the second over the replicate dimension (all-reduce); a bucket has
+the stages of its mesh. A gradient is copied in (cast to the reduce dtype, which the sum is computed in), reduced, multiplied to
+the mean, and landed (cast to the gradient dtype, added to what is there).
+
+Unused parameters. A rank without a gradient sends zeros and a zero flag, so that launches do not depend on which gradients
+arrived. The sum of the flags says whether any rank had one: if none had, `.grad` stays as it was, on all ranks.
+
+Accumulation. What backwards under `no_sync` leave *is* the gradient of the at-rest parameter: a `DTensor` with a `Partial`
+placement around this rank's whole gradient, or the plain local gradient of a plain parameter. So users see it, `zero_grad`
+clears it, and there is no other copy.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from operator import or_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.comm.base import Work
+from composable.comm.mesh import MeshInfo
+from composable.engine.layout import ReduceLayout, Route, Slot, plan_reduction
+from composable.engine.param import (
+    ManagedParam,
+    as_parameter,
+    cut,
+    gradient_like,
+    gradient_of,
+    gradient_of_shards,
+    is_unreduced,
+    run_gradient_hooks,
+    run_post_accumulate_hooks,
+    trainability,
+    unreduced_gradient,
+)
+from composable.engine.precision import Precision
+from composable.errors import PhaseError
+from composable.memory.elastic import ElasticBuffer
+from composable.memory.offload import HostHome, wait_for_traffic
+from composable.memory.torch_private import as_tensors, chunk_cat, gradient_hooks, hooks_after_accumulation, local_of
+
+
+class BucketState(enum.Enum):
+    """Where the gradients of a bucket are."""
+
+    EMPTY = "nothing is in flight"
+    REDUCING = "the first stage is in flight"
+    ALL_REDUCING = "the all-reduce of a hybrid mesh is in flight"
+
+
+def division_factors(dtype: torch.dtype, divisor: float) -> tuple[float, float]:
+    """What gradients are divided by before and after their sum; the product is `divisor`.
+
+    float16 overflows and underflows early: it is divided by about the square root before the sum, and by the rest after it.
+
+    Example:
+        >>> division_factors(torch.float16, 8), division_factors(torch.float32, 8)
+        ((4.0, 2.0), (1.0, 8.0))
+    """
+    if dtype is not torch.float16 or divisor < 1.0:
+        return 1.0, float(divisor)
+    before = 2.0 ** math.ceil(math.log2(divisor) / 2)
+    while before > 1.0 and divisor % before and before * before > divisor:
+        before /= 2
+    return before, divisor / before
+
+
+class GradBucket:
+    """See the top of this file.
+
+    Args:
+        members: parameters with equal precision, device and mesh, and their slots.
+        factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is what was asked for.
+        home: where gradients rest under CPU offload.
+
+    Attributes:
+        trains: whether any of its parameters gets a gradient.
+        holds: whether gradients of earlier backwards wait to be reduced.
+        hook: a communication hook in place of a stage, see `composable.engine.comm_hooks`.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[tuple[ManagedParam, Slot]],
+        precision: Precision,
+        device: torch.device,
+        mesh_info: MeshInfo,
+        *,
+        factor: float = 1.0,
+        home: HostHome | None = None,
+    ) -> None:
+        self.params = tuple(param for param, _ in members)
+        self.slots = tuple(slot for _, slot in members)
+        self.precision = precision
+        self.device = device
+        self.mesh_info = mesh_info
+        self.state = BucketState.EMPTY
+        self.hook: Any = None
+        self.holds = False
+        self.label = "gradient reduction"
+        self.at_rest = tuple(param.at_rest for param in self.params)
+        self.compute = tuple(param.compute for param in self.params)
+        # Autograd accumulates on the very parameter that users see: what is there already is part of the gradient.
+        self.in_place = all(map(lambda a, b: a is b, self.at_rest, self.compute))
+        self._factor = 1.0 if self.in_place else factor  # in place, a tensor hook of the unit multiplies what arrives
+        self._home = home
+        self._shards = mesh_info.shard if mesh_info.shard.size > 1 else None
+        self._replicas = mesh_info.replicate
+        self._rank = mesh_info.shard.rank
+        self._divisor = float(mesh_info.shard.size * (1 if self._replicas is None else self._replicas.size))
+        self._before, self._after = division_factors(precision.reduce, self._divisor)
+        self._alone = self._shards is None and self._replicas is None
+        self._plans: dict[tuple[bool, ...], _Plan] = {}
+        self._wanted: tuple[bool, ...] = ()  # which parameters trained when gradients were accumulated
+        self._work: Work | None = None
+        self._flat: Tensor | None = None
+        self._kept: object = None  # memory that a collective in flight reads
+        self._missing: Sequence[int] = ()
+        self._undecided: list[tuple[_Plan, list[int], Tensor, Tensor]] = []
+        self._hold_shards = False
+        self._carried: list[tuple[int, Tensor]] = []
+        self.trainable: tuple[bool, ...] = ()
+        self.trains = False
+        self.follow()
+
+    def follow(self) -> None:
+        """Compute parameters require the gradients that are wanted of the at-rest ones."""
+        trainable = tuple(map(trainability, self.at_rest))
+        if trainable != self.trainable:
+            self.trainable = trainable
+            self.trains = any(trainable)
+            for parameter, wanted in zip(self.compute, trainable, strict=True):
+                if parameter.requires_grad != wanted:
+                    parameter.requires_grad_(wanted)
+
+    # --- what autograd left -----------------------------------------------------------------------------------------
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether backward has left gradients here that were neither reduced nor accumulated."""
+        return any(gradient is not None for gradient in map(gradient_of, self.compute))
+
+    def _take(self) -> list[Tensor | None]:
+        """The gradients of this backward, which compute parameters have no longer."""
+        gradients = list(map(gradient_of, self.compute))
+        for parameter in self.compute:
+            parameter.grad = None
+        if self._factor != 1.0:
+            there = [gradient for gradient in gradients if gradient is not None]
+            if there:
+                torch._foreach_mul_(there, self._factor)
+        return gradients
+
+    # --- accumulation -----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def hold(self) -> None:
+        """Add this backward's gradients to what is accumulated on the at-rest parameters (`no_sync`)."""
+        if self._alone:
+            self._deliver_whole(self._take())
+            return
+        self.holds = True
+        self._wanted = tuple(map(or_, self._wanted or self.trainable, self.trainable))
+        if self.in_place:
+            return  # autograd has added it
+        dtype = self.precision.gradient
+        for index, gradient in enumerate(self._take()):
+            at_rest = self.at_rest[index]
+            before = at_rest.grad
+            if gradient is None:
+                if not isinstance(before, DTensor) or is_unreduced(before) or not self.trainable[index]:
+                    continue
+                # A reduced gradient from before goes into the sum on all ranks, or on none.
+                gradient = torch.zeros_like(self.compute[index], dtype=dtype)
+            if isinstance(before, DTensor) and is_unreduced(before):
+                local_of(before).add_(gradient)
+                continue
+            gradient = gradient.to(dtype)
+            if isinstance(before, DTensor):
+                self._refuse_hooks_twice(index)
+                # It is the mean over ranks of one that has n times the shard in this rank's place, and zeros elsewhere.
+                ranks = 1 if self.slots[index].route is Route.WHOLE else self.slots[index].num_shards
+                mine = cut(gradient, self.slots[index], self._rank)
+                mine.add_(local_of(before).to(gradient.device), alpha=ranks)
+            at_rest.grad = unreduced_gradient(gradient, at_rest)
+
+    def _refuse_hooks_twice(self, index: int) -> None:
+        if gradient_hooks(self.at_rest[index]):
+            raise PhaseError(
+                f"parameter '{self.params[index].fqn}' has a reduced gradient, for which its tensor hooks were called; under "
+                "no_sync more is added to it, and they would be called again for all of it. Call zero_grad() before the first "
+                "backward under no_sync"
+            )
+
+    def _take_held(self) -> tuple[list[Tensor | None], bool]:
+        """What was accumulated and this backward's gradients together; nothing is accumulated afterwards."""
+        gradients = self._take()
+        if not self.holds or self.in_place:
+            self.holds = False
+            return gradients, False
+        self.holds = False
+        for index, at_rest in enumerate(self.at_rest):
+            held = at_rest.grad
+            if not isinstance(held, DTensor) or not is_unreduced(held):
+                continue
+            at_rest.grad = None
+            local = local_of(held)
+            if not all(placement.is_partial() for placement in held.placements):
+                self._carried.append((index, local))  # reduced over the shard dimension already
+            else:
+                fresh = gradients[index]
+                gradients[index] = local if fresh is None else local.add_(fresh)
+        dtype = self.precision.gradient
+        return [None if gradient is None else gradient.to(dtype) for gradient in gradients], True
+
+    # --- the message ------------------------------------------------------------------------------------------------
+
+    def _plan_of(self, trainable: tuple[bool, ...]) -> _Plan:
+        plan = self._plans.get(trainable)
+        if plan is None:
+            plan = self._plans[trainable] = _Plan(self, trainable)
+        return plan
+
+    @torch.no_grad()
+    def reduce(self, *, shards_only: bool = False) -> None:
+        """Launch the reduction of what is here. All ranks call it at the same point of their program.
+
+        Args:
+            shards_only: reduce over the shard dimension only, and accumulate the result (`no_sync(level="replicate")`).
+        """
+        assert self.state is BucketState.EMPTY
+        if not self.trains and not self.holds:
+            return
+        if shards_only and (self._shards is None or self._replicas is None):
+            self.hold()
+            return
+        self._hold_shards = shards_only
+        trainable = tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
+        if shards_only:
+            # What is accumulated whole goes into this reduction; shards that are accumulated wait for the last one.
+            gradients, _ = (self._take_held_whole()) if self.holds else (self._take(), False)
+            self._wanted, self.holds = trainable, True
+        else:
+            gradients, _ = self._take_held()
+            self._wanted = ()
+        if self._alone:
+            self._deliver_whole(gradients)
+            return
+        plan = self._plan_of(trainable)
+        if self._before != 1.0:
+            gradients = [None if gradient is None else gradient / self._before for gradient in gradients]
+        self.state = BucketState.REDUCING
+        if self.hook is not None and not shards_only and self.hook.replaces_first_stage(self):
+            self._work = self.hook.launch(self, plan, gradients)
+            return
+        self._launch(plan, gradients)
+
+    def _take_held_whole(self) -> tuple[list[Tensor | None], bool]:
+        gradients = self._take()
+        for index, at_rest in enumerate(self.at_rest):
+            held = at_rest.grad
+            if isinstance(held, DTensor) and all(placement.is_partial() for placement in held.placements):
+                at_rest.grad = None
+                fresh = gradients[index]
+                gradients[index] = local_of(held) if fresh is None else local_of(held).add_(fresh)
+        dtype = self.precision.gradient
+        return [None if gradient is None else gradient.to(dtype) for gradient in gradients], True
+
+    def _launch(self, plan: _Plan, gradients: list[Tensor | None]) -> None:
+        layout, dtype = plan.layout, self.precision.reduce
+        self._plan = plan
+        carried = [index for index, _ in self._carried]
+        self._missing = [index for index in layout.trainable if gradients[index] is None]
+        flat = torch.empty(layout.numel, dtype=dtype, device=self.device)
+        unused = [index for index in self._missing if index not in carried]
+        if self._shards is None:
+            plan.copy_in(gradients, unused, flat.view(1, -1))
+            self._flat = flat
+            assert self._replicas is not None
+            self._work = self._replicas.all_reduce([flat], self.label, 1.0 / self._after)
+            return
+        pairs, kept = [], []
+        for index, start in layout.direct:
+            slot, gradient = self.slots[index], gradients[index]
+            if gradient is None:
+                gradient = torch.zeros(slot.shape, dtype=dtype, device=self.device)
+            elif slot.order:
+                gradient = gradient.permute(slot.order)
+            kept.append(gradient.to(dtype).reshape(-1))  # cast each term: a sum is computed in the dtype of its terms
+            pairs.append((flat[start : start + slot.chunk_numel], kept[-1]))
+        message = plan.message
+        message.allocate()
+        plan.copy_in(gradients, unused, message.tensor.data.view(self._shards.size, -1))
+        pairs.append((flat[layout.row_start :], message.tensor.data))
+        self._flat, self._kept = flat, kept
+        last = self._replicas is None
+        scale = 1.0 / self._after if last else (1.0 / self._shards.size if self._hold_shards else 1.0)
+        self._work = self._shards.reduce_scatter(pairs, self.label, scale * (self._before if self._hold_shards else 1.0))
+
+    def advance(self) -> bool:
+        """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there is one."""
+        if self.state is not BucketState.REDUCING or self._replicas is None or self._shards is None or self._hold_shards:
+            return False
+        if self._flat is None:
+            return False  # a communication hook reduces whole gradients over all ranks
+        self._wait()
+        flat = self._flat
+        if self._carried:
+            # Means over the shard dimension of earlier backwards, brought to the scale of what has landed: sums.
+            factor = self._shards.size / self._before
+            for index, shard in self._carried:
+                start, numel, _, _ = self._plan.places[index]
+                ordered = shard.permute(self.slots[index].order) if self.slots[index].order else shard
+                flat[start : start + numel].add_(ordered.reshape(-1).to(flat.device), alpha=factor)
+            self._carried = []
+        self.state = BucketState.ALL_REDUCING
+        label = f"{self.label} over replicas"
+        if self.hook is not None:
+            self._work = self.hook.launch_second(self, self._plan, flat, label)
+        else:
+            self._work = self._replicas.all_reduce([flat], label, 1.0 / self._after)
+        return True
+
+    def _wait(self) -> None:
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work.wait()
+        finally:
+            self._kept = None
+            if self._shards is not None and self._flat is not None:
+                self._plan.message.free()
+
+    # --- landing ----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def land(self) -> None:
+        """Wait for the reduction and put the gradients on the at-rest parameters."""
+        if self.state is BucketState.EMPTY:
+            return
+        self.advance()
+        try:
+            self._wait()
+        except BaseException:
+            self.drop()
+            raise
+        self.state = BucketState.EMPTY
+        flat, self._flat = self._flat, None
+        if flat is None:
+            self.hook.land(self)
+            return
+        plan, missing = self._plan, self._missing
+        delivered: Sequence[int] = plan.layout.trainable
+        if missing:
+            flags = flat[plan.layout.row_start + plan.layout.flags_start :][: len(plan.layout.trainable)]
+            if self._hold_shards:
+                delivered = [i for i in delivered if i not in missing or self.at_rest[i].grad is not None or _said(plan, flags, i)]
+            elif self.mesh_info.all.traits.on_stream:
+                # To read a flag would make the host wait for the device in the middle of backward.
+                delivered = [index for index in delivered if index not in missing]
+                self._undecided.append((plan, list(missing), flags.clone(), flat))
+            else:
+                said = flags.tolist()
+                used = dict(zip(plan.layout.trainable, said, strict=True))
+                delivered = [index for index in delivered if index not in missing or used[index]]
+        self._deliver(plan, flat, delivered)
+
+    @torch.no_grad()
+    def decide(self) -> None:
+        """At the end of a backward: read the flags that `land` did not wait for."""
+        undecided, self._undecided = self._undecided, []
+        for plan, missing, flags, flat in undecided:
+            used = dict(zip(plan.layout.trainable, flags.tolist(), strict=True))
+            self._deliver(plan, flat, [index for index in missing if used[index]])
+
+    def _deliver(self, plan: _Plan, flat: Tensor, indices: Sequence[int]) -> None:
+        if self.precision.gradient != flat.dtype:
+            flat = flat.to(self.precision.gradient)
+        if self._home is not None:
+            (flat,) = self._home.take([flat])
+        places, at_rest = plan.places, self.at_rest
+        fresh = [flat.as_strided(places[i][2], places[i][3], flat.storage_offset() + places[i][0]) for i in indices]
+        if self._hold_shards:
+            self._hold_on(indices, fresh)
+            return
+        parameters = [at_rest[index] for index in indices]
+        with as_tensors():
+            grads = list(map(gradient_of, parameters))
+            hooked = any(map(gradient_hooks, parameters)) and not self.in_place
+            after = any(map(hooks_after_accumulation, parameters))
+        if self._home is not None and (hooked or after or any(grad is not None for grad in grads)):
+            wait_for_traffic()
+        for parameter, grad, local in zip(parameters, grads, fresh, strict=True):
+            gradient = gradient_like(local, parameter)
+            if hooked and gradient_hooks(parameter):
+                gradient = run_gradient_hooks(parameter, gradient)
+                grad = parameter.grad  # a hook may have changed it
+            if grad is None:
+                parameter.grad = gradient
+            else:
+                _add(parameter, grad, gradient)
+        if after:
+            for parameter in parameters:
+                run_post_accumulate_hooks(parameter)
+
+    def _hold_on(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
+        """Accumulate gradients that are reduced over the shard dimension only."""
+        for index, local in zip(indices, fresh, strict=True):
+            at_rest = self.at_rest[index]
+            before = at_rest.grad
+            if isinstance(before, DTensor) and is_unreduced(before):
+                local_of(before).add_(local)
+                continue
+            if isinstance(before, DTensor):  # a mean, the same on every replica
+                self._refuse_hooks_twice(index)
+                local = local + local_of(before)
+            at_rest.grad = gradient_of_shards(local, at_rest, self.mesh_info.shard_dim)
+
+    def _deliver_whole(self, gradients: Sequence[Tensor | None]) -> None:
+        """One rank alone: nothing is summed; dtypes are those of a reduction."""
+        there = [(p, g) for p, g in zip(self.at_rest, gradients, strict=True) if g is not None]
+        # To the reduce dtype as well, as where there are other ranks.
+        casts = [gradient.to(self.precision.reduce).to(self.precision.gradient) for _, gradient in there]
+        if self._home is not None:
+            casts = self._home.take(casts)
+            wait_for_traffic()
+        for (parameter, _), cast in zip(there, casts, strict=True):
+            gradient = gradient_like(cast, parameter)
+            if not self.in_place:
+                gradient = run_gradient_hooks(parameter, gradient)
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                _add(parameter, parameter.grad, gradient)
+            run_post_accumulate_hooks(parameter)
+
+    # --- giving up --------------------------------------------------------------------------------------------------
+
+    def drop(self) -> None:
+        """A step is lost: wait for what is in flight, and forget unreduced and accumulated gradients."""
+        try:
+            if self._work is not None:
+                self._wait()
+        finally:
+            self._work = self._flat = self._kept = None
+            self.state = BucketState.EMPTY
+            self._undecided, self._carried = [], []
+            if not self.in_place or self.holds:
+                for parameter in self.compute:
+                    parameter.grad = None
+            for parameter in self.at_rest:
+                if is_unreduced(parameter.grad):
+                    parameter.grad = None
+            self.holds, self._wanted = False, ()
+
+
+def _said(plan: _Plan, flags: Tensor, index: int) -> bool:
+    return bool(flags[plan.layout.trainable.index(index)].item())
+
+
+def _add(parameter: nn.Parameter, grad: Tensor, more: Tensor) -> None:
+    if isinstance(grad, DTensor) and isinstance(more, DTensor):
+        if grad.placements != more.placements:  # of a loss that was made from the at-rest parameter itself
+            parameter.grad = grad = grad.redistribute(placements=more.placements)
+        local_of(grad).add_(local_of(more))
+    else:
+        grad.add_(more)
+
+
+class _Plan:
+    """How a bucket's gradients travel while a given set of parameters trains.
+
+    Attributes:
+        places: for each trainable parameter, start and length of its sum in the flat gradient buffer, its shape and strides.
+        message: the rows of the reduce-scatter, one per rank.
+    """
+
+    def __init__(self, bucket: GradBucket, trainable: tuple[bool, ...]) -> None:
+        traits, precision = bucket.mesh_info.all.traits, bucket.precision
+        smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
+        layout: ReduceLayout = plan_reduction(
+            bucket.slots, trainable, align=max(1, 64 // smallest), packed_align=max(1, traits.align // smallest)
+        )
+        self.layout = layout
+        self._slots = bucket.slots
+        self._ranks = ranks = 1 if bucket._shards is None else bucket._shards.size
+        self._device = bucket.device
+        starts = dict(layout.direct) | {index: layout.row_start + start for index, start, _ in layout.columns}
+        self.places: dict[int, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {}
+        for index in layout.trainable:
+            slot = bucket.slots[index]
+            local = as_parameter(torch.empty(slot.local_shape(bucket._rank), dtype=torch.float32, device="meta"), slot)
+            self.places[index] = (starts.get(index, 0), local.numel(), tuple(local.shape), tuple(local.stride()))
+        self.message = ElasticBuffer(ranks * layout.row_numel if ranks > 1 else 0, precision.reduce, bucket.device)
+        # Which columns can be handed to `chunk_cat` as autograd made them.
+        self._plain = all(
+            slot.dim == 0 and not slot.order and slot.shape and (slot.route is not Route.WHOLE or ranks == 1)
+            for slot in (bucket.slots[index] for index, _, _ in layout.columns)
+        )
+        # Zeros between two columns that start at multiples of the alignment.
+        ends = [start + numel for _, start, numel in layout.columns]
+        starts_next = [*(start for _, start, _ in layout.columns[1:]), layout.flags_start]
+        self._gaps = [after - end for end, after in zip(ends, starts_next, strict=True)]
+        self._tail = layout.row_numel - layout.flags_start - len(layout.trainable)
+        self._constants: dict[torch.dtype, tuple[Tensor, list[Tensor | None]]] = {}
+
+    def _constants_in(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor | None]]:
+        """Flags that are all one, with the padding behind them; and the zeros behind each column."""
+        found = self._constants.get(dtype)
+        if found is None:
+            with torch.inference_mode(False):
+                flags = torch.ones(self._ranks, len(self.layout.trainable) + self._tail, dtype=dtype, device=self._device)
+                gaps = [
+                    torch.zeros(self._ranks, gap, dtype=dtype, device=self._device) if gap else None for gap in self._gaps
+                ]
+            found = self._constants[dtype] = flags, gaps
+        return found
+
+    def copy_in(self, gradients: Sequence[Tensor | None], unused: Sequence[int], rows: Tensor) -> None:
+        """Fill the rows, one per rank, with that rank's chunk of every gradient, and the flags."""
+        source = next((gradient.dtype for gradient in gradients if gradient is not None), rows.dtype)
+        flags, gaps = self._constants_in(source)
+        if unused:
+            said = [0.0 if index in unused else 1.0 for index in self.layout.trainable] + [1.0] * self._tail
+            flags = torch.tensor(said, dtype=source).to(self._device, non_blocking=True).expand_as(flags)
+        pieces: list[Tensor] = []
+        for (index, _, _), gap in zip(self.layout.columns, gaps, strict=True):
+            gradient = gradients[index]
+            if gradient is None:
+                gradient = torch.zeros(self._slots[index].shape, dtype=source, device=self._device)
+                pieces.append(gradient if self._plain else self._as_rows(index, gradient))
+            elif self._plain:
+                pieces.append(gradient)
+            else:
+                slot = self._slots[index]
+                pieces.append(self._as_rows(index, gradient.permute(slot.order) if slot.order else gradient))
+            if gap is not None:
+                pieces.append(gap)
+        pieces.append(flags)
+        chunk_cat(pieces, 0, self._ranks, out=rows)
+
+    def _as_rows(self, index: int, gradient: Tensor) -> Tensor:
+        """A gradient in memory order as something that `chunk_cat` cuts into a row per rank."""
+        slot, ranks = self._slots[index], self._ranks
+        if slot.route is Route.WHOLE:
+            return gradient.reshape(1, -1).expand(ranks, -1) if ranks > 1 else gradient.reshape(-1)
+        if slot.dim == 0:
+            return gradient
+        if slot.even:
+            return gradient.reshape(slot.outer, ranks, -1).transpose(0, 1).reshape(ranks, -1)
+        rows = gradient.new_zeros(ranks, slot.chunk_numel)
+        for rank in range(ranks):
+            start, length = slot.extent(rank)
+            if length:
+                rows[rank, : slot.local_numel(rank)] = gradient.narrow(slot.dim, start, length).reshape(-1)
+        return rows

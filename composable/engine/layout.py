@@ -1,0 +1,249 @@
+"""Where every element of a parameter group lives: shards, the full buffer, and the rows of messages. Integers only, no torch.
+
+A parameter travels in one of three ways:
+
+* `DIRECT`: it is cut evenly along dimension 0 and its shard is large. Its rows go straight from the shards to their place in the
+  full buffer, and its gradient straight to the shards: nothing is copied in or out.
+* `PACKED`: everything else that is cut. A message costs about 0.1 ms whatever its size, so small parameters share one, which
+  lands in a staging buffer and is copied out.
+* `WHOLE`: it is not cut, because it has no dimension or the shard dimension of the mesh has one rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Route(Enum):
+    """How a parameter travels between its shards and the full buffer."""
+
+    DIRECT = "in a message of its own"
+    PACKED = "in a message with others"
+    WHOLE = "not at all: every rank has all of it"
+
+
+@dataclass(frozen=True, slots=True)
+class ParamShape:
+    """What the layout depends on.
+
+    Attributes:
+        shape: sizes in memory order, from the outermost dimension to the innermost.
+        dim: the position in `shape` that is cut; None if the parameter is not cut.
+        order: which dimension of the parameter each position of `shape` is; empty if they are in order (contiguous).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int | None = 0
+    order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place, in elements. Shards follow `torch.chunk`: the last ranks may have fewer rows, or none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int
+    num_shards: int
+    route: Route
+    shard_start: int = 0  # in the shard buffer
+    full_start: int = 0  # in the full buffer
+    order: tuple[int, ...] = ()
+
+    @property
+    def cut_dim(self) -> int:
+        """The dimension of the parameter that is cut."""
+        return self.order[self.dim] if self.order else self.dim
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def chunk(self) -> int:
+        """Size of a full shard along `dim`."""
+        if not self.shape:
+            return 1
+        return self.shape[self.dim] if self.route is Route.WHOLE else -(-self.shape[self.dim] // self.num_shards)
+
+    @property
+    def outer(self) -> int:
+        return math.prod(self.shape[: self.dim])
+
+    @property
+    def chunk_numel(self) -> int:
+        """Elements of a full shard. Every rank reserves as many."""
+        return self.numel if self.route is Route.WHOLE else self.outer * self.chunk * math.prod(self.shape[self.dim + 1 :])
+
+    @property
+    def full_numel(self) -> int:
+        """Elements in the full buffer. Along dimension 0 rows are padded, so that rank r's rows land r chunks from the start."""
+        return self.num_shards * self.chunk_numel if self.route is not Route.WHOLE and self.dim == 0 else self.numel
+
+    @property
+    def even(self) -> bool:
+        return self.route is Route.WHOLE or self.shape[self.dim] == self.num_shards * self.chunk
+
+    def extent(self, rank: int) -> tuple[int, int]:
+        """First index and number of indices of `dim` that `rank` has."""
+        if self.route is Route.WHOLE:
+            return 0, self.shape[self.dim] if self.shape else 1
+        start = min(rank * self.chunk, self.shape[self.dim])
+        return start, min(self.chunk, self.shape[self.dim] - start)
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        if self.route is Route.WHOLE:
+            return self.shape
+        return (*self.shape[: self.dim], self.extent(rank)[1], *self.shape[self.dim + 1 :])
+
+    def local_numel(self, rank: int) -> int:
+        return math.prod(self.local_shape(rank))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The shard buffer holds direct parameters, then packed ones side by side (that stretch is the message), then whole ones.
+
+    Attributes:
+        full_numel: of direct and whole parameters; packed ones have a buffer of their own, of `late_numel`.
+    """
+
+    slots: tuple[Slot, ...]
+    num_shards: int
+    shard_numel: int
+    packed_start: int
+    packed_numel: int
+    full_numel: int
+    late_numel: int
+
+    def of(self, route: Route) -> list[Slot]:
+        """In the order of the shard buffer."""
+        return sorted((slot for slot in self.slots if slot.route is route), key=lambda slot: slot.shard_start)
+
+    @property
+    def gathered(self) -> bool:
+        """Whether unsharding takes a message."""
+        return any(slot.route is not Route.WHOLE for slot in self.slots)
+
+    @property
+    def cut_numel(self) -> int:
+        """Elements at the start of the shard buffer that are sent."""
+        return self.packed_start + self.packed_numel
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _route(spec: ParamShape, num_shards: int, direct_numel: int, align: int) -> Route:
+    if num_shards == 1 or spec.dim is None or not spec.shape:
+        return Route.WHOLE
+    chunk = math.prod(spec.shape) // num_shards
+    even = spec.dim == 0 and spec.shape[0] % num_shards == 0
+    return Route.DIRECT if even and chunk >= max(direct_numel, 1) and chunk % align == 0 else Route.PACKED
+
+
+def plan_layout(
+    specs: Sequence[ParamShape],
+    *,
+    num_shards: int,
+    direct_numel: int = 1 << 60,
+    max_direct: int = 1 << 30,
+    align: int = 16,
+    packed_align: int = 1,
+    late: bool = True,
+) -> Layout:
+    """Lay parameters out over `num_shards` ranks.
+
+    Args:
+        specs: in the order of their names.
+        direct_numel: elements in a shard from which a parameter travels in a message of its own.
+        max_direct: messages of their own at most; the largest parameters get them.
+        align: slots of the full buffer, and direct shards, start at multiples of this many elements.
+        packed_align: the same for packed shards, a divisor of `align`.
+        late: packed parameters have a full buffer of their own, which gets its memory when their message has landed.
+
+    Example:
+        >>> plan_layout([ParamShape("weight", (5, 4))], num_shards=2).slots[0].local_shape(1)
+        (2, 4)
+    """
+    routes = [_route(spec, num_shards, direct_numel, packed_align) for spec in specs]
+    direct = [index for index, route in enumerate(routes) if route is Route.DIRECT]
+    for index in sorted(direct, key=lambda index: -math.prod(specs[index].shape))[max_direct:]:
+        routes[index] = Route.PACKED
+    slots = {
+        index: Slot(spec.name, spec.shape, spec.dim or 0, num_shards, route, order=spec.order)
+        for index, (spec, route) in enumerate(zip(specs, routes, strict=True))
+    }
+    shard = full = late_numel = packed_start = packed_end = 0
+    for route, shard_align in ((Route.DIRECT, align), (Route.PACKED, packed_align), (Route.WHOLE, packed_align)):
+        if route is Route.PACKED:
+            packed_start = shard
+        for index in [index for index in slots if routes[index] is route]:
+            slot = slots[index]
+            apart = late and route is Route.PACKED
+            slots[index] = replace(slot, shard_start=shard, full_start=late_numel if apart else full)
+            shard = round_up(shard + slot.chunk_numel, shard_align)
+            if apart:
+                late_numel = round_up(late_numel + slot.full_numel, align)
+            else:
+                full = round_up(full + slot.full_numel, align)
+        if route is Route.PACKED:
+            packed_end = shard
+    return Layout(
+        slots=tuple(slots[index] for index in range(len(specs))),
+        num_shards=num_shards,
+        shard_numel=shard,
+        packed_start=packed_start,
+        packed_numel=packed_end - packed_start,
+        # A multiple of `num_shards`, so that neighbours can keep equal cuts of the whole buffer after forward.
+        full_numel=round_up(full, num_shards * align),
+        late_numel=late_numel,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReduceLayout:
+    """How the gradients of one bucket travel: direct ones as they are, the others as columns of one row per rank.
+
+    Behind the columns each row has one flag per gradient. A rank without a gradient for a parameter sends zeros and a zero
+    flag, so the sum of the flags tells every rank whether any rank used the parameter, without another message.
+
+    Attributes:
+        trainable: indices of the slots that get a gradient.
+        direct: of these, those that travel as they are, with where their sum lands in the flat gradient buffer.
+        columns: slot index, start and length in a row, in the order of the row.
+        row_start: where the reduced row lands in the flat gradient buffer.
+        flags_start: where in a row the flags are; they fill it to `row_numel`.
+        numel: of the flat gradient buffer.
+    """
+
+    trainable: tuple[int, ...]
+    direct: tuple[tuple[int, int], ...]
+    columns: tuple[tuple[int, int, int], ...]
+    row_start: int
+    flags_start: int
+    row_numel: int
+    numel: int
+
+
+def plan_reduction(slots: Sequence[Slot], trainable: Sequence[bool], *, align: int = 16, packed_align: int = 1) -> ReduceLayout:
+    """Lay out the message of the gradients that are wanted, and the buffer that their sums land in."""
+    wanted = tuple(index for index, want in enumerate(trainable) if want)
+    direct, cursor = [], 0
+    for index in wanted:
+        if slots[index].route is Route.DIRECT:
+            direct.append((index, cursor))
+            cursor = round_up(cursor + slots[index].chunk_numel, align)
+    row_start, cursor = cursor, 0
+    columns = []
+    for index in wanted:
+        if slots[index].route is not Route.DIRECT and slots[index].chunk_numel:
+            columns.append((index, cursor, slots[index].chunk_numel))
+            cursor = round_up(cursor + slots[index].chunk_numel, packed_align)
+    row_numel = round_up(cursor + len(wanted), packed_align)
+    return ReduceLayout(wanted, tuple(direct), tuple(columns), row_start, cursor, row_numel, row_start + row_numel)

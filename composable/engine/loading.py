@@ -1,0 +1,111 @@
+"""How a state dict comes into the parameters of a sharded unit.
+
+`load_state_dict` hands every module its entries, after a hook that may exchange them. There a plain full tensor becomes the
+`DTensor` of this rank's shard, without a message, and one with other placements is redistributed. What cannot be taken is
+reported as torch reports a wrong shape: by name, at the end of loading.
+
+With `assign=True` torch registers a new parameter per entry. A tied parameter has several entries and stays one: its first entry
+is registered at all of its places, and the others must have the same values.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
+
+from composable.engine.param import describe_mesh, wrap
+from composable.memory.torch_private import local_of
+
+if TYPE_CHECKING:
+    from composable.engine.unit import Unit
+
+
+class StateDictHook:
+    """Runs before each module that holds parameters of a unit takes its entries."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
+        self._here: dict[int, list[tuple[int, str]]] = {}  # by module id: indices of parameters, and their names there
+        self._assigned: dict[int, tuple[str, int]] = {}  # by index: the key and the id of what was registered in this call
+
+    def __call__(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        errors: list[str],
+    ) -> None:
+        """Exchange the entries of `module` for what its parameters can take."""
+        if self._errors is not errors:
+            self._errors, self._assigned, self._here = errors, {}, {}
+            for index, param in enumerate(self._unit.params):
+                for place in param.info.places:
+                    self._here.setdefault(id(place.module), []).append((index, place.name))
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        for index, name in self._here.get(id(module), ()):
+            value = state_dict.get(prefix + name)
+            if isinstance(value, Tensor):
+                state_dict[prefix + name] = self._take(index, prefix + name, value, assign=assign)
+
+    def _take(self, index: int, key: str, value: Tensor, *, assign: bool) -> Tensor:
+        at_rest = self._unit.params[index].at_rest
+        assert isinstance(at_rest, DTensor)
+        if value.shape == (1,) and not at_rest.shape:
+            value = value[0]  # as torch does, for files from before there were tensors without dimensions
+        if value.shape != at_rest.shape:
+            return value  # torch names it
+        if isinstance(value, DTensor) and value.device_mesh != at_rest.device_mesh:
+            self._errors.append(
+                f'"{key}" is a DTensor over {describe_mesh(value.device_mesh)}, the parameter is sharded over '
+                f"{describe_mesh(at_rest.device_mesh)}; load its full_tensor() in place of it"
+            )
+            return at_rest  # so that nothing is changed
+        with torch.no_grad():
+            taken = shard_like(value, at_rest, self._unit.rest_device)
+        return self._register(index, key, taken) if assign else taken
+
+    def _register(self, index: int, key: str, taken: DTensor) -> Tensor:
+        """Register a parameter of `taken` at all places; if another entry of this state dict has done so, that one."""
+        param = self._unit.params[index]
+        first, earlier = self._assigned.get(index, ("", None))
+        registered = param.registered
+        if id(registered) != earlier:
+            # A copy: the full tensor must not live on because of a view of it.
+            parameter = nn.Parameter(taken.clone(), requires_grad=param.at_rest.requires_grad)
+            param.register(parameter)
+            self._assigned[index] = (key, id(parameter))
+            return parameter
+        assert isinstance(registered, DTensor)
+        if not torch.equal(local_of(registered), local_of(taken)):
+            self._errors.append(f'"{key}" and "{first}" are one parameter, and the state dict has different values for them')
+        return registered
+
+
+def shard_like(value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:
+    """`value` with the placements of `parameter`: of a plain tensor, which every rank has, this rank's part on `device`.
+
+    A DTensor with other placements is redistributed, so all ranks must call this.
+    """
+    placements = parameter.placements
+    if isinstance(value, DTensor):
+        return value if value.placements == placements else value.redistribute(placements=placements)
+    mesh, local = parameter.device_mesh, value.detach()
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            size = local.shape[placement.dim]
+            chunk = -(-size // mesh.size(axis))
+            start = min(coordinate[axis] * chunk, size)
+            local = local.narrow(placement.dim, start, min(chunk, size - start))
+    if not local.is_meta:
+        local = local.to(device)
+    return wrap(local, mesh, placements, parameter.shape, parameter.stride())

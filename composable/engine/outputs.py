@@ -1,0 +1,120 @@
+"""Where backward comes to a unit: at the autograd nodes that the unit's forward created for its outputs.
+
+Only outputs that the call created (`node._sequence_nr()` at least the number at entry) trigger the pre-backward hook. An input that
+is returned unchanged, such as a decoder's `memory`, belongs to the call that created it: hooking it here would unshard this unit
+too early. If a call created none of its outputs, they get an identity node: other ranks may have computed something, and all
+ranks must enter the same units in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composable.compilation import untraced
+from composable.contract.hooks import before_gradient, before_node
+from composable.contract.values import map_tensors, tensors_in
+from composable.memory.torch_private import innermost, made_since
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class Watched:
+    """What watching the outputs of one call found.
+
+    Attributes:
+        output: what the caller gets.
+        found: backward will come through one of them.
+        aliases: one of them is, or views, a compute parameter, which must outlive forward then.
+        opaque: types of objects in which no tensor was found, and into which nobody can look.
+    """
+
+    __slots__ = ("aliases", "found", "opaque", "output")
+
+    def __init__(self, output: Any, *, found: bool, aliases: bool = False, opaque: tuple[str, ...] = ()) -> None:
+        self.output = output
+        self.found = found
+        self.aliases = aliases
+        self.opaque = opaque
+
+
+def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor, or of a wrapper subclass that autograd knows nothing of, the tensors inside it that have the graph."""
+    if type(tensor) in _PLAIN or tensor.requires_grad:
+        yield innermost(tensor)
+        return
+    yield tensor
+    for inside in vars(tensor).values():
+        if isinstance(inside, Tensor):
+            yield from _inner_tensors(inside)
+
+
+def watch(
+    output: Any, since: int, entry: Callable[..., None], aliases: Callable[[Tensor], bool], *, counted: bool = True
+) -> Watched:
+    """Call `entry` before backward goes through `output`.
+
+    Args:
+        since: the number of autograd's next node when the call began.
+        aliases: whether a tensor lies in the memory of a compute parameter.
+        counted: it is a forward, and no recomputation.
+    """
+    if type(output) is Tensor and not output._is_view():  # nearly always
+        node = output.grad_fn
+        if node is not None and made_since(since, node):
+            before_node(node, entry)
+            return Watched(output, found=True)
+
+    def made_here(node: Any) -> bool:
+        return made_since(since, node)
+
+    opaque: list[Any] = []
+    found = aliased = seen = given = False
+    for outer in tensors_in(output, opaque):
+        seen = True
+        for tensor in _inner_tensors(outer):
+            own = aliases(tensor)
+            aliased = aliased or own
+            if not tensor.requires_grad:
+                continue
+            if (own or tensor.grad_fn is not None) and before_gradient(tensor, entry, made_here):
+                found = True
+            else:
+                given = True
+    if given and not found and counted:
+        output = map_tensors(output, _with_a_node)
+        found = _announce(tensors_in(output), entry, made_here)
+    kinds = () if seen else tuple(dict.fromkeys(type(value).__name__ for value in opaque))
+    return Watched(output, found=found, aliases=aliased, opaque=kinds)
+
+
+def _with_a_node(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor) if tensor.requires_grad and tensor.layout is torch.strided else tensor
+
+
+def _announce(tensors: Iterable[Tensor], entry: Callable[..., None], made_here: Callable[[Any], bool]) -> bool:
+    found = False
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            found = before_gradient(tensor, entry, made_here) or found
+    return found
+
+
+class Entry:
+    """Called before backward goes through the outputs of one call; several outputs count once."""
+
+    __slots__ = ("_counted", "_unit")
+
+    def __init__(self, unit: Any, *, counted: bool) -> None:
+        self._unit = unit
+        self._counted = counted
+
+    @untraced
+    def __call__(self, *_: Any) -> None:
+        if self._counted:
+            self._counted = False
+            self._unit.pending -= 1
+        self._unit.pre_backward()

@@ -1,0 +1,394 @@
+"""One managed parameter: where it is registered, what users see at rest, and what modules compute with.
+
+Autograd always accumulates on the compute form; gradients land on the at-rest form. Both are one object where nothing is
+sharded or cast:
+
+| case                            | at rest                                     | compute                              |
+|---------------------------------|---------------------------------------------|--------------------------------------|
+| `fully_shard`                   | `DTensor` over the shard buffer             | `nn.Parameter` over the full buffer  |
+| `replicate` in a tree of shards | `DTensor(Replicate)` over the user's memory | the user's own parameter             |
+| `replicate` alone, or one rank  | the user's own parameter                    | the same object                      |
+| the last two with a cast        | as above                                    | `nn.Parameter` over the full buffer  |
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Final, NamedTuple
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from composable.compilation import untraced
+from composable.engine.layout import Route, Slot
+from composable.errors import few
+from composable.memory.torch_private import (
+    dtensor_like,
+    gradient_hooks,
+    hooks_after_accumulation,
+    local_of,
+    parameter_around,
+    set_local,
+)
+
+gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
+trainability: Final = attrgetter("requires_grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter or a buffer is registered."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        return self.module._parameters.get(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class ParamInfo:
+    """What an annotation asks of one parameter.
+
+    Attributes:
+        fqn: below the annotated module.
+        places: every place where it is registered (several for tied weights).
+        shard_dim: the dimension to shard; None for a parameter that is not sharded.
+        exact: it keeps its dtype, whatever the mixed precision policy says.
+    """
+
+    fqn: str
+    places: tuple[Place, ...]
+    shard_dim: int | None = None
+    exact: bool = False
+
+
+# --- labels: what a parameter is to its unit, for checks of optimizers and messages ---------------------------------
+
+_LABEL: Final = "_composable_label"
+
+
+class ParamLabel(NamedTuple):
+    """Plain strings, since copies and files may take them along.
+
+    Attributes:
+        form: "at_rest", "compute", "original" (replaced by the annotation) or "removed" (replaced by `remove`).
+    """
+
+    unit: str
+    fqn: str
+    form: str
+
+
+def set_label(parameter: nn.Parameter, unit: str, fqn: str, form: str) -> None:
+    setattr(parameter, _LABEL, ParamLabel(unit, fqn, form))
+
+
+def drop_label(parameter: nn.Parameter) -> None:
+    vars(parameter).pop(_LABEL, None)
+
+
+def label_of(parameter: Tensor) -> ParamLabel | None:
+    """What `parameter` is to the unit that manages it; None if no unit does."""
+    return getattr(parameter, _LABEL, None)
+
+
+def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
+    """Give `target` the Python attributes that users have set on `source`."""
+    vars(target).update({name: value for name, value in vars(source).items() if name not in (_LABEL, "_is_param")})
+
+
+# --- experts: which ranks train the model that a parameter is a part of ---------------------------------------------
+
+_MODEL_GROUP: Final = "_composable_model_group"
+
+
+def set_model_group(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    setattr(parameter, _MODEL_GROUP, ref(group))
+
+
+def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
+    """The group of all ranks that train the model of which `parameter` is a part (an expert on a mesh of its own).
+
+    None if the parameter's own mesh has all of them.
+    """
+    reference = getattr(parameter, _MODEL_GROUP, None)
+    return None if reference is None else reference()
+
+
+# --- the managed parameter ------------------------------------------------------------------------------------------
+
+
+class ManagedParam:
+    """One parameter of a unit.
+
+    Attributes:
+        info: what the annotation asked for; `places` may grow by tied places of other units.
+        own: the user's parameter, for units that leave its memory where it is; None where the unit has shards.
+        original: weakly, the parameter that was registered before the annotation.
+        at_rest, compute: see the table at the top of this file.
+    """
+
+    __slots__ = ("at_rest", "by_setattr", "compute", "info", "original", "own", "tables")
+
+    def __init__(self, info: ParamInfo) -> None:
+        registered = next(place.registered for place in info.places if place.registered is not None)
+        self.original = ref(registered)
+        self.own: nn.Parameter | None = None
+        self.at_rest: nn.Parameter = registered
+        self.compute: nn.Parameter = registered
+        self.set_info(info)
+
+    def set_info(self, info: ParamInfo) -> None:
+        self.info = info
+        # RNNs keep a list of their own of their parameters, which only `setattr` updates.
+        self.by_setattr = tuple(p for p in info.places if type(p.module).__setattr__ is not nn.Module.__setattr__)
+        self.tables = tuple((p.module._parameters, p.name) for p in info.places if p not in self.by_setattr)
+
+    @property
+    def fqn(self) -> str:
+        return self.info.fqn
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        return self.info.places[0].registered
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Register `parameter` at all places. A place that was deleted, or set to None, stays so."""
+        for table, name in self.tables:
+            if table.get(name) is not None:
+                table[name] = parameter
+        for place in self.by_setattr:
+            if place.registered is not None:
+                setattr(place.module, place.name, parameter)
+
+
+class ParameterSwap:
+    """Which form of a unit's parameters its modules hold. A tensor that the user registered stays where it is."""
+
+    __slots__ = ("_by_setattr", "_by_table")
+
+    def __init__(self, params: Sequence[ManagedParam]) -> None:
+        # Flat tuples and plain loops: they run for every parameter four times per step.
+        pairs = [param for param in params if param.at_rest is not param.compute]
+        self._by_table = tuple((table, name, p.at_rest, p.compute) for p in pairs for table, name in p.tables)
+        self._by_setattr = tuple((place.module, place.name, p.at_rest, p.compute) for p in pairs for place in p.by_setattr)
+
+    def swap_in(self) -> None:
+        """Register the compute parameters."""
+        for table, name, at_rest, compute in self._by_table:
+            if table.get(name) is at_rest:
+                table[name] = compute
+        for module, name, at_rest, compute in self._by_setattr:
+            if module._parameters.get(name) is at_rest:
+                setattr(module, name, compute)
+
+    def swap_out(self) -> None:
+        """Register the at-rest parameters again."""
+        for table, name, at_rest, compute in self._by_table:
+            if table.get(name) is compute:
+                table[name] = at_rest
+        for module, name, at_rest, compute in self._by_setattr:
+            if module._parameters.get(name) is compute:
+                setattr(module, name, at_rest)
+
+
+# --- memory order: shards of dense parameters that are not contiguous (channels_last) -------------------------------
+
+
+def memory_order(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of a dense tensor from the outermost in memory to the innermost; empty for a contiguous one."""
+    if tensor.is_contiguous():
+        return ()
+    # As torch lays out a tensor like this one: what is not dense becomes so.
+    bare = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    strides = torch.empty_like(bare).stride()
+    order = tuple(sorted(range(tensor.ndim), key=lambda dim: -strides[dim]))
+    return () if order == tuple(range(tensor.ndim)) else order
+
+
+def as_parameter(tensor: Tensor, slot: Slot) -> Tensor:
+    """A tensor whose dimensions are in memory order, with the parameter's order of dimensions."""
+    return tensor.permute(sorted(range(tensor.ndim), key=slot.order.__getitem__)) if slot.order else tensor
+
+
+def whole_shape(slot: Slot) -> Tensor:
+    """A meta tensor with the shape and strides of the whole parameter."""
+    return as_parameter(torch.empty(slot.shape, dtype=torch.float32, device="meta"), slot)
+
+
+def cut(whole: Tensor, slot: Slot, rank: int) -> Tensor:
+    """The shard of a whole tensor that `rank` has: a view."""
+    if slot.route is Route.WHOLE:
+        return whole
+    return whole.narrow(slot.cut_dim, *slot.extent(rank))
+
+
+# --- DTensors -------------------------------------------------------------------------------------------------------
+
+
+def wrap(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, stride: tuple[int, ...]
+) -> DTensor:
+    """A `DTensor` around `local`, without a collective."""
+    if local.device.type not in ("meta", mesh.device_type):
+        # A local tensor on the host, on a mesh of accelerators (CPU offload): `from_local` would move it.
+        bare = torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta")
+        return dtensor_like(local, DTensor.from_local(bare, mesh, placements, run_check=False, shape=shape, stride=stride))
+    # Around a stand-in: a DTensor takes over the storage offset of what it is made around, and then cannot be copied.
+    stand_in = torch.empty_like(local) if local.storage_offset() else local
+    made = DTensor.from_local(stand_in, mesh, placements, run_check=False, shape=shape, stride=stride)
+    set_local(made, local)
+    return made
+
+
+def dtensor_parameter(
+    local: Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    *,
+    requires_grad: bool,
+) -> nn.Parameter:
+    """A parameter around `local`. Around a stand-in first, since a Parameter is a detached copy of what it is made of."""
+    made = wrap(torch.empty_like(local), mesh, placements, shape, stride)
+    parameter = parameter_around(made, requires_grad=requires_grad)
+    assert isinstance(parameter, DTensor)
+    set_local(parameter, local)
+    return parameter
+
+
+def shard_placements(slot: Slot, mesh: DeviceMesh, mesh_dim: int) -> list[Placement]:
+    """The placements of a sharded parameter: cut over `mesh_dim`, the same along other dimensions of the mesh."""
+    uncut = slot.route is Route.WHOLE and (slot.num_shards > 1 or not slot.shape)
+    along: Placement = Replicate() if uncut else Shard(slot.cut_dim)
+    return [along if dim == mesh_dim else Replicate() for dim in range(mesh.ndim)]
+
+
+def gradient_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """`local` as a gradient of `parameter`: a `DTensor` of the same placements, or `local` itself."""
+    if not isinstance(parameter, DTensor):
+        return local
+    own = local_of(parameter)
+    if local.shape == own.shape and local.stride() == own.stride() and local.dtype == own.dtype:
+        return dtensor_like(local, parameter)  # the usual case, 5 us instead of 50
+    return wrap(local, parameter.device_mesh, parameter.placements, parameter.shape, parameter.stride())
+
+
+def unreduced_gradient(local: Tensor, parameter: Tensor) -> Tensor:
+    """This rank's whole gradient of `parameter`, not yet reduced: the mean over all ranks is the gradient."""
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh = parameter.device_mesh
+    made = wrap(local, mesh, [Partial("avg")] * mesh.ndim, local.shape, local.stride())
+    # torch refuses a gradient on another device than its parameter; under CPU offload this one is on its way there.
+    return made if made.device.type == parameter.device.type else dtensor_like(local, made, parameter.device)
+
+
+def gradient_of_shards(local: Tensor, parameter: Tensor, shard_dim: int) -> Tensor:
+    """A gradient that is reduced over the shard dimension of the mesh, and not yet over the replicate dimension."""
+    assert isinstance(parameter, DTensor)
+    placements = [each if dim == shard_dim else Partial("avg") for dim, each in enumerate(parameter.placements)]
+    return wrap(local, parameter.device_mesh, placements, parameter.shape, parameter.stride())
+
+
+def is_unreduced(gradient: Tensor | None) -> bool:
+    """Whether `gradient` was accumulated under `no_sync` and is not the mean over all ranks yet."""
+    return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
+
+
+def describe_mesh(mesh: DeviceMesh) -> str:
+    """Like `the (2,) cpu mesh of ranks 0, 1`."""
+    return f"the {tuple(mesh.shape)} {mesh.device_type} mesh of ranks {few([str(r) for r in mesh.mesh.flatten().tolist()])}"
+
+
+def keep_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:
+    """Let the parameter's gradient have `dtype`; torch accepts the parameter's own only, unless told otherwise."""
+    if getattr(parameter, "grad_dtype", dtype) != dtype:
+        gradient, parameter.grad = parameter.grad, None
+        parameter.grad_dtype = dtype
+        parameter.grad = None if gradient is None else gradient.to(dtype)
+
+
+# --- hooks of users on at-rest parameters ---------------------------------------------------------------------------
+
+
+def move_hooks(source: nn.Parameter, target: nn.Parameter) -> None:
+    """`target` has the hooks of `source`, and `source` none. What removes a hook knows its table, so the tables move."""
+    tensor_hooks, after = gradient_hooks(source), hooks_after_accumulation(source)
+    if isinstance(after, DeferredHooks):
+        after = after.of_users
+    source._backward_hooks = None
+    source._post_accumulate_grad_hooks = OrderedDict()  # None would leave the hooks in C++
+    if tensor_hooks:
+        target._backward_hooks = tensor_hooks
+    if after:
+        target._post_accumulate_grad_hooks = after
+
+
+def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+    """What the parameter's tensor hooks make of a gradient that lands, as autograd would ask them."""
+    with torch.no_grad():
+        for hook in list((gradient_hooks(parameter) or {}).values()):
+            changed = hook(gradient)
+            gradient = gradient if changed is None else changed
+    return gradient
+
+
+def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
+    """Call the post-accumulate hooks of an at-rest parameter, when its reduced gradient is there."""
+    hooks = hooks_after_accumulation(parameter)
+    if not hooks:
+        return
+    waiting = hooks.of_users if isinstance(hooks, DeferredHooks) else hooks
+    with torch.no_grad():
+        for hook in list(waiting.values()):
+            hook(parameter)
+
+
+class DeferredHooks(OrderedDict[int, Any]):
+    """The post-accumulate hooks of a replicated parameter on which autograd itself accumulates.
+
+    Autograd calls every hook in the table as soon as the local gradient is there. Users mean the reduced one. torch's C++ code
+    reads the dict itself, and users add and remove hooks by the methods: so the dict holds the engine's hook only, and the
+    methods keep the users' in `of_users`, from where they are called when the reduction has landed.
+    """
+
+    def __init__(self, arrived: Callable[[Tensor], None], users: OrderedDict[int, Any] | None) -> None:
+        super().__init__()
+        dict.__setitem__(self, -1, arrived)
+        self.of_users: OrderedDict[int, Any] = OrderedDict() if users is None else users
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self.of_users[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        del self.of_users[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.of_users
+
+
+def defer_hooks(parameter: nn.Parameter, arrived: Callable[[Tensor], None]) -> Callable[[], None]:
+    """Call `arrived` when autograd has accumulated, and the hooks of users when they are run; returns the inverse."""
+    users = hooks_after_accumulation(parameter)
+    if isinstance(users, DeferredHooks):
+        users = users.of_users
+    deferred = DeferredHooks(untraced(arrived), users)
+    parameter._post_accumulate_grad_hooks = deferred
+
+    def undo() -> None:
+        if hooks_after_accumulation(parameter) is deferred:
+            parameter._post_accumulate_grad_hooks = deferred.of_users
+
+    return undo

@@ -1,0 +1,567 @@
+"""The parameters of one unit with one precision on one device, which are unsharded and resharded together.
+
+State machine, with everything that may affect it in this file:
+
+| state                | `unshard`                        | `wait_for_unshard` | `reshard`            | `reshard_after_forward(n)` |
+|----------------------|----------------------------------|--------------------|----------------------|----------------------------|
+| SHARDED              | UNSHARDING                       | -                  | -                    | -                          |
+| UNSHARDING           | -                                | UNSHARDED          | waits, then SHARDED  | -                          |
+| UNSHARDED            | -                                | -                  | SHARDED              | SHARDED_POST_FORWARD       |
+| SHARDED_POST_FORWARD | UNSHARDING, from n ranks' shards | -                  | SHARDED              | -                          |
+
+A collective in flight owns its memory, so `reshard` waits for it first. Groups whose compute parameters are the users' own
+memory have nothing to gather: they are UNSHARDED at all times.
+
+Memory. The full buffer's storage lives as long as the group and its memory comes and goes inside it, since autograd may have
+saved any alias of a compute parameter. Packed parameters have a buffer of their own, which gets its memory when their message has
+landed. All writes of the engine go through tensors made from `.data`, whose version counters are their own.
+
+Versions. A compute parameter's version counter moves when its shards are written to between two gathers, so autograd refuses a
+graph that saved the values of before, as it does for a plain parameter. While the memory is gone the counter has a value that no
+graph has: autograd raises its own error before it reads freed memory.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from composable.comm.base import Comm, Work
+from composable.comm.mesh import MeshInfo
+from composable.config import CPUOffloadPolicy
+from composable.engine.layout import Layout, ParamShape, Route, Slot, plan_layout
+from composable.engine.param import (
+    ManagedParam,
+    as_parameter,
+    copy_attributes,
+    cut,
+    dtensor_parameter,
+    gradient_like,
+    keep_gradients_in,
+    memory_order,
+    move_hooks,
+    set_label,
+    shard_placements,
+    whole_shape,
+)
+from composable.engine.precision import Precision
+from composable.errors import few
+from composable.memory.elastic import ElasticBuffer, with_own_storage
+from composable.memory.offload import ComingShards, HostHome
+from composable.memory.streams import has_streams
+from composable.memory.torch_private import innermost, local_of, outside_transforms, set_local, set_versions, take_hooks
+
+logger = logging.getLogger("composable")
+
+version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-defined]  # the quickest way to ask many
+
+# A version that no parameter comes to. docs/failures.md has it, since users read it in autograd's error.
+ABSENT: Final = 2**31 - 1
+_CACHE_LINE: Final = 64  # bytes
+
+
+class ShardedState(enum.Enum):
+    """Where the parameters of a group are."""
+
+    SHARDED = "every rank has its shard"
+    UNSHARDING = "the all-gather is in flight"
+    UNSHARDED = "every rank has all of them"
+    SHARDED_POST_FORWARD = "a few neighbouring ranks have all of them together"
+
+
+class ParamGroup:
+    """See the top of this file.
+
+    Args:
+        params: as they are registered now: plain parameters, or `DTensor`s of an earlier group of the same unit.
+        rest_mesh: for `replicate` in a tree with shards: the mesh that its parameters rest on as `DTensor(Replicate)`.
+
+    Attributes:
+        unit: its name, for messages.
+        has_shards: at-rest parameters are views of a shard buffer (`fully_shard` over ranks).
+        gathers: unsharding takes a message or a cast; otherwise compute parameters are the users' memory.
+        takes_message: unsharding takes a message, so that all ranks take part.
+        kept: compute parameters outlive forward and backward (a scope, or a graph, needs them).
+    """
+
+    def __init__(
+        self,
+        params: Sequence[ManagedParam],
+        precision: Precision,
+        device: torch.device,
+        mesh_info: MeshInfo,
+        *,
+        has_shards: bool,
+        rest_mesh: DeviceMesh | None = None,
+        offload: CPUOffloadPolicy | None = None,
+    ) -> None:
+        self.params = tuple(params)
+        self.precision = precision
+        self.device = device
+        self.mesh_info = mesh_info
+        self.has_shards = has_shards
+        self.comm: Comm = mesh_info.shard
+        self.unit = ""
+        self._label = ""
+        self._work: Work | None = None
+        self._warned = False
+        self.home = HostHome(device, pin_memory=offload.pin_memory) if has_shards and offload and has_streams(device) else None
+        self.layout = self._plan()
+        self.slots = self.layout.slots
+        self.takes_message = has_shards and self.layout.gathered
+        self.gathers = self.takes_message or precision.casts or self.home is not None
+        with torch.no_grad(), torch.inference_mode(False):
+            self._make_shards() if has_shards else self._adopt_own(rest_mesh)
+            self._make_buffers()
+            self._make_forms()
+        self.state = ShardedState.SHARDED if self.gathers else ShardedState.UNSHARDED
+
+    # --- construction -----------------------------------------------------------------------------------------------
+
+    def _plan(self) -> Layout:
+        traits, precision = self.comm.traits, self.precision
+        specs = []
+        for param in self.params:
+            tensor = param.registered
+            assert tensor is not None
+            # Memory that stays where it is needs no plan of its order; a buffer of ours is laid out as the parameter is.
+            order, dim = memory_order(tensor), param.info.shard_dim if self.has_shards else None
+            shape = tuple(tensor.shape[axis] for axis in order) if order else tuple(tensor.shape)
+            specs.append(ParamShape(param.fqn, shape, order.index(dim) if order and dim is not None else dim, order))
+        smallest = min(precision.original.itemsize, precision.compute.itemsize, precision.reduce.itemsize)
+        return plan_layout(
+            specs,
+            num_shards=self.comm.size if self.has_shards else 1,
+            direct_numel=-(-traits.direct_bytes // precision.compute.itemsize),
+            max_direct=traits.max_direct,
+            align=max(1, _CACHE_LINE // smallest),
+            packed_align=max(1, traits.align // smallest),
+            late=self.mesh_info.post_forward is None,
+        )
+
+    def _make_shards(self) -> None:
+        """The shard buffer, filled from what is registered now."""
+        dtype, numel = self.precision.original, self.layout.shard_numel
+        if self.home is not None:
+            self.shard = self.home.zeros(numel, dtype)
+        else:
+            self.shard = torch.zeros(numel, dtype=dtype, device=self.device)
+        for param, slot in zip(self.params, self.slots, strict=True):
+            tensor, view = param.registered, self._shard_view(slot).data
+            if isinstance(tensor, DTensor):
+                view.copy_(local_of(tensor).reshape(view.shape))
+            elif self.device.type != "meta":
+                assert tensor is not None
+                view.copy_(cut(tensor.data, slot, self.comm.rank))
+        self.sources: tuple[Tensor, ...] = (self.shard,)
+
+    def _shard_view(self, slot: Slot) -> Tensor:
+        shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
+        return as_parameter(shard.view(slot.local_shape(self.comm.rank)), slot)
+
+    def _local(self, slot: Slot) -> Tensor:
+        """A shard as the at-rest parameter holds it: the buffer's memory and version counter, and a storage of its own.
+
+        What `torch.save` writes is storages, and a view of the buffer would take the whole buffer with it.
+        """
+        shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
+        local = shard.detach()
+        local.data = as_parameter(with_own_storage(shard).view(slot.local_shape(self.comm.rank)), slot)
+        return local
+
+    def _adopt_own(self, rest_mesh: DeviceMesh | None) -> None:
+        """The users' parameters stay where they are; next to shards they rest as `DTensor(Replicate)` over the same memory."""
+        for param in self.params:
+            registered, known = param.registered, False
+            assert registered is not None
+            if param.own is not None and registered is param.at_rest:
+                own, known = param.own, True
+                if isinstance(registered, DTensor) and local_of(registered).data_ptr() != own.data_ptr():
+                    own.data = local_of(registered)  # the at-rest parameter was moved
+            elif isinstance(registered, DTensor):  # loaded with assign=True
+                own = nn.Parameter(local_of(registered), requires_grad=registered.requires_grad)
+            else:
+                own = registered
+            param.own = own
+            if rest_mesh is None:
+                at_rest = own
+                if known and param.at_rest is not own:  # the shards around it were removed
+                    move_hooks(param.at_rest, own)
+                    if isinstance(param.at_rest.grad, DTensor):
+                        own.grad = local_of(param.at_rest.grad)
+            elif known and isinstance(param.at_rest, DTensor) and param.at_rest.device_mesh == rest_mesh:
+                at_rest = self._at_home(param.at_rest, own.detach())
+            else:
+                at_rest = dtensor_parameter(
+                    own.detach(), rest_mesh, [Replicate()] * rest_mesh.ndim, own.shape, own.stride(),
+                    requires_grad=own.requires_grad,
+                )  # fmt: skip
+                copy_attributes(own, at_rest)
+                move_hooks(own, at_rest)  # autograd accumulates on `own`, and users mean the reduced gradient
+                if own.grad is not None:
+                    at_rest.grad = gradient_like(own.grad, at_rest)
+                    own.grad = None
+            if param.registered is not at_rest:
+                param.register(at_rest)
+            param.at_rest = at_rest
+        self.sources = tuple(param.own for param in self.params if param.own is not None)
+
+    def _make_buffers(self) -> None:
+        layout, dtype, device = self.layout, self.precision.compute, self.device
+        self._buffers: list[ElasticBuffer] = []  # memory of compute parameters
+        self._messages: list[ElasticBuffer] = []  # memory from the launch of the gather to its end
+        self.full = self.late = self._staging = self._sent = None
+        self._coming: ComingShards | None = None
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._post_forward_shard: ElasticBuffer | None = None
+        if not self.gathers:
+            return
+        if layout.full_numel:
+            self.full = ElasticBuffer(layout.full_numel, dtype, device)
+            self._buffers.append(self.full)
+        if layout.late_numel:
+            self.late = ElasticBuffer(layout.late_numel, dtype, device)
+            self._buffers.append(self.late)
+        if layout.packed_numel:
+            self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, dtype, device)
+            self._messages.append(self._staging)
+        if self.home is not None:
+            self._coming = ComingShards(self.shard, self.home)
+        if self.takes_message and self.precision.casts:
+            self._sent = ElasticBuffer(layout.cut_numel, dtype, device)
+            self._messages.append(self._sent)
+        if self.mesh_info.post_forward is not None and self.takes_message:
+            self._post_forward_shard = ElasticBuffer(layout.full_numel // self.mesh_info.post_forward.size, dtype, device)
+        self._plan_sending()
+        self._plan_copy_out()
+
+    def _read(self, start: int, numel: int) -> Tensor:
+        """A stretch of the shard buffer, where a gather or a cast reads it."""
+        if self._coming is not None:
+            return self._coming.buffer.stretch(start, numel).data
+        return self.shard.data[start : start + numel]
+
+    def _room(self, slot: Slot) -> Tensor:
+        """The elements of the full buffers that are reserved for a parameter."""
+        buffer = self.late if slot.route is Route.PACKED and self.late is not None else self.full
+        assert buffer is not None
+        return buffer.stretch(slot.full_start, slot.full_numel).data
+
+    def _plan_sending(self) -> None:
+        layout = self.layout
+
+        def mine(start: int, numel: int) -> Tensor:
+            return self._read(start, numel) if self._sent is None else self._sent.stretch(start, numel).data
+
+        if self._staging is not None:
+            self._pairs.append((self._staging.tensor.data, mine(layout.packed_start, layout.packed_numel)))
+        for slot in layout.of(Route.DIRECT):
+            self._pairs.append((self._room(slot), mine(slot.shard_start, slot.chunk_numel)))
+        targets, sources = self._casts
+        for param, slot in zip(self.params, self.slots, strict=True):
+            if slot.route is Route.WHOLE and slot.numel and not self._aliased(slot):
+                room = self._room(slot)
+                if self.has_shards:
+                    targets.append(room)
+                    sources.append(self._read(slot.shard_start, slot.numel))
+                else:
+                    assert param.own is not None
+                    targets.append(as_parameter(room.view(slot.shape), slot))
+                    sources.append(param.own.data)
+        if self._sent is not None:
+            targets.append(self._sent.tensor.data)
+            sources.append(self._read(0, layout.cut_numel))
+
+    def _plan_copy_out(self) -> None:
+        """How packed parameters get from the staging buffer, a row per rank, to their place in the full buffer."""
+        layout, ranks = self.layout, self.layout.num_shards
+        self._columns: tuple[list[int], list[Tensor]] | None = None
+        self._copies: list[tuple[Tensor, int, Slot]] = []
+        packed = [slot for slot in layout.of(Route.PACKED) if slot.chunk_numel]
+        if any(slot.dim != 0 for slot in packed):
+            self._copies = [(self._room(slot), slot.shard_start - layout.packed_start, slot) for slot in packed]
+            return
+        sizes, targets, cursor = [], [], layout.packed_start
+        for slot in (*packed, None):
+            start = layout.packed_start + layout.packed_numel if slot is None else slot.shard_start
+            if start > cursor:  # padding between two parameters
+                sizes.append(start - cursor)
+                targets.append(torch.empty(ranks, start - cursor, dtype=self.precision.compute, device=self.device))
+            if slot is not None:
+                sizes.append(slot.chunk_numel)
+                targets.append(self._room(slot).view(ranks, slot.chunk_numel))
+                cursor = start + slot.chunk_numel
+        self._columns = (sizes, targets)
+
+    def _make_forms(self) -> None:
+        """Give each parameter its at-rest and its compute form."""
+        mesh = self.mesh_info.mesh
+        for param, slot in zip(self.params, self.slots, strict=True):
+            registered = param.registered
+            assert registered is not None
+            if self.has_shards:
+                assert mesh is not None
+                if isinstance(registered, DTensor):
+                    param.at_rest = self._at_home(registered, self._local(slot))
+                else:
+                    whole = whole_shape(slot)
+                    param.at_rest = dtensor_parameter(
+                        self._local(slot), mesh, shard_placements(slot, mesh, self.mesh_info.shard_dim), whole.shape,
+                        whole.stride(), requires_grad=registered.requires_grad,
+                    )  # fmt: skip
+                    take_hooks(registered, param.at_rest)
+                    copy_attributes(registered, param.at_rest)
+                if param.registered is not param.at_rest:
+                    param.register(param.at_rest)
+            keep_gradients_in(self.precision.gradient, param.at_rest)
+            param.compute = self._compute_form(param, slot)
+            if param.compute is not param.at_rest:
+                copy_attributes(param.at_rest, param.compute)
+        self._coming_params = tuple(
+            param.compute
+            for param, slot in zip(self.params, self.slots, strict=True)
+            if self.gathers and not self._aliased(slot)
+        )
+        self._versions = tuple(map(version_of, self._coming_params))
+        self._absent = (ABSENT,) * len(self._coming_params)
+        self._seen = self.version()
+        locals_ = [local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest for p in self.params]
+        self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
+        if self.gathers:
+            set_versions(self._coming_params, self._absent)
+
+    def _at_home(self, registered: nn.Parameter, local: Tensor) -> nn.Parameter:
+        """The at-rest parameter keeps its identity when its data moves into a new shard buffer."""
+        assert isinstance(registered, DTensor)
+        if registered.device == local.device:
+            set_local(registered, local)
+            return registered
+        # It was moved away, and DTensors remember their device: let it take over a new one's insides.
+        gradient, registered.grad = registered.grad, None
+        made = dtensor_parameter(
+            local, registered.device_mesh, registered.placements, registered.shape, registered.stride(),
+            requires_grad=registered.requires_grad,
+        )  # fmt: skip
+        copy_attributes(registered, made)
+        torch.utils.swap_tensors(registered, made)
+        if isinstance(gradient, DTensor):
+            from_host = local_of(gradient).to(local.device)
+            registered.grad = gradient_like(from_host, registered)
+        return registered
+
+    def _aliased(self, slot: Slot) -> bool:
+        """Whether a parameter's compute form is the memory of its at-rest form, though the group gathers others."""
+        return slot.route is Route.WHOLE and not self.precision.casts and self.home is None
+
+    def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
+        if not self.has_shards and not self.precision.casts:
+            assert param.own is not None
+            return param.own
+        if self.has_shards and self._aliased(slot):  # shares the shards' version counter
+            return nn.Parameter(self._shard_view(slot), requires_grad=self._differentiable)
+        buffer = self.late if slot.route is Route.PACKED and self.late is not None else self.full
+        assert buffer is not None
+        shape = whole_shape(slot)
+        view = buffer.part(slot.full_start, shape.shape, shape.stride())
+        return nn.Parameter(view.data, requires_grad=self._differentiable)
+
+    @property
+    def _differentiable(self) -> bool:
+        return self.precision.compute.is_floating_point or self.precision.compute.is_complex
+
+    def rename(self, unit: str) -> None:
+        self.unit = unit
+        self._label = f"all-gather of unit '{unit}'"
+        for param in self.params:
+            if param.compute is not param.at_rest:
+                set_label(param.compute, unit, param.fqn, "compute")
+            set_label(param.at_rest, unit, param.fqn, "at_rest")
+
+    def address_of(self, param: ManagedParam) -> int:
+        """Where the memory of an at-rest parameter starts."""
+        return self.addresses[self.params.index(param)]
+
+    def local_of_slot(self, slot: Slot) -> Tensor:
+        return self._shard_view(slot)
+
+    # --- unshard and reshard ----------------------------------------------------------------------------------------
+
+    def version(self) -> int:
+        """A number that changes when somebody writes to the shards."""
+        return self.shard._version if self.has_shards else sum(map(version_of, self.sources))
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the shards were written to since they were gathered."""
+        return self.gathers and self.state is not ShardedState.SHARDED and self._seen != self.version()
+
+    def unshard(self) -> None:
+        """Launch the all-gather, unless the parameters are there or on their way."""
+        if self.state is ShardedState.UNSHARDING or self.state is ShardedState.UNSHARDED:
+            return
+        nearby = self.state is ShardedState.SHARDED_POST_FORWARD and self._seen == self.version()
+        if nearby:
+            self._unshard_from_neighbours()
+        else:
+            for buffer in (*self._messages, *((self.full,) if self.full is not None else ())):
+                buffer.allocate()
+            now = self.version()
+            if now != self._seen:  # written to since the last gather: graphs that saved the old values must not be used
+                moved = now - self._seen
+                self._versions = tuple([version + moved for version in self._versions])
+                self._seen = now
+            targets, sources = self._casts
+            if self._coming is not None:
+                self._coming.bring(targets, sources)
+                if self.takes_message:
+                    with self._coming.here():
+                        self._work = self.comm.all_gather(self._pairs, self._label)
+            else:
+                if targets:
+                    torch._foreach_copy_(targets, sources)
+                if self.takes_message:
+                    self._work = self.comm.all_gather(self._pairs, self._label)
+        self.state = ShardedState.UNSHARDING
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather, and copy packed parameters to their place."""
+        if self.state is not ShardedState.UNSHARDING:
+            return
+        work, self._work = self._work, None
+        try:
+            if work is not None:
+                work.wait()
+        except BaseException:
+            self._free()
+            self.state = ShardedState.SHARDED
+            raise
+        if self._post_forward_shard is not None and self._post_forward_shard.held:
+            self._post_forward_shard.free()
+        elif self._staging is not None:
+            if self.late is not None:
+                self.late.allocate()
+            self._copy_out(self._staging.tensor.data.view(self.layout.num_shards, -1))
+        self._end_messages()
+        set_versions(self._coming_params, self._versions)
+        self.state = ShardedState.UNSHARDED
+
+    def _copy_out(self, rows: Tensor) -> None:
+        if self._columns is not None:
+            torch.split_with_sizes_copy(rows, self._columns[0], dim=1, out=self._columns[1])
+            return
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+        for room, start, slot in self._copies:
+            for target, source in row_pairs(slot, room, rows[:, start : start + slot.chunk_numel]):
+                targets.append(target)
+                sources.append(source)
+        torch._foreach_copy_(targets, sources)
+
+    def _end_messages(self) -> None:
+        if self._coming is not None:
+            self._coming.end()
+        for buffer in self._messages:
+            buffer.free()
+
+    def reshard(self) -> None:
+        """Free the compute parameters; a gather in flight is waited for first."""
+        if self.state is ShardedState.SHARDED or not self.gathers:
+            return
+        if self.state is ShardedState.UNSHARDING:
+            self.wait_for_unshard()
+        if self.state is ShardedState.UNSHARDED:
+            self._look_for_writes()
+        self._free()
+        self.state = ShardedState.SHARDED
+
+    def _free(self) -> None:
+        set_versions(self._coming_params, self._absent)
+        self._end_messages()
+        for buffer in self._buffers:
+            buffer.free()
+        if self._post_forward_shard is not None:
+            self._post_forward_shard.free()
+
+    def _look_for_writes(self) -> None:
+        """Warn, once, if a forward wrote to a gathered parameter: the write is lost now.
+
+        Only warn: some writes change nothing (PEFT's parametrizations `set_` a parameter to itself).
+        """
+        now = tuple(map(version_of, self._coming_params))
+        if now == self._versions:
+            return
+        before, self._versions = self._versions, now
+        if self._warned:
+            return
+        coming = {id(parameter): i for i, parameter in enumerate(self._coming_params)}
+        written = [
+            param.fqn
+            for param in self.params
+            if (i := coming.get(id(param.compute))) is not None and before[i] != now[i]
+            # An embedding with a largest norm writes to its weight whenever it is used.
+            and not any(getattr(place.module, "max_norm", None) is not None for place in param.info.places)
+        ]
+        if written:
+            self._warned = True
+            logger.warning(
+                "unit '%s': %s was written to in place while it was unsharded; the write is lost, since only shards are kept. "
+                "Write to the parameter outside of forward, where it is a DTensor",
+                self.unit,
+                few([f"'{name}'" for name in written]),
+            )
+
+    @outside_transforms
+    def reshard_after_forward(self) -> None:
+        """Keep a shard over the few ranks of `mesh_info.post_forward`, for backward to gather from."""
+        if self._post_forward_shard is None:
+            self.reshard()
+            return
+        if self.state is not ShardedState.UNSHARDED:
+            return
+        self._look_for_writes()
+        near, comm = self._post_forward_shard, self.mesh_info.post_forward
+        assert comm is not None and self.full is not None
+        near.allocate()
+        numel = near.tensor.numel()
+        near.tensor.data.copy_(self.full.tensor.data[comm.rank * numel : (comm.rank + 1) * numel])
+        set_versions(self._coming_params, self._absent)
+        self.full.free()
+        self.state = ShardedState.SHARDED_POST_FORWARD
+
+    def _unshard_from_neighbours(self) -> None:
+        near, comm = self._post_forward_shard, self.mesh_info.post_forward
+        assert near is not None and comm is not None and self.full is not None
+        self.full.allocate()
+        self._work = comm.all_gather([(self.full.tensor.data, near.tensor.data)], self._label)
+
+    def aliases(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is, or views, a compute parameter."""
+        start = innermost(tensor).untyped_storage().data_ptr()
+        return any(buffer.held and buffer.tensor.untyped_storage().data_ptr() == start for buffer in self._buffers)
+
+
+def row_pairs(slot: Slot, whole: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of views with equal shapes: parts of a whole parameter (flat, in memory order), and of rows with a chunk per rank."""
+    ranks, chunk = slot.num_shards, slot.chunk_numel
+    if slot.dim == 0:
+        return [(whole.view(ranks, chunk), rows)]
+    if slot.even:  # one strided copy
+        inner = chunk // slot.outer
+        return [(whole.view(slot.outer, ranks, inner).transpose(0, 1), rows.view(ranks, slot.outer, inner))]
+    shaped = whole.view(slot.shape)
+    pairs = []
+    for rank in range(ranks):
+        start, length = slot.extent(rank)
+        if length:
+            source = rows[rank, : slot.local_numel(rank)].view(slot.local_shape(rank))
+            pairs.append((shaped.narrow(slot.dim, start, length), source))
+    return pairs

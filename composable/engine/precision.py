@@ -1,0 +1,147 @@
+"""In which dtypes a unit computes, communicates and keeps gradients, and the casts at its edges."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from composable.config import MixedPrecisionPolicy
+from composable.contract.hooks import EdgeHooks
+from composable.contract.values import map_tensors
+
+_REAL: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """The dtypes of one parameter; parameters with equal ones share a `ParamGroup`.
+
+    Attributes:
+        original: at rest, of the optimizer state and of what is saved.
+        compute: of what modules compute with, and of the all-gather.
+        reduce: of the messages and sums of gradients.
+        gradient: of the gradient that users and optimizers see.
+    """
+
+    original: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    gradient: torch.dtype
+
+    @property
+    def casts(self) -> bool:
+        return self.compute != self.original
+
+    @property
+    def changes(self) -> bool:
+        return self != Precision(*[self.original] * 4)
+
+
+def resolve(policy: MixedPrecisionPolicy, dtype: torch.dtype, *, exact: bool = False) -> Precision:
+    """What a policy means for a parameter of `dtype`. Only real floating-point parameters are cast.
+
+    Args:
+        exact: the parameter keeps its dtype, whatever the policy says (`full_precision_classes`).
+
+    Example:
+        >>> resolve(MixedPrecisionPolicy("bf16"), torch.float32).reduce
+        torch.bfloat16
+    """
+    if exact or dtype not in _REAL:
+        return Precision(dtype, dtype, dtype, dtype)
+    compute = policy.param_dtype or dtype
+    reduce = policy.reduce_dtype or compute
+    return Precision(dtype, compute, reduce, reduce if policy.keep_grads_in_reduce_dtype else dtype)
+
+
+def cast(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors in `value`. Autograd sees the cast, so that gradients go back through it."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """The tensors in `value` on `device`."""
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
+
+
+class BufferHolder(NamedTuple):
+    """A module and what its floating-point buffers are cast to while it computes: all of them, or those that are named."""
+
+    module: nn.Module
+    dtypes: torch.dtype | Mapping[str, torch.dtype]
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        return self.dtypes.get(name) if isinstance(self.dtypes, Mapping) else self.dtypes
+
+
+class BufferCasts:
+    """The casts of a unit's buffers while it computes. At rest modules hold their own buffers, in their own dtype."""
+
+    __slots__ = ("_holders", "_shown")
+
+    def __init__(self, holders: tuple[BufferHolder, ...]) -> None:
+        self._holders = holders
+        self._shown: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # module, name, buffer, its cast
+
+    def show(self) -> None:
+        if self._shown:
+            return
+        casts: dict[tuple[int, torch.dtype], Tensor] = {}  # a buffer that two modules share stays one
+        with torch.no_grad(), torch.inference_mode(False):
+            for holder in self._holders:
+                for name, buffer in holder.module._buffers.items():
+                    dtype = holder.dtype_of(name)
+                    if dtype is None or buffer is None or buffer.dtype == dtype or not buffer.is_floating_point():
+                        continue
+                    if (id(buffer), dtype) not in casts:
+                        casts[id(buffer), dtype] = buffer.to(dtype)
+                    self._shown.append((holder.module, name, buffer, casts[id(buffer), dtype]))
+                    holder.module._buffers[name] = casts[id(buffer), dtype]
+
+    def hide(self) -> None:
+        """Register the buffers again, with what forward wrote to their casts."""
+        shown, self._shown = self._shown, []
+        with torch.no_grad():
+            for module, name, buffer, cast in shown:
+                held = module._buffers.get(name)
+                if held is cast:
+                    # Elements that forward did not change keep all their bits. Batch norm's writes bump no version counter.
+                    buffer.data.copy_(torch.where(buffer.to(cast.dtype) == cast, buffer, cast.to(buffer.dtype)))
+                    module._buffers[name] = buffer
+                elif held is not None and held.dtype == cast.dtype:  # forward registered another tensor
+                    module._buffers[name] = held.to(buffer.dtype)
+
+
+class ExactModule:
+    """A module that keeps its dtype inside a unit that computes in `low`: inputs are cast to its dtype, outputs back."""
+
+    def __init__(self, module: nn.Module, low: torch.dtype) -> None:
+        self._low = low
+        self._edges = EdgeHooks(module, self._cast_inputs, self._cast_back)
+
+    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        changed: tuple[Any, Any] = _cast_between((args, kwargs), self._low, _dtype_of(module))
+        return changed
+
+    def _cast_back(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return _cast_between(output, _dtype_of(module), self._low)
+
+    def remove(self) -> None:
+        self._edges.remove()
+
+
+def _dtype_of(module: nn.Module) -> torch.dtype:
+    """The dtype of its first floating-point parameter or buffer."""
+    for held in (module.parameters(), module.buffers()):
+        for tensor in held:
+            if tensor.is_floating_point():
+                return tensor.dtype
+    return torch.float32
+
+
+def _cast_between(value: Any, before: torch.dtype, after: torch.dtype) -> Any:
+    return map_tensors(value, lambda tensor: tensor.to(after) if tensor.dtype == before else tensor)

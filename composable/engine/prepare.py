@@ -1,0 +1,293 @@
+"""Once per root forward: find what users did to parameters, modules and hooks since the last one; adopt it or refuse it by name.
+
+Nearly always nothing happened. So what the units left is compared in a few calls that run in C, and only a difference is looked
+into unit by unit.
+"""
+
+from __future__ import annotations
+
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.contract.hooks import hooks_attached
+from composable.engine.param import ManagedParam, describe_mesh, set_label, trainability
+from composable.errors import AnnotationError, ForeignParameterError, HooksRemovedError, MeshError, PhaseError, few, still_on_meta
+from composable.memory.torch_private import active_ddp, as_tensors, innermost, local_of, outside_transforms
+
+if TYPE_CHECKING:
+    from composable.engine.root import Root
+    from composable.engine.unit import Unit
+
+
+class Preparation:
+    """The check of one root."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+        self._watched: list[Any] | None = None  # what was found when everything was in order
+        self._refuse_newcomers()
+
+    def prepare(self) -> None:
+        """Raise for what cannot be computed with; rebuild the groups of units whose parameters changed."""
+        root = self._root
+        if active_ddp() is not None:
+            raise AnnotationError(
+                f"unit '{root.name}' is called inside DistributedDataParallel, which would average gradients once more. Leave DDP "
+                "out: replicate and fully_shard average gradients themselves"
+            )
+        if self._watched is not None and self._unchanged():
+            return
+        self._watched = None
+        for unit in root.units:
+            self._look_into(unit)
+        self._note()
+
+    def _note(self) -> None:
+        """Flat lists, which are compared in C."""
+        units = self._root.units
+        params = [param for unit in units for param in unit.params if param.registered is not None]
+        tables = [(table, name, param.at_rest) for param in params for table, name in param.tables]
+        tables += [(p.module._parameters, p.name, param.at_rest) for param in params for p in param.by_setattr]
+        self._tables = [table for table, _, _ in tables]
+        self._names = [name for _, name, _ in tables]
+        self._registered = [parameter for _, _, parameter in tables]
+        self._at_rest = [param.at_rest for param in params]
+        self._locals = [local_of(p) if isinstance(p, DTensor) else p for p in self._at_rest]
+        self._sharded = [p for p in self._at_rest if isinstance(p, DTensor)]
+        self._shards = [local_of(p) for p in self._sharded]
+        self._own = [param.own for param in params if param.own is not None]
+        self._modules = list(dict.fromkeys(module for unit in units for module in unit.modules))
+        self._watched = self._look()
+
+    def _look(self) -> list[Any]:
+        with as_tensors():
+            trains = list(map(trainability, self._at_rest))
+        # A shard's memory is the engine's; that of users' own parameters may be exchanged (`param.data = ...`).
+        return [trains, list(map(Tensor.numel, self._locals)), list(map(Tensor.data_ptr, self._own)), [p.dtype for p in self._own]]
+
+    def _unchanged(self) -> bool:
+        return (
+            all(map(is_, map(dict.get, self._tables, self._names), self._registered))
+            and all(map(is_, map(local_of, self._sharded), self._shards))
+            and self._look() == self._watched
+            and all(map(hooks_attached, self._modules))
+        )
+
+    @outside_transforms
+    def _look_into(self, unit: Unit) -> None:
+        _refuse_cleared_hooks(unit)
+        _refuse_left_alone(unit)
+        _refuse_optimizers_of_torch(unit)
+        if _is_functional_call(unit):
+            return
+        if _adopt(unit):
+            if self._root.iteration is None:
+                unit.reshard()
+            unit.build()
+            if self._root.buckets is not None:
+                self._root.renew_buckets()
+        for group in unit.groups:
+            if group.device.type == "meta" and group.params:
+                raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
+        unit.follow()
+        if self._root.buckets is not None:
+            self._root.buckets.follow()
+
+    def _refuse_newcomers(self) -> None:
+        """Trainable parameters that were added below a unit after its annotation: each rank would train its own."""
+        root = self._root
+        if all(unit.mesh_info.all.size == 1 for unit in root.units):
+            return
+        known = {id(p) for unit in root.units for param in unit.params for p in (param.at_rest, param.own, param.compute)}
+        alone = {(id(place.module), place.name) for unit in root.units if unit.spec for place in unit.spec.left_alone}
+        for unit in root.units:
+            for module in unit.modules:
+                found = [
+                    f"{prefix}.{name}" if prefix else name
+                    for prefix, below in module.named_modules()
+                    for name, parameter in below._parameters.items()
+                    if parameter is not None
+                    and parameter.requires_grad
+                    and id(parameter) not in known
+                    and (id(below), name) not in alone
+                    and not isinstance(parameter, DTensor)
+                    and not _takes_place_of(unit, below, name)
+                ]
+                if found:
+                    raise AnnotationError(
+                        f"unit '{unit.name}' ({unit.spec.verb if unit.spec else ''}): {few([repr(n) for n in found])} was added "
+                        "after the annotation, and no unit manages it: every rank would train its own. Add modules and parameters "
+                        "before annotating, remove and annotate anew, or freeze it"
+                    )
+
+
+def _takes_place_of(unit: Unit, module: nn.Module, name: str) -> bool:
+    return any(place.module is module and place.name == name for param in unit.params for place in param.info.places)
+
+
+def _refuse_cleared_hooks(unit: Unit) -> None:
+    for module in unit.modules:
+        if not hooks_attached(module):
+            raise HooksRemovedError(
+                f"unit '{unit.name}': the forward hooks that the annotation needs were removed from its "
+                f"{type(module).__name__}. Remove hooks by their own handles; to take the annotation back, call remove()"
+            )
+
+
+def _refuse_left_alone(unit: Unit) -> None:
+    if unit.mesh_info.mesh is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        verb = unit.spec.verb if unit.spec else ""
+        raise MeshError(
+            f"unit '{unit.name}' was annotated before there was a process group: each of the {dist.get_world_size()} ranks would "
+            f"train it by itself. Call remove(module, {verb}) and annotate again, now that init_process_group has run; to train on "
+            f"this rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"
+        )
+
+
+def _refuse_optimizers_of_torch(unit: Unit) -> None:
+    """torch's optimizers in backward hang on nodes of autograd's, which compute parameters of shards do not share."""
+    for param in unit.params:
+        if hasattr(param.at_rest, "_in_backward_optimizers") or hasattr(param.compute, "_in_backward_optimizers"):
+            raise PhaseError(
+                f"parameter '{param.fqn}' of unit '{unit.name}' has an optimizer of torch's _apply_optimizer_in_backward, which "
+                "would step before its gradient is reduced, or never. Use composable.apply_optimizer_in_backward, or "
+                "register_post_accumulate_grad_hook on the parameter"
+            )
+
+
+def _is_functional_call(unit: Unit) -> bool:
+    """`torch.func.functional_call` registers tensors of its own for one call; a unit that only replicates computes with them."""
+    if unit.is_sharded:
+        return False
+    held = [param.registered for param in unit.params]
+    return any(tensor is not None and not isinstance(tensor, nn.Parameter) for tensor in held)
+
+
+def _adopt(unit: Unit) -> bool:
+    """Whether the unit has to be built anew, since its parameters were replaced, moved or cast."""
+    _refuse_resized(unit)
+    changed = False
+    newcomers = [_newcomer(unit, param) for param in unit.params]  # whatever is refused is refused before anything changes
+    for param, newcomer in zip(unit.params, newcomers, strict=True):
+        if newcomer is not None:
+            set_label(param.at_rest, unit.name, param.fqn, "original")
+            param.register(newcomer)
+            changed = True
+    for group in unit.groups:
+        for param in group.params:
+            at_rest = param.at_rest
+            if param.own is not None:
+                local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
+                moved = local.data_ptr() != param.own.data_ptr() or local.device != group.device
+                changed = changed or moved or at_rest.dtype != group.precision.original or _sources_moved(group)
+            elif isinstance(at_rest, DTensor):
+                local = local_of(at_rest)
+                _refuse_moved_off_the_host(unit, param, local)
+                changed = changed or local._base is None and local.data_ptr() != group.address_of(param)
+    return changed
+
+
+def _sources_moved(group: Any) -> bool:
+    return bool(group.addresses != [param.own.data_ptr() for param in group.params])
+
+
+def _refuse_resized(unit: Unit) -> None:
+    """An operator with `out=` resizes a shard to the whole, and fails: whoever writes to it next would write behind its memory."""
+    for group in unit.groups:
+        if not group.has_shards:
+            continue
+        for param, slot in zip(group.params, group.slots, strict=True):
+            at_rest = param.at_rest
+            if param.registered is not at_rest or not isinstance(at_rest, DTensor):
+                continue
+            local, shape = local_of(at_rest), slot.local_shape(group.comm.rank)
+            if local.data_ptr() == group.address_of(param) and local.numel() != torch.Size(shape).numel():
+                right = group.local_of_slot(slot)
+                local.as_strided_(right.shape, right.stride())
+                raise ForeignParameterError(
+                    f"parameter '{param.fqn}' of unit '{unit.name}': its shard was resized by an operator with out=, as "
+                    "torch.nn.init.eye_ calls one, which cannot work on shards. The shard has its shape again, and the values "
+                    "from before. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor"
+                )
+
+
+def _refuse_moved_off_the_host(unit: Unit, param: ManagedParam, local: Tensor) -> None:
+    at_rest = param.at_rest
+    assert isinstance(at_rest, DTensor)
+    if at_rest.device_mesh.device_type == "cpu" and local.device.type not in ("cpu", "meta"):
+        raise ForeignParameterError(
+            f"parameter '{param.fqn}' of unit '{unit.name}' was moved to {local.device}, and the ranks of its mesh communicate "
+            f"on cpu. Call module.to('{local.device.type}') before fully_shard, or pass it a mesh of {local.device.type}"
+        )
+
+
+def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
+    """The parameter that a user registered in place of the at-rest one, at any of its places; None if there is none."""
+    name, at_rest = param.fqn, param.at_rest
+    held = [found for place in param.info.places if (found := place.registered) is not None and found is not at_rest]
+    if any(not isinstance(other, nn.Parameter) and isinstance(innermost(other), DTensor) for other in held):
+        raise ForeignParameterError(
+            f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is no nn.Parameter, as "
+            "torch.func.functional_call does with what torch.func.grad and the like hand to it; nothing would gather it. "
+            "Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work"
+        )
+    others = {id(other): other for other in held if isinstance(other, nn.Parameter)}
+    if not others:
+        return None
+    if len(others) > 1:
+        raise ForeignParameterError(
+            f"parameter '{name}' is tied: it has {len(param.info.places)} places, and different parameters were registered at "
+            "them. Register one parameter at all of them; to untie them, call remove(module, fully_shard) first"
+        )
+    (other,) = others.values()
+    if unit.is_sharded and type(other) is not nn.Parameter and not isinstance(other, DTensor):
+        raise ForeignParameterError(
+            f"parameter '{name}' was replaced by a {type(other).__name__}; only an nn.Parameter can be sharded"
+        )
+    if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
+        if (at_rest.device_mesh, at_rest.placements) != (other.device_mesh, other.placements):
+            raise ForeignParameterError(
+                f"parameter '{name}' was replaced by a DTensor that is spread otherwise: {other.placements} over "
+                f"{describe_mesh(other.device_mesh)}, where the unit has {at_rest.placements} over "
+                f"{describe_mesh(at_rest.device_mesh)}. Register its full_tensor() as a parameter, or load it with "
+                "load_state_dict(), which spreads it anew"
+            )
+    return other
+
+
+@outside_transforms
+def broadcast_buffers(units: list[Unit]) -> None:
+    """Buffers of replicated units follow rank 0, in training forwards only, as with DDP.
+
+    The values are written into the tensors that users hold. On hosts only those that differ are written, so that copies which an
+    earlier forward saved stay valid.
+    """
+    found: dict[Any, dict[int, Tensor]] = {}
+    for unit in units:
+        if unit.spec is None or unit.mesh_info.all.size == 1:
+            continue
+        for place in unit.spec.broadcast_buffers:
+            buffer = place.module._buffers.get(place.name)
+            if buffer is not None and buffer.numel():
+                found.setdefault(unit.mesh_info.all, {})[id(buffer)] = buffer
+    for comm, buffers in found.items():
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for buffer in buffers.values():
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for members in by_kind.values():
+            with torch.no_grad(), torch.inference_mode(False):
+                message = torch.cat([buffer.detach().reshape(-1) for buffer in members])
+                comm.broadcast([message], "broadcast of buffers")
+                if comm.rank == 0:
+                    continue
+                for buffer, piece in zip(members, message.split([b.numel() for b in members]), strict=True):
+                    received = piece.view(buffer.shape)
+                    if comm.traits.on_stream:
+                        buffer.data.copy_(received)  # to compare would make the host wait
+                    elif not torch.equal(buffer, received):
+                        buffer.copy_(received)

@@ -1,0 +1,122 @@
+"""Activation checkpointing of one module, as a bracket around its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError, noop_context_fn
+
+from composable.compilation import call_compiled, running_compiler, untraced, untraced_alone
+from composable.contract.contract import registry
+from composable.contract.naming import module_name
+from composable.memory.activations import recomputing
+from composable.memory.torch_private import checkpoint_generator
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputeOptions:
+    """What `torch.utils.checkpoint.checkpoint` takes, by the same names."""
+
+    preserve_rng_state: bool
+    context_fn: Contexts | None
+    determinism_check: str
+    debug: bool
+    early_stop: bool
+
+
+class RecomputeBracket:
+    """Saves a module's inputs only, and runs its forward again when backward asks for the rest.
+
+    The second run goes through the module's hooks again, but for this bracket: the annotations around it see it.
+    """
+
+    def __init__(self, options: RecomputeOptions) -> None:
+        self.options = options
+        self._open: list[Any] = []  # generators of forwards that are under way, innermost last
+        self._recomputing = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"options": self.options, "_open": [], "_recomputing": 0}
+
+    @untraced_alone
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if not self._recomputing:
+            self._begin(module, args, kwargs, running_compiler())
+        return args, kwargs
+
+    @untraced
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any, compiler: Any) -> None:
+        options = self.options
+        generator = checkpoint_generator(
+            partial(self._again, module, compiler),
+            (
+                options.preserve_rng_state,
+                options.context_fn or noop_context_fn,
+                options.determinism_check,
+                options.debug,
+                options.early_stop,
+            ),
+            args,
+            kwargs,
+        )
+        self._open.append(generator)
+        next(generator)
+
+    @untraced
+    def _again(self, module: nn.Module, compiler: Any, *args: Any, **kwargs: Any) -> None:
+        self._recomputing += 1
+        statistics = _hide_statistics(module)
+        try:
+            with recomputing(module):
+                call_compiled(compiler, module, args, kwargs)
+        except CheckpointError as error:
+            _explain(module, error)
+            raise
+        finally:
+            for norm, name, buffer in statistics:
+                norm._buffers[name] = buffer
+            self._recomputing -= 1
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        if not self._recomputing:
+            with suppress(StopIteration):
+                next(self._open.pop())
+        return output
+
+    def on_error(self, module: nn.Module) -> None:
+        if not self._recomputing and self._open:
+            self._open.pop().close()
+
+
+def _hide_statistics(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Let norms that train count into clones while they run again: each batch counts once.
+
+    What the second run counts cannot be written back: autograd has saved the statistics, and would notice.
+    """
+    hidden = []
+    for norm in module.modules():
+        if "running_mean" in norm._buffers and norm.training and getattr(norm, "track_running_stats", True):
+            for name, buffer in norm._buffers.items():
+                if buffer is not None:
+                    hidden.append((norm, name, buffer))
+                    norm._buffers[name] = buffer.clone()
+    return hidden
+
+
+def _explain(module: nn.Module, error: BaseException) -> None:
+    if any("run again" in note for note in getattr(error, "__notes__", ())):
+        return  # by a module inside
+    applied = registry(module).get("checkpoint")
+    name = f"{module_name(module, applied.fqn if applied else None)} ({type(module).__name__})"
+    error.add_note(
+        f"checkpoint: forward of {name} was run again in backward, and did not do what it had done before. It must not depend on "
+        "what it changes itself, or on anything that has changed since. checkpoint(module, debug=True) shows the operators of "
+        "both runs"
+    )

@@ -1,0 +1,623 @@
+"""The order of one step: which units are unsharded, reduced and freed when. See docs/tour.md for a step, line by line.
+
+Laws:
+
+* Collectives are launched where a forward or a backward enters or leaves a unit, at the end of a backward, and by explicit calls;
+  never because a gradient arrived, since which gradients arrive differs between ranks. (A root without shards launches its
+  buckets by arrival, but in one order that all ranks share: `bucketing.py`.)
+* At the end of a backward everything is launched before anything is waited for. In between a wait is for something that was
+  launched earlier in the one sequence that all ranks run.
+* What must not survive a step is in `Iteration`, which is dropped. A step is lost on all ranks or on none: `Root.reset`.
+* Nothing stays gathered from one root forward to the next outside of `keep_unsharded`.
+
+When a unit is left in backward. Backward enters a unit at its outputs. It is over when backward enters a unit that neither
+encloses it nor lies in it: autograd runs the newest nodes first, so a call's nodes run without interruption but for those of
+calls inside it. Only then are the parameters freed, because a frozen parameter may be needed after the last gradient arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakValueDictionary, ref
+
+import torch
+from torch import nn
+
+from composable.comm.ledger import debug_enabled, ledger_of
+from composable.compilation import backward_is_compiled, untraced
+from composable.contract.contract import registry
+from composable.contract.hooks import drop_calls
+from composable.contract.traversal import REPLICATE, SHARD, TreeWatch, names_below
+from composable.engine.accumulation import SyncMode
+from composable.engine.bucketing import Buckets
+from composable.engine.param import ManagedParam
+from composable.engine.prepare import Preparation, broadcast_buffers
+from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError, first_line
+from composable.memory.activations import close_interrupted
+from composable.memory.elastic import release_idle_memory
+from composable.memory.offload import wait_for_traffic
+from composable.memory.streams import streams_of
+from composable.memory.torch_private import backward_id, in_backward, outside_transforms
+
+if TYPE_CHECKING:
+    from composable.engine.unit import Unit
+
+logger = logging.getLogger("composable")
+
+PREFETCHED: Final = 1  # units whose all-gather is launched ahead of need
+IN_FLIGHT: Final = 1  # reductions that stay in flight while the next one is launched
+_REMEMBERED: Final = 4096  # forwards that no backward follows (an evaluation with gradients) must not fill the memory
+
+
+class Iteration:
+    """One or more forwards and their backward.
+
+    Attributes:
+        stream: that the forward computes on; autograd ends a backward on whatever stream the caller has.
+        finished: units whose forward has ended, newest last; backward probably comes to them from the end.
+        last: of these, those that `reshard_after_forward=None` keeps until another unit is entered.
+        untracked: units whose gradients may come by another way than through their outputs.
+        end: of the backward that was opened; it is gone if that raised.
+        active: units that backward has entered and not left.
+        to_reduce: units that backward has entered since they were last reduced.
+        in_flight, over_replicas: units whose reduction is in its first, or second, stage.
+        builds_graph: the backward runs with `create_graph=True`.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.finished: list[Unit] = []
+        self.last: list[Unit] = []
+        self.untracked: dict[Unit, None] = {}
+        self.end: ref[BackwardEnd] | None = None
+        self.active: list[Unit] = []
+        self.to_reduce: dict[Unit, None] = {}
+        self.in_flight: list[Unit] = []
+        self.over_replicas: list[Unit] = []
+        self.builds_graph = False
+
+
+class BackwardEnd:
+    """The end of one backward, for all roots that take part: first all launch, then all wait.
+
+    It is queued on autograd's engine, which calls it when the backward ends, and destroys it without a call when it raised.
+    """
+
+    def __init__(self) -> None:
+        self.roots: list[Root] = []
+        self._called = False
+
+    @untraced
+    @outside_transforms
+    def __call__(self) -> None:
+        self._called = True
+        try:
+            for root in self.roots:
+                root.launch_rest()
+            for root in self.roots:
+                root.finish_backward()
+        except BaseException:
+            self._called = False  # the traceback keeps this object
+            self._restore()
+            raise
+
+    @untraced
+    def __del__(self) -> None:
+        if not self._called:
+            self._restore()
+
+    def _restore(self) -> None:
+        roots, self.roots = self.roots, []
+        for root in roots:
+            root.on_failed_backward()
+
+
+_ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()  # by the number of autograd's pass
+
+
+def _end_of_backward(root: Root) -> BackwardEnd:
+    number = backward_id()
+    end = _ENDS.get(number)
+    if end is None:
+        if backward_is_compiled():
+            raise DifferentiationError(
+                "compiled autograd runs this backward. It does not tell when it ends, and no gradient would be reduced. Compile "
+                "the model or its blocks, and leave compiled autograd off"
+            )
+        end = _ENDS[number] = BackwardEnd()
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+    end.roots.append(root)
+    return end
+
+
+class Root:
+    """The units below the outermost annotated module that was called.
+
+    Attributes:
+        units: of both verbs, in `.modules()` order.
+        order: the units of the last forward, in the order in which they were entered.
+        running: units whose forward is under way, outermost first.
+        iteration: None between steps.
+        buckets: of replicated units, if there is no shard below this root.
+    """
+
+    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        self.module = module
+        self.units = list(units)
+        self.order: list[Unit] = []
+        self.running: list[Unit] = []
+        self.iteration: Iteration | None = None
+        self._current: list[Unit] = []  # of the forward that is under way
+        self._cursor = 0  # in `order`
+        self._outermost: nn.Module | None = None
+        self._tree = TreeWatch(module)
+        self._gone = False
+        self._streams = streams_of(self.units[0].mesh_info.device)
+        self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
+        self._pinned: dict[Unit, None] = {}
+        self._indices = {unit: index for index, unit in enumerate(self.units)}
+        # Replicated parameters that rest as DTensors are shown for the whole forward: modules of other units may read them.
+        self._shown = [unit for unit in self.units if unit.rest_mesh is not None]
+        arriving = [unit for unit in self.units if unit.reduces_by_arrival and unit.mesh_info.all.size > 1]
+        self.buckets = Buckets(self, arriving) if arriving else None
+        self._preparation = Preparation(self)
+
+    @staticmethod
+    def plan(unit: Unit, module: nn.Module) -> Root:
+        """Plan `module` and what is below it as one tree."""
+        units = units_below([module])
+        if unit not in units:  # annotated in a list, and called through a member that does not hold the others
+            units = [unit]
+        names = names_below(module)
+        for each in units:
+            if id(each.modules[0]) in names:
+                each.rename(names[id(each.modules[0])])
+        for former in dict.fromkeys(each.root for each in units):
+            if former is not None and former.iteration is not None and former.iteration.end is not None and not in_backward():
+                former.reset()
+        root = Root(module, units)
+        for each in units:
+            each.root = root
+        return root
+
+    def forget(self) -> None:
+        """A unit came or went below: the next forward plans anew."""
+        self._gone = True
+        for unit in self.units:
+            if unit.root is self:
+                unit.root = None
+
+    @property
+    def name(self) -> str:
+        return self.units[0].name
+
+    def renew_buckets(self) -> None:
+        """Parameters of replicated units were replaced."""
+        self.buckets = Buckets(self, [unit for unit in self.units if unit.reduces_by_arrival and unit.mesh_info.all.size > 1])
+
+    def shows(self, unit: Unit) -> bool:
+        """Whether the unit's modules hold compute parameters for longer than its own forward."""
+        iteration = self.iteration
+        if iteration is None:
+            return False
+        return unit in iteration.active or (unit in self._shown and (bool(self.running) or iteration.end is not None))
+
+    # --- forward ----------------------------------------------------------------------------------------------------
+
+    def enter_forward(self, unit: Unit, module: nn.Module) -> None:
+        """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the next one's gather."""
+        if not self.running:
+            self._begin(module)
+        for outer in self.running:
+            if outer is not unit:
+                unit.around[outer] = None
+        self.running.append(unit)
+        try:
+            iteration = self.iteration
+            assert iteration is not None
+            for other in iteration.last:
+                if other is not unit and not other.depth and not other.kept_by:
+                    other.reshard()
+            iteration.last = [unit] if unit in iteration.last else []
+            self._record(unit)
+            if not self._verified:
+                self._check_order(unit)
+            self._gather(unit, self.order[self._cursor : self._cursor + PREFETCHED])
+        except BaseException:
+            self.on_error(unit)
+            raise
+
+    def _begin(self, module: nn.Module) -> None:
+        """The outermost forward begins."""
+        iteration = self.iteration
+        if iteration is not None and iteration.end is not None:
+            self.reset("its backward did not finish")
+            iteration = None
+        grad = torch.is_grad_enabled()
+        if iteration is None and self._pinned and grad:
+            pinned, self._pinned = self._pinned, {}
+            for unit in pinned:
+                unit.release(self)
+        self._preparation.prepare()
+        if iteration is None:
+            for unit in self.units:
+                if not unit.kept_by:
+                    unit.reshard()
+            iteration = self.iteration = Iteration(None)
+        iteration.stream = self._streams.here()
+        self._outermost = module
+        for unit in self._shown:
+            unit.unshard()
+            unit.wait_for_unshard()
+            unit.swap_in()
+        if grad:
+            broadcast_buffers(self.units)
+
+    def _record(self, unit: Unit) -> None:
+        """Note the order; the record of the last forward predicts what comes next, wherever `unit` stands in it."""
+        self._current.append(unit)
+        order, cursor = self.order, self._cursor
+        if cursor < len(order) and order[cursor] is unit:
+            self._cursor = cursor + 1
+        elif unit in order[cursor:]:
+            self._cursor = order.index(unit, cursor) + 1
+
+    def _gather(self, unit: Unit, ahead: Iterable[Unit]) -> None:
+        """Have `unit` unshard, and launch the gathers of the units `ahead` before waiting: they travel while it computes."""
+        unit.drop_stale()  # a unit that was gathered ahead may have been written to since
+        unit.unshard()
+        for other in ahead:
+            other.unshard()
+        unit.wait_for_unshard()
+
+    def leave_forward(self, unit: Unit, *, keep: bool, complete: bool) -> None:
+        """`unit`'s module has computed.
+
+        Args:
+            keep: its parameters must outlive forward: an output aliases them, or backward cannot be followed to the unit.
+            complete: all modules of the unit have computed.
+        """
+        iteration, grad = self.iteration, torch.is_grad_enabled()
+        assert iteration is not None and unit.spec is not None
+        self.running.pop()
+        if grad:
+            iteration.finished.append(unit)
+            if len(iteration.finished) > _REMEMBERED:
+                del iteration.finished[: _REMEMBERED // 2]
+            if keep:
+                iteration.untracked[unit] = None
+        after = unit.spec.reshard_after_forward
+        if complete and not keep and not unit.depth and not unit.kept_by:
+            if after is None and grad:
+                iteration.last.append(unit)
+            elif after is True or (after is None or not grad):
+                unit.reshard()
+            elif after is not False:
+                for group in unit.groups:
+                    group.reshard_after_forward()
+        if not self.running:
+            self._end_forward(grad=grad)
+
+    def _end_forward(self, *, grad: bool) -> None:
+        iteration = self.iteration
+        assert iteration is not None
+        if not self._verified:
+            self._check_order(None)
+            self._verified = True
+        self.order, self._current, self._cursor = self._current, [], 0
+        self._outermost = None
+        if iteration.end is None:
+            for unit in self._shown:
+                unit.swap_out()
+        waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
+        prefetched = [unit for unit in self.units if not unit.kept_by and unit not in iteration.finished]
+        for unit in prefetched if waits and grad else self.units:
+            if not unit.kept_by and not (iteration.end is not None and unit in iteration.active):
+                unit.reshard()
+        if not waits and iteration.end is None:
+            self.iteration = None  # no backward will come
+            release_idle_memory()
+        wait_for_traffic()
+
+    def _check_order(self, unit: Unit | None) -> None:
+        """In the first forward: all ranks enter the same unit, or end."""
+        found = unit if unit is not None else next(u for u in self.units if u.is_sharded and u.mesh_info.all.size > 1)
+        comm = found.mesh_info.all
+        if comm.size == 1 or not found.is_sharded:
+            return
+        mine = len(self.units) if unit is None else self._indices[unit]
+        lowest, highest = comm.min_max([mine], f"check of the order of units at unit '{found.name}'")
+        if lowest != highest:
+            said = comm.all_gather_ints([mine], "exchange of the order of units")
+            names = [u.name for u in self.units]
+            runs = [f"runs '{name}'" for name in names] + ["ends"]
+            where = [f"rank {rank} {runs[index]}" for rank, (index,) in enumerate(said)]
+            raise RanksDisagreeError(
+                f"the ranks run different units in the first forward: {', '.join(where)}. Every rank must run the same annotated "
+                "modules in the same order. If data decides what runs, annotate a module around it"
+            )
+
+    # --- backward ---------------------------------------------------------------------------------------------------
+
+    def _open_backward(self) -> Iteration:
+        iteration = self.iteration
+        if iteration is None:  # its forward's iteration has ended: a second backward through one graph
+            iteration = self.iteration = Iteration(self._streams.here())
+        if iteration.end is None:
+            end = _end_of_backward(self)
+            iteration.end = ref(end)
+            for unit in self._shown:
+                unit.unshard()
+                unit.wait_for_unshard()
+                unit.swap_in()
+            if self.buckets is not None:
+                self.buckets.open()
+        return iteration
+
+    def enter_backward(self, unit: Unit) -> None:
+        """Backward is about to go through an output of `unit`."""
+        iteration = self.iteration
+        if iteration is None or iteration.end is None:
+            iteration = self._open_backward()
+        if unit in iteration.active:
+            self._gather(unit, ())  # another output of it; a recomputation may have freed it
+            return
+        for other in [*iteration.active]:
+            if other not in unit.around and unit not in other.around:
+                self._leave_backward(other)
+        iteration.active.append(unit)
+        iteration.to_reduce[unit] = None
+        finished = iteration.finished
+        for position in range(len(finished) - 1, -1, -1):
+            if finished[position] is unit:
+                del finished[position:]
+                break
+        if torch.is_grad_enabled():  # create_graph: nodes will need the parameters that belong to no call
+            iteration.builds_graph = True
+            self._pinned[unit] = None
+            unit.keep(self)
+        self._gather(unit, finished[-PREFETCHED:])
+        unit.swap_in()  # parts of it may be recomputed by themselves
+
+    def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
+        """Autograd has accumulated a gradient."""
+        iteration = self.iteration
+        if iteration is not None and unit in iteration.to_reduce and not unit.reduces_by_arrival:
+            return
+        if iteration is None or iteration.end is None:
+            iteration = self._open_backward()
+        if unit.reduces_by_arrival:
+            if self.buckets is not None:
+                self.buckets.arrived(param)
+            else:
+                iteration.to_reduce[unit] = None  # one rank
+        else:
+            iteration.to_reduce[unit] = None  # a parameter that was read outside of its module, or after the unit was left
+
+    def _leave_backward(self, unit: Unit, *, at_end: bool = False) -> None:
+        iteration = self.iteration
+        assert iteration is not None
+        if unit in iteration.active:
+            iteration.active.remove(unit)
+        if not unit.depth and not self.shows(unit):
+            unit.swap_out()
+        if not unit.kept_by and not unit.depth:
+            unit.reshard()  # before gradients are copied into a message
+        if at_end or (unit.pending <= 0 and unit not in iteration.untracked):
+            iteration.to_reduce.pop(unit, None)
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        iteration = self.iteration
+        assert iteration is not None
+        if not unit.buckets:
+            return
+        if iteration.builds_graph and unit.has_gradients:
+            raise DifferentiationError(
+                f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They are reduced outside of "
+                "autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, "
+                "torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
+            )
+        if iteration.builds_graph:
+            return
+        if unit.accumulation.now is SyncMode.HOLD:
+            for bucket in unit.buckets:
+                bucket.hold()
+            return
+        if unit in iteration.in_flight or unit in iteration.over_replicas:
+            self._land(unit)
+        for bucket in unit.buckets:
+            bucket.reduce(shards_only=unit.accumulation.now is SyncMode.HOLD_SHARDS)
+        iteration.in_flight.append(unit)
+        while len(iteration.in_flight) > IN_FLIGHT + 1:
+            oldest = iteration.in_flight.pop(0)
+            if [bucket for bucket in oldest.buckets if bucket.advance()]:
+                iteration.over_replicas.append(oldest)
+            else:
+                self._land(oldest)
+        while len(iteration.over_replicas) > IN_FLIGHT:
+            self._land(iteration.over_replicas[0])
+
+    def _land(self, unit: Unit) -> None:
+        iteration = self.iteration
+        assert iteration is not None
+        for bucket in unit.buckets:
+            bucket.land()
+        for units in (iteration.in_flight, iteration.over_replicas):
+            if unit in units:
+                units.remove(unit)
+
+    def launch_rest(self) -> None:
+        """Backward is at its end: launch every reduction that was not launched; wait for nothing."""
+        iteration = self.iteration
+        if iteration is None or iteration.end is None:
+            return
+        with self._streams.on(iteration.stream):
+            due = [unit for unit in self.units if unit.holds and unit.accumulation.now is SyncMode.REDUCE]
+            sent = [*iteration.in_flight, *iteration.over_replicas]
+            for unit in dict.fromkeys([*iteration.active, *iteration.to_reduce, *iteration.untracked, *due]):
+                if unit in iteration.active or unit in iteration.to_reduce or unit not in sent or unit.has_gradients:
+                    self._leave_backward(unit, at_end=True)
+            if self.buckets is not None and not iteration.builds_graph:
+                self.buckets.launch_rest()
+            for unit in [*iteration.in_flight]:
+                if [bucket for bucket in unit.buckets if bucket.advance()]:
+                    iteration.in_flight.remove(unit)
+                    iteration.over_replicas.append(unit)
+
+    def finish_backward(self) -> None:
+        """Wait for everything; the iteration is over, unless this backward ended inside a forward."""
+        iteration = self.iteration
+        if iteration is None or iteration.end is None:
+            return
+        with self._streams.on(iteration.stream):
+            for unit in [*iteration.over_replicas, *iteration.in_flight]:
+                self._land(unit)
+            if self.buckets is not None:
+                self.buckets.land()
+            for unit in self.units:
+                for bucket in unit.buckets:
+                    bucket.decide()
+            self._conclude(iteration)
+            wait_for_traffic()
+        if debug_enabled():
+            for comm in dict.fromkeys(unit.mesh_info.all for unit in self.units if unit.mesh_info.all.size > 1):
+                assert comm.group is not None
+                ledger_of(comm.group).compare(comm)
+
+    def _conclude(self, iteration: Iteration) -> None:
+        goes_on = bool(self.running) or iteration.builds_graph
+        for unit in self.units:
+            if not goes_on:
+                unit.pending = 0  # no backward will come to the forwards that have been
+            if not unit.depth:
+                if not (self.running and unit in self._shown):
+                    unit.swap_out()
+                if not unit.kept_by and not (goes_on and unit in iteration.last):
+                    unit.reshard()
+        self.iteration = None
+        if goes_on:
+            following = self.iteration = Iteration(iteration.stream)
+            following.finished, following.untracked = iteration.finished, iteration.untracked
+            following.last = iteration.last
+        else:
+            release_idle_memory()
+
+    # --- a lost step ------------------------------------------------------------------------------------------------
+
+    def on_error(self, unit: Unit) -> None:
+        """A forward of `unit`'s module raised; called from the innermost annotated module outwards."""
+        if self.running:
+            self.running.pop()
+        if not self.running:
+            self.reset("its forward raised")
+
+    def on_failed_backward(self) -> None:
+        """A backward raised. Modules hold at-rest parameters again; the next forward resets the rest. Waits for nothing."""
+        for unit in self.units:
+            if not unit.depth:
+                unit.swap_out()
+
+    def reset(self, why: str = "") -> None:
+        """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop unreduced gradients."""
+        iteration, self.iteration = self.iteration, None
+        self.running.clear()
+        self._current, self._cursor, self._outermost, self._pinned = [], 0, None, {}
+        if why:
+            logger.warning("unit '%s': %s; the step is lost, and its state was reset", self.name, why)
+        launched = [] if iteration is None else [*iteration.over_replicas, *iteration.in_flight]
+        held = [unit.name for unit in self.units if unit.holds]
+        if held:
+            logger.warning("gradients that were accumulated under no_sync are dropped (unit '%s' and others)", held[0])
+        for unit in dict.fromkeys([*launched, *self.units]):
+            unit.drop_calls()
+            try:
+                for bucket in unit.buckets:
+                    bucket.drop()
+                unit.swap_out()
+                unit.kept_by.pop(self, None)
+                unit.reshard()
+            except CommunicationError as error:
+                logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
+        if self.buckets is not None:
+            self.buckets.drop()
+        release_idle_memory()
+
+    def reduce_held(self) -> None:
+        """Reduce what was accumulated under `no_sync`, without a backward."""
+        units = [unit for unit in self.units if unit.holds]
+        for unit in units:
+            for bucket in unit.buckets:
+                bucket.reduce()
+        if self.buckets is not None:
+            self.buckets.reduce_held()
+        for unit in units:
+            for bucket in unit.buckets:
+                bucket.advance()
+        for unit in units:
+            for bucket in unit.buckets:
+                bucket.land()
+                bucket.decide()
+        wait_for_traffic()
+
+
+def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units of both verbs on `modules` and below, in `.modules()` order."""
+    found: dict[int, Unit] = {}
+    for top in modules:
+        for module in top.modules():
+            annotations = registry(module)
+            for verb in (SHARD, REPLICATE):
+                if verb in annotations:
+                    state = annotations[verb].state
+                    found.setdefault(id(state), state)
+    return list(found.values())
+
+
+def root_for_call(unit: Unit, module: nn.Module) -> Root:
+    """The root of a forward of `module` that begins."""
+    root = unit.root
+    if root is not None and root.running:
+        if root._outermost is module:  # entered again from outside: an interrupt ended the last forward without a word
+            drop_open_calls(root)
+            root.reset("its forward did not end")
+        else:
+            return root
+    if root is None or root._gone or root._tree.changed():
+        if root is not None:
+            if root.iteration is not None and root.iteration.end is not None:
+                root.reset("its backward did not finish")
+            root.forget()
+        root = Root.plan(unit, module)
+    return root
+
+
+def drop_open_calls(root: Root) -> None:
+    """Close what a KeyboardInterrupt left open: torch does not tell forward hooks of it."""
+    root.running.clear()
+    for unit in root.units:
+        unit.drop_calls()
+    for module in root.module.modules():
+        drop_calls(module)
+    close_interrupted()
+
+
+def reset(modules: Sequence[nn.Module]) -> None:
+    """Give up the step that the roots of these modules are in."""
+    for root in dict.fromkeys(unit.root for unit in units_below(modules)):
+        if root is not None:
+            drop_open_calls(root)
+            root.reset()
+
+
+def reduce_held(units: Sequence[Unit]) -> None:
+    """Reduce what these units accumulated under `no_sync`. All ranks call it, outside of forward and backward."""
+    for unit in units:
+        if unit.root is None and unit.spec is not None:
+            Root.plan(unit, unit.modules[0])
+    for root in dict.fromkeys(unit.root for unit in units):
+        assert root is not None
+        root.reduce_held()
+

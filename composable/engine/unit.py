@@ -1,0 +1,592 @@
+"""What one call of a verb leaves on its modules: the parameter groups, their gradient buckets, and the four hooks.
+
+`fully_shard` and `replicate` make the same class. They differ in the mesh info (over which ranks parameters are sharded and
+gradients summed) and, for a model that is only replicated, in when gradients are reduced (`bucketing.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable.comm.mesh import MeshInfo
+from composable.compilation import untraced
+from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
+from composable.contract.traversal import SHARD
+from composable.engine.accumulation import Accumulation, SyncMode
+from composable.engine.comm_hooks import attach_hook
+from composable.engine.grad_bucket import GradBucket
+from composable.engine.loading import StateDictHook
+from composable.engine.outputs import Entry, watch
+from composable.engine.param import (
+    ManagedParam,
+    ParameterSwap,
+    ParamInfo,
+    Place,
+    defer_hooks,
+    drop_label,
+    gradient_like,
+    is_unreduced,
+    keep_gradients_in,
+    move_hooks,
+    set_label,
+)
+from composable.engine.param_group import ParamGroup, ShardedState
+from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
+from composable.engine.root import Root, root_for_call, units_below
+from composable.errors import AnnotationError, OutputError, PhaseError, unit_name
+from composable.memory.torch_private import backward_id, in_backward, local_of, next_node
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """What an annotation asks of one unit.
+
+    Attributes:
+        verb: "fully_shard" or "replicate".
+        reshard_after_forward: as the user spelled it: None, True, False or a number of ranks.
+        buffer_holders: modules whose buffers are cast while they compute.
+        exact: modules that keep their dtype where the unit computes in another one.
+        divisor: what sums of gradients are divided by; None for the number of ranks (a mean).
+        bucket_bytes: `replicate`: bytes of small gradients that share a message.
+        broadcast_buffers: `replicate`: buffers that follow rank 0 in training forwards.
+        left_alone: where ignored parameters are registered.
+    """
+
+    verb: str
+    modules: tuple[nn.Module, ...]
+    params: tuple[ParamInfo, ...]
+    mesh_info: MeshInfo
+    reshard_after_forward: bool | int | None = None
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    buffer_holders: tuple[BufferHolder, ...] = ()
+    exact: tuple[nn.Module, ...] = ()
+    divisor: float | None = None
+    offload: CPUOffloadPolicy | None = None
+    bucket_bytes: int = 25 << 20
+    broadcast_buffers: tuple[Place, ...] = ()
+    left_alone: tuple[Place, ...] = ()
+
+
+class _Call:
+    """One call of a unit's module: the number of autograd's next node when it began, and how far it has come."""
+
+    __slots__ = ("entered", "recomputes", "root", "since")
+
+    def __init__(self, since: int, *, recomputes: bool) -> None:
+        self.since = since
+        self.recomputes = recomputes
+        self.root: Root | None = None
+        self.entered = False
+
+
+class Unit:
+    """See the top of this file. It is the verb's state in the registry, and the bracket around its modules' forwards.
+
+    Attributes:
+        modules, spec, mesh_info: as annotated.
+        params: the managed parameters.
+        groups: of parameters that are unsharded together.
+        buckets: their gradients; empty for gradients that the root reduces in buckets of all units (`bucketing.py`).
+        root: of the last forward; None before the first, and after the tree changed.
+        depth: forwards of its modules that are under way.
+        pending: forwards whose backward has not come yet.
+        kept_by: reasons to stay unsharded: scopes, and graphs of `create_graph=True`.
+        rest_mesh: the mesh that a replicated unit's parameters rest on as DTensors, since the tree has shards.
+        accumulation: the scopes of `no_sync`.
+        comm_hook: a communication hook.
+    """
+
+    def __init__(self) -> None:
+        self.modules: tuple[nn.Module, ...] = ()
+        self.spec: UnitSpec | None = None
+        self.params: list[ManagedParam] = []
+        self.groups: list[ParamGroup] = []
+        self.buckets: list[GradBucket] = []
+        self.root: Root | None = None
+        self.name = unit_name("")
+        self.depth = 0
+        self.pending = 0
+        self.kept_by: dict[object, None] = {}
+        self.rest_mesh: DeviceMesh | None = None
+        self.accumulation = Accumulation()
+        self.comm_hook: Any = None
+        self.around: dict[Unit, None] = {}  # units that have ever been running when this one was called
+        self.trains = False
+        self._calls: list[_Call] = []  # that are under way
+        self._to_run: list[nn.Module] = []  # of several modules, those that have not run in this forward
+        self._swap = ParameterSwap(())
+        self._buffers = BufferCasts(())
+        self._exact: list[ExactModule] = []
+        self._undo: list[Callable[[], object]] = []
+        self._rebuild_undo: list[Callable[[], object]] = []
+
+    # --- construction -----------------------------------------------------------------------------------------------
+
+    def initialize(self, spec: UnitSpec) -> None:
+        """Take charge of the parameters that `spec` names."""
+        self.spec = spec
+        self.modules = spec.modules
+        self.mesh_info = spec.mesh_info
+        self.params = [ManagedParam(info) for info in spec.params]
+        self.is_sharded = spec.verb == SHARD and spec.mesh_info.mesh is not None
+        self._buffers = BufferCasts(spec.buffer_holders)
+        low = spec.mp_policy.param_dtype
+        self._exact = [ExactModule(module, low) for module in spec.exact] if low is not None else []
+        self._undo += [each.remove for each in self._exact]
+        self._watch_modules()
+        self.build()
+
+    def _watch_modules(self) -> None:
+        """Hooks on modules that hold parameters: loading of plain state dicts, and RNN weights that must stay in place."""
+        holders = list(dict.fromkeys(place.module for param in self.params for place in param.info.places))
+        if self.is_sharded:
+            hook = StateDictHook(self)
+            self._undo += [module.register_load_state_dict_pre_hook(hook).remove for module in holders]
+        for module in holders:
+            self._undo.append(module.register_state_dict_pre_hook(self._before_state_dict).remove)
+            if isinstance(module, nn.RNNBase) and (self.is_sharded or self._casts):
+                # cuDNN's weights are moved next to each other by `flatten_parameters`, away from the buffers that are filled.
+                module.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
+                self._undo.append(partial(module.__dict__.pop, "flatten_parameters", None))
+
+    @property
+    def _casts(self) -> bool:
+        assert self.spec is not None
+        return self.spec.mp_policy.param_dtype is not None
+
+    @untraced
+    def _before_state_dict(self, *_: object) -> None:
+        """A state dict in an `except` block after a failed step shows at-rest parameters."""
+        if not self.depth and not in_backward():
+            self.swap_out()
+
+    def build(self) -> None:
+        """(Re)build groups and buckets around the parameters that are registered now."""
+        assert self.spec is not None
+        spec = self.spec
+        for undo in self._rebuild_undo:
+            undo()
+        self._rebuild_undo = []
+        alike: dict[tuple[Precision, torch.device], list[ManagedParam]] = {}
+        for param in self.params:
+            tensor = param.registered
+            if tensor is None:
+                continue
+            local = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+            stays = not self.is_sharded or local.device.type in ("meta", self.mesh_info.device.type)
+            precision = resolve(spec.mp_policy, tensor.dtype, exact=param.info.exact)
+            device = local.device if stays else self.mesh_info.device
+            alike.setdefault((precision, device), []).append(param)
+        self.groups = [
+            ParamGroup(
+                members, precision, device, self.mesh_info,
+                has_shards=self.is_sharded, rest_mesh=self.rest_mesh, offload=spec.offload,
+            )
+            for (precision, device), members in alike.items()
+        ]  # fmt: skip
+        self._swap = ParameterSwap(self.params)
+        self._build_buckets()
+        self.rename(self.name)
+        self._label_originals()
+
+    @property
+    def reduces_by_arrival(self) -> bool:
+        """Autograd accumulates on the parameters that users see, and the root reduces them in buckets of all its units."""
+        return not self.is_sharded and self.rest_mesh is None
+
+    def _build_buckets(self) -> None:
+        assert self.spec is not None
+        spec, ranks = self.spec, self.mesh_info.all.size
+        factor = 1.0 if spec.divisor is None else ranks / spec.divisor
+        self.buckets = []
+        for group in self.groups:
+            in_place = all(param.compute is param.at_rest for param in group.params)
+            if in_place and self.reduces_by_arrival:
+                if factor != 1.0:
+                    self._multiply_gradients(group.params, factor)
+                continue
+            if not self.is_sharded and self.reduces_by_arrival and ranks > 1:
+                continue  # casts of a replicated model: the root reduces them in buckets, too
+            members = list(zip(group.params, group.slots, strict=True))
+            self.buckets.append(
+                GradBucket(members, group.precision, group.device, self.mesh_info, factor=factor, home=group.home)
+            )
+        if self.comm_hook is not None:
+            attach_hook(self)
+        for param in self.params:
+            self._hear_of_gradients(param)
+        self.follow()
+
+    def _multiply_gradients(self, params: Iterable[ManagedParam], factor: float) -> None:
+        """`grad_reduce` where autograd itself adds to what users see: multiply each gradient as it comes."""
+        for param in params:
+            if param.at_rest.requires_grad:
+                handle = param.at_rest.register_hook(untraced(lambda gradient: gradient * factor))
+                self._rebuild_undo.append(handle.remove)
+
+    def _hear_of_gradients(self, param: ManagedParam) -> None:
+        """Tell the root when autograd has accumulated a gradient.
+
+        A unit that backward entered at its outputs needs no word of it; the root reduces it when backward leaves. Others bring
+        gradients by another way (a parameter that is read outside of its module), or are reduced by arrival.
+        """
+        if self.mesh_info.all.size == 1 and param.compute is param.at_rest:
+            return  # one rank: autograd has done everything
+        parameter = param.compute
+
+        @untraced
+        def arrived(_: Tensor, unit: Unit = self, param: ManagedParam = param) -> None:
+            root = unit.root
+            if root is None:
+                root = Root.plan(unit, unit.modules[0])
+            root.on_gradient(unit, param)
+
+        if param.compute is param.at_rest:
+            self._rebuild_undo.append(defer_hooks(parameter, arrived))
+        else:
+            self._rebuild_undo.append(parameter.register_post_accumulate_grad_hook(arrived).remove)
+
+    def follow(self) -> None:
+        """Compute parameters follow what users froze and unfroze."""
+        for bucket in self.buckets:
+            bucket.follow()
+        for param in self.params:
+            if param.compute is not param.at_rest and param.compute.requires_grad != param.at_rest.requires_grad:
+                param.compute.requires_grad_(param.at_rest.requires_grad)
+        self.trains = any(param.at_rest.requires_grad for param in self.params)
+
+    def rename(self, fqn: str) -> None:
+        """Take the FQN below the root, for messages."""
+        self.name = fqn = unit_name(fqn) if fqn != unit_name("") else fqn
+        for group in self.groups:
+            group.rename(fqn)
+        for bucket in self.buckets:
+            bucket.label = f"gradient reduction of unit '{fqn}'"
+
+    def _label_originals(self) -> None:
+        for param in self.params:
+            original = param.original()
+            if original is not None and original is not param.at_rest and original is not param.own:
+                set_label(original, self.name, param.fqn, "original")
+
+    @property
+    def handle(self) -> list[ParamGroup]:
+        """The unit's parameter groups (`composable.traversal.get_handles`)."""
+        return self.groups
+
+    @property
+    def rest_device(self) -> torch.device:
+        """Where at-rest parameters are: the host, under CPU offload."""
+        offloaded = any(group.home is not None for group in self.groups)
+        return torch.device("cpu") if offloaded else self.mesh_info.device
+
+    # --- what modules hold ------------------------------------------------------------------------------------------
+
+    def swap_in(self) -> None:
+        self._swap.swap_in()
+        self._buffers.show()
+
+    def swap_out(self) -> None:
+        self._buffers.hide()
+        self._swap.swap_out()
+
+    # --- unshard and reshard ----------------------------------------------------------------------------------------
+
+    @property
+    def is_unsharded(self) -> bool:
+        return all(group.state is ShardedState.UNSHARDED for group in self.groups)
+
+    def unshard(self) -> None:
+        """Launch the all-gathers, unless the parameters are there or on their way."""
+        for group in self.groups:
+            if group.gathers:
+                group.unshard()
+
+    def wait_for_unshard(self) -> None:
+        for group in self.groups:
+            group.wait_for_unshard()
+
+    def reshard(self) -> None:
+        for group in self.groups:
+            group.reshard()
+
+    def drop_stale(self) -> None:
+        """Reshard what was gathered before the shards were written to."""
+        for group in self.groups:
+            if group.is_stale:
+                group.reshard()
+
+    def keep(self, reason: object) -> None:
+        """Stay unsharded once unsharded, while there is a reason."""
+        self.kept_by[reason] = None
+
+    def release(self, reason: object) -> None:
+        """Without `reason`; reshards if it was the last one, and no forward is under way."""
+        if reason in self.kept_by:
+            del self.kept_by[reason]
+            if not self.kept_by and not self.depth:
+                self.swap_out()
+                self.reshard()
+
+    @property
+    def stays_after_backward(self) -> bool:
+        """Kept by a scope or a graph; or frozen, and kept after forward: then until the next root forward."""
+        assert self.spec is not None
+        return bool(self.kept_by)
+
+    # --- the four hooks ---------------------------------------------------------------------------------------------
+
+    @untraced
+    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Pre-forward."""
+        assert self.spec is not None
+        recomputes = backward_id() != -1 and self.root is not None and self.root.iteration is not None
+        call = _Call(next_node(), recomputes=recomputes)
+        self._calls.append(call)  # before anything that may raise: `on_error` takes it back
+        if recomputes:
+            # Checkpointing runs this forward again: no order is recorded and nothing resharded, backward needs it next.
+            self.unshard()
+            self.wait_for_unshard()
+        else:
+            root = root_for_call(self, module)
+            root.enter_forward(self, module)
+            call.root = root
+            if not self._to_run:
+                self._to_run = list(self.modules)
+        call.entered = True
+        self.depth += 1
+        self.swap_in()
+        policy, device = self.spec.mp_policy, self.mesh_info.device
+        if not recomputes and self.root is not None and len(self.root.running) == 1 and device.type not in ("cpu", "meta"):
+            args, kwargs = moved((args, kwargs), device)
+        if policy.cast_forward_inputs and policy.param_dtype is not None:
+            args, kwargs = cast((args, kwargs), policy.param_dtype)
+        return args, kwargs
+
+    def leave(self, module: nn.Module, output: Any) -> Any:
+        """Post-forward."""
+        assert self.spec is not None
+        call = self._calls.pop()
+        recomputes, since, root = call.recomputes, call.since, call.root
+        self.depth -= 1
+        if self.spec.mp_policy.output_dtype is not None:
+            output = cast(output, self.spec.mp_policy.output_dtype)
+        found = aliases = False
+        grad = torch.is_grad_enabled()
+        try:
+            if grad:
+                output, found, aliases = self._watch(output, since, counted=not recomputes)
+            if not self.depth and not self._shown_in_backward:
+                self.swap_out()
+            if recomputes:
+                return output
+            if module in self._to_run:
+                self._to_run.remove(module)
+            assert root is not None
+            root.leave_forward(self, keep=grad and (aliases or (not found and self.trains)), complete=not self._to_run)
+        except BaseException:
+            if root is not None and self in root.running:
+                root.on_error(self)
+            raise
+        return output
+
+    def _watch(self, output: Any, since: int, *, counted: bool) -> tuple[Any, bool, bool]:
+        seen = watch(output, since, Entry(self, counted=counted), self._aliases, counted=counted and bool(self.params))
+        if seen.found and counted:
+            self.pending += 1
+        if seen.opaque and not seen.found and self.trains and self.is_sharded:
+            raise OutputError(
+                f"unit '{self.name}': forward returned {', '.join(seen.opaque)}, in which no tensor that requires grad was "
+                "found, so backward cannot be followed to the unit. Return tensors, containers, dataclasses or objects with "
+                "attributes"
+            )
+        return seen.output, seen.found, seen.aliases
+
+    def _aliases(self, tensor: Tensor) -> bool:
+        """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
+        if type(tensor) is Tensor and not tensor._is_view():
+            return False  # it was computed
+        try:
+            return any(group.aliases(tensor) for group in self.groups if group.gathers)
+        except (NotImplementedError, RuntimeError):  # tensors without storage: nested, sparse, wrappers
+            return False
+
+    @property
+    def _shown_in_backward(self) -> bool:
+        return self.root is not None and self.root.shows(self)
+
+    @untraced
+    def on_error(self, module: nn.Module) -> None:
+        """Forward, or a hook around it, raised."""
+        if not self._calls:
+            return  # a reset has forgotten the call
+        call = self._calls.pop()
+        if not call.entered:
+            return  # what raised in between has cleaned up
+        self.depth -= 1
+        if not self.depth and not self._shown_in_backward:
+            self.swap_out()
+        if call.recomputes:
+            return  # checkpointing stops a recomputation by an exception when it has what it needs
+        self._to_run = []
+        assert call.root is not None
+        call.root.on_error(self)
+
+    def pre_backward(self) -> None:
+        """Backward is about to go through an output of the unit."""
+        if self.root is not None:
+            self.root.enter_backward(self)
+
+    def drop_calls(self) -> None:
+        """After an error: no forward of the unit is under way."""
+        self._calls, self._to_run = [], []
+        self.depth = self.pending = 0
+
+    # --- gradients --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(bucket.has_gradients for bucket in self.buckets)
+
+    @property
+    def holds(self) -> bool:
+        return any(bucket.holds for bucket in self.buckets)
+
+    # --- removal ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def before_removal(units: Sequence[Unit]) -> None:
+        """Gather whole parameters and gradients, on all ranks, before anything changes."""
+        for unit in units:
+            if unit.holds or any(is_unreduced(param.at_rest.grad) for param in unit.params):
+                raise PhaseError(
+                    f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync and not reduced. Call "
+                    "reduce_gradients(model) first, on all ranks, or zero_grad()"
+                )
+        for unit in units:
+            if unit.root is not None and unit.root.iteration is not None and not unit.root.running:
+                unit.root.reset()
+            unit.swap_out()
+            unit.reshard()
+            unit._whole = [_whole_of(param.at_rest, unit.mesh_info.device) for param in unit.params] if unit.is_sharded else []
+
+    _whole: list[tuple[Tensor, Tensor | None]] = []
+
+    def restore(self) -> None:
+        """Undo the annotation: whole plain parameters are registered again, the original objects where they still exist."""
+        for undo in (*self._rebuild_undo, *reversed(self._undo)):
+            undo()
+        self._undo, self._rebuild_undo = [], []
+        self.drop_calls()
+        self.swap_out()
+        if self.root is not None:
+            self.root.forget()
+        whole, self._whole = self._whole, []
+        for index, param in enumerate(self.params):
+            if param.own is not None:
+                self._restore_own(param)
+            elif whole:
+                _restore_whole(param, *whole[index])
+            set_label(param.at_rest, self.name, param.fqn, "removed")
+            registered = param.registered
+            if registered is not None:
+                drop_label(registered)
+                keep_gradients_in(registered.dtype, registered)
+        self.groups, self.buckets, self.params, self.root = [], [], [], None
+
+    def _restore_own(self, param: ManagedParam) -> None:
+        own, at_rest = param.own, param.at_rest
+        assert own is not None
+        if at_rest is not own:
+            move_hooks(at_rest, own)
+            gradient = at_rest.grad
+            own.grad = local_of(gradient) if isinstance(gradient, DTensor) else gradient
+            own.requires_grad_(at_rest.requires_grad)
+            if param.registered is at_rest:
+                param.register(own)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
+        raise AnnotationError(
+            f"a copy of the annotated unit '{self.name}' would share its process groups and buffers. Copy the model before it "
+            "is annotated; or build it anew, annotate it, and load_state_dict() the state dict of the first"
+        )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise AnnotationError(
+            f"the annotated unit '{self.name}' stands on process groups and cannot be pickled; save its state_dict() "
+            "(torch.distributed.checkpoint writes it from all ranks), or call remove() with its module and verb first"
+        )
+
+
+def _leave_in_place() -> None:
+    return None
+
+
+@torch.no_grad()
+def _whole_of(parameter: nn.Parameter, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """The whole value and gradient of a sharded parameter. All ranks of its mesh call it."""
+
+    def whole(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        local = local_of(tensor)
+        if local.device != device and local.device.type != "meta":  # at rest on the host
+            tensor = gradient_like(local.to(device), tensor)
+            assert isinstance(tensor, DTensor)
+        return tensor.full_tensor()
+
+    if local_of(parameter).device.type == "meta":
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), None
+    return whole(parameter), None if parameter.grad is None else whole(parameter.grad)
+
+
+@torch.no_grad()
+def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) -> None:
+    original, at_rest = param.original(), param.at_rest
+    if original is not None and original.shape == value.shape and original.dtype == value.dtype:
+        plain = original
+        if plain.device == value.device:
+            plain.data.copy_(value)
+        else:
+            plain.data = value
+        plain.requires_grad_(at_rest.requires_grad)
+    else:
+        plain = nn.Parameter(value.clone(), requires_grad=at_rest.requires_grad)
+    plain.grad = None if gradient is None else gradient.clone().to(plain.dtype)
+    move_hooks(at_rest, plain)
+    if param.registered is at_rest:
+        param.register(plain)
+
+
+def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, nn.Parameter, tuple[Place, ...]]] = ()) -> None:
+    """At the end of an annotation: decide how replicated parameters in the tree rest, and who owns tied ones.
+
+    Args:
+        own: the unit that is being made, whose record is not in the registry yet.
+        tied: replicated units that own a parameter which is registered at more places of the annotated modules.
+    """
+    units = [own, *(unit for unit in units_below(modules) if unit is not own)]
+    for unit, parameter, places in tied:
+        for param in unit.params:
+            if parameter in (param.at_rest, param.own, param.compute):
+                known = param.info.places
+                param.set_info(replace(param.info, places=(*known, *(place for place in places if place not in known))))
+    sharded = [unit for unit in units if unit.is_sharded and unit.params]
+    mesh = sharded[0].mesh_info.mesh if sharded else None
+    tied_units = [unit for unit, _, _ in tied]
+    for unit in units:
+        if unit.is_sharded or unit.spec is None or unit.mesh_info.mesh is None:
+            continue
+        if unit.rest_mesh != mesh or unit in tied_units:
+            unit.rest_mesh = mesh
+            unit.build()
+    for unit in units:
+        if unit.root is not None:
+            unit.root.forget()

@@ -1,0 +1,146 @@
+"""Buffers whose memory comes and goes, and the idle blocks of host memory that they share.
+
+Autograd may have saved any alias of a compute parameter. So the memory of a full buffer comes and goes *inside* one storage
+object: every alias survives, and the all-gather of backward refills what forward saved without knowing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.utils.dlpack import from_dlpack
+
+from composable.memory.torch_private import CAN_SWAP, swap_memory, view_without_memory
+
+# Idle blocks of host memory by their size in bytes. The host's allocator returns large blocks to the system, and then every
+# use faults all pages in again; an accelerator's caching allocator does not need this.
+_IDLE: Final[dict[int, list[torch.UntypedStorage]]] = {}
+_IS_ELASTIC: Final = "_composable_is_elastic"
+
+
+def _take_block(idle: list[torch.UntypedStorage], nbytes: int) -> torch.UntypedStorage:
+    try:
+        return idle.pop()  # the one that was used last is the most likely to be in the caches
+    except IndexError:
+        # With a device, because a default device of the user applies to storages, too.
+        return torch.UntypedStorage(nbytes, device="cpu")
+
+
+def borrow(numel: int, dtype: torch.dtype) -> Tensor:
+    """A 1-D host tensor with undefined contents, for `give_back`."""
+    nbytes = numel * dtype.itemsize
+    with torch.inference_mode(False):
+        block = _take_block(_IDLE.setdefault(nbytes, []), nbytes)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(block, 0, (numel,), (1,))
+
+
+def give_back(tensor: Tensor) -> None:
+    """Return what `borrow` gave. No alias of `tensor` may be used afterwards."""
+    block = tensor.untyped_storage()
+    _IDLE[block.nbytes()].append(block)
+
+
+def release_idle_memory() -> None:
+    """Return all idle blocks to the system."""
+    for blocks in _IDLE.values():
+        blocks.clear()
+
+
+def idle_bytes() -> int:
+    """Bytes of host memory that no buffer uses."""
+    return sum(nbytes * len(blocks) for nbytes, blocks in _IDLE.items())
+
+
+class ElasticBuffer:
+    """A 1-D tensor whose memory comes and goes while its views stay valid. It has none at first.
+
+    Attributes:
+        tensor: the whole buffer.
+        nbytes: its size while the memory is there.
+        held: whether the memory is there. `allocate` and `free` alone change it.
+    """
+
+    __slots__ = ("_block", "_idle", "_storage", "held", "nbytes", "tensor")
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.nbytes = numel * dtype.itemsize
+        self.held = False
+        pooled = device.type == "cpu" and self.nbytes > 0 and CAN_SWAP
+        self._idle: list[torch.UntypedStorage] | None = _IDLE.setdefault(self.nbytes, []) if pooled else None
+        self._block: torch.UntypedStorage | None = None  # pooled and held: the block, empty, whose memory is in `_storage`
+        with torch.inference_mode(False):
+            start = torch.empty(0, dtype=dtype, device=device)
+            self._storage = start.untyped_storage()
+            setattr(self._storage, _IS_ELASTIC, True)
+            self.tensor = self._view(start, (numel,), (1,)).data
+
+    def _view(self, start: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+        # Views are made without memory: when a model is annotated its parameters are whole, and full buffers beside them
+        # could exceed the memory of the device.
+        view = view_without_memory(start, shape, strides)
+        if view is not None:
+            return view
+        held = self.held
+        self.allocate()
+        view = start.as_strided(shape, strides)
+        if not held:
+            self.free()
+        return view
+
+    def part(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+        """A view from element `start` on, whether the memory is there or not. It shares the version counter of `tensor`."""
+        with torch.inference_mode(False):
+            return self._view(self.tensor[start:start], shape, strides)
+
+    def stretch(self, start: int, numel: int) -> Tensor:
+        """`numel` elements from `start` on; see `part`."""
+        return self.part(start, (numel,), (1,))
+
+    def allocate(self) -> None:
+        """Let the memory be there, with undefined contents if it was not. Aliases and version counters do not change."""
+        if self.held:
+            return
+        if self._idle is None:
+            self._storage.resize_(self.nbytes)
+        else:
+            self._block = _take_block(self._idle, self.nbytes)
+            swap_memory(self._storage, self._block)
+        self.held = True
+
+    def free(self) -> None:
+        """Give the memory back, if it is there: a host's to the idle blocks, an accelerator's to its caching allocator."""
+        if not self.held:
+            return
+        self.held = False
+        if self._idle is None:
+            self._storage.resize_(0)
+        else:
+            assert self._block is not None
+            block, self._block = self._block, None
+            swap_memory(self._storage, block)
+            self._idle.append(block)
+
+
+def is_elastic(storage: torch.UntypedStorage) -> bool:
+    """Whether `storage` belongs to an `ElasticBuffer`."""
+    return getattr(storage, _IS_ELASTIC, False)
+
+
+def with_own_storage(view: Tensor) -> Tensor:
+    """A tensor over the memory of `view`, a dense 1-D tensor, with a storage of its own that starts there.
+
+    torch saves whole storages, and a `DTensor` whose local tensor starts inside of its storage can be neither detached and
+    copied nor saved. DLPack makes another storage over the same memory, and keeps that memory alive. Returns `view` itself on
+    a device that does not implement DLPack.
+    """
+    with torch.inference_mode(False):
+        if view.device.type == "meta":
+            return torch.empty_like(view)
+        try:
+            octets = from_dlpack(view.detach().view(torch.uint8))  # DLPack does not know all dtypes
+        except (BufferError, RuntimeError, TypeError, ValueError):
+            return view
+        return octets.view(view.dtype)

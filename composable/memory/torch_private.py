@@ -1,0 +1,346 @@
+"""Every use of a part of torch that is not public, except those of torch.compile (`composable/compilation.py`).
+
+Each name says why the public interface does not do, and what happens where a version of torch lacks it: the fallback is
+correct, only slower or less precise. Checked with torch 2.11.0, 2.13.0 and 2.15.0. A name without a fallback exists in all
+three.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial, wraps
+from operator import attrgetter
+from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._functorch import pyfunctorch
+from torch.autograd import profiler
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    ReduceScatterOptions,
+)
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# --- autograd ---------------------------------------------------------------------------------------------------------
+
+# The number of the backward pass that this thread runs, -1 outside of one. A nested pass has a number of its own. No public
+# call tells a recomputation inside a backward from an ordinary forward.
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return backward_id() != -1
+
+
+def on_backward_end(callback: Callable[[], None]) -> None:
+    """Call `callback` when the running backward pass ends without an error.
+
+    The engine holds `callback` until then. If backward raises, the engine drops it without a call, so an object whose
+    `__del__` cleans up learns of the error: on a host before the caller of backward sees the error, on an accelerator, where
+    a thread of the engine holds the pass, up to a few milliseconds later. DDP and FSDP2 queue their callbacks in the same way.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# The number of the next autograd node that this thread makes; backward runs the highest numbers first. Tells which nodes a
+# forward has made from those of its inputs. Without it every node counts as made by the forward.
+next_node: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+
+
+def made_since(number: int, node: torch.autograd.graph.Node) -> bool:
+    """Whether this thread made `node` after `next_node()` returned `number`."""
+    return node._sequence_nr() >= number
+
+
+# Sets the version counter of each tensor. `torch.autograd._unsafe_preserve_version_counter` restores counters around a block
+# of code with it, and FSDP2 uses that.
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+
+# Hooks of a parameter: None or an ordered dict. Autograd calls them when it accumulates a gradient; the engine calls those of
+# at-rest parameters, on which autograd never accumulates. Getters made in C, because they run per parameter and backward.
+gradient_hooks: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter("_backward_hooks")
+hooks_after_accumulation: Callable[[Tensor], OrderedDict[int, Any] | None] = attrgetter("_post_accumulate_grad_hooks")
+
+
+def take_hooks(source: Tensor, target: Tensor) -> None:
+    """Let `target` share the hooks of `source`. They share the dictionaries, because the handle that removes a hook refers to
+    the dictionary that it was added to."""
+    if (hooks := gradient_hooks(source)) is not None:
+        target._backward_hooks = hooks
+    if (hooks := hooks_after_accumulation(source)) is not None:
+        target._post_accumulate_grad_hooks = hooks
+
+
+def checkpoint_generator(function: Any, options: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
+    """Non-reentrant checkpointing as a generator: code before the first yield runs before forward, the rest after it.
+
+    `torch.utils.checkpoint.checkpoint` calls the function itself, which forward hooks cannot do.
+
+    Args:
+        options: preserve_rng_state, context_fn, determinism_check, debug, early_stop.
+    """
+    return torch.utils.checkpoint._checkpoint_without_reentrant_generator(function, *options, *args, **kwargs)
+
+
+# --- torch.func -------------------------------------------------------------------------------------------------------
+
+_is_wrapped: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """The tensor inside the wrappers of `torch.func`'s transforms (`grad`, `vmap`, ...), which have no storage of their own."""
+    while _is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
+# Whether a transform of `torch.func` is active. Asking for the stack of transforms would create one for this thread, which
+# every autograd node copies from then on: 2 % of the instructions of a small model's step.
+if hasattr(torch._C, "_dispatch_tls_is_dispatch_key_included"):
+    is_transformed: Callable[[], bool] = partial(
+        torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+    )
+else:
+    _stack: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
+    is_transformed = lambda: _stack() is not None  # noqa: E731
+_without_transforms: Callable[[], AbstractContextManager[Any]] = getattr(
+    pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext
+)
+
+
+def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
+    """Hide `function` from the transforms of `torch.func` that it is called in. They refuse in-place writes to tensors from
+    outside of the transformed function, and the full buffers are such tensors. Without it torch raises its own error."""
+
+    @wraps(function)
+    def hidden(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_transformed():
+            return function(*args, **kwargs)
+        with _without_transforms():
+            return function(*args, **kwargs)
+
+    return hidden
+
+
+# --- memory and copies ------------------------------------------------------------------------------------------------
+
+# `chunk_cat(tensors, dim, num_chunks, out=)` cuts each tensor into `num_chunks` chunks, pads them, and writes chunk i of all
+# tensors to row i of `out`. Public operations need one or two views and a copy per tensor: 16 us for the 12 parameters of a
+# transformer block in place of 5. FSDP2 uses it.
+chunk_cat: Callable[..., Tensor] = torch._chunk_cat
+
+
+def _cannot_swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
+    raise NotImplementedError("this version of torch cannot swap the memory of two storages")
+
+
+CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+# Swaps the memory of two storages, so that all views of one see the memory of the other; only if `CAN_SWAP`. `resize_(0)` and
+# back returns memory to the system and faults every page in again: about 8 ms for 32 MiB.
+swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = getattr(
+    torch.UntypedStorage, "_swap_data_ptr_", _cannot_swap
+)
+
+
+def view_without_memory(start: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor | None:
+    """A view of a storage that may be empty now, from the offset of `start`, an empty tensor. Public views check the size of
+    the storage. None if the device does not implement it."""
+    try:
+        view: Tensor = torch.ops.aten._reshape_alias(start, shape, strides)
+    except (AttributeError, NotImplementedError):
+        return None
+    return view
+
+
+# Tell whether a user still holds a gradient that lies in a buffer of ours, so that its wrapper and its memory cannot be used
+# for the next gradient. Meaningless unless `CAN_COUNT_USERS`: then every gradient must be made anew.
+CAN_COUNT_USERS: Final = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
+
+# References from C++ (a `.grad` slot, a graph) to a tensor; `sys.getrefcount` counts those from Python.
+tensor_users: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
+# Tensors and handles that share the storage with this key: views of a gradient hold its storage only.
+storage_users: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda key: 0)
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What `storage_users` knows the storage of `tensor` by, while `tensor` lives."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+# Whether a profiler runs in this process. A label costs 2 us even if no profiler reads it. Without it nothing is labelled.
+# Made in C, because it is asked at every launch and every wait.
+profiled: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled", False)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The same memory as pairs of real numbers if `tensor` is complex. The process group's own methods take real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+# --- DTensor ----------------------------------------------------------------------------------------------------------
+
+# The local tensor itself. `to_local()` makes an alias, or an autograd node, at every call. A getter made in C, because it runs
+# for every parameter in every step.
+local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+
+
+def set_local(tensor: DTensor, local: Tensor) -> None:
+    """Exchange the local tensor of a `DTensor` that keeps its identity, because optimizers and users hold it."""
+    tensor._local_tensor = local
+
+
+# Inside of this context attributes of a `DTensor` are looked up as those of a plain tensor, in 60 ns in place of 110: torch
+# does not ask `DTensor.__torch_function__`, which does not override them. No code of the user may run inside.
+as_tensors: Callable[[], AbstractContextManager[Any]] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
+
+
+def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
+    """A parameter on the mesh object of `tensor`.
+
+    `nn.Parameter` detaches its argument, and DTensor's caches may give the result of an operation an equal mesh that was made
+    earlier, whose process groups are destroyed or differ. Without `_spec` the parameter may have such a mesh.
+    """
+    parameter = nn.Parameter(tensor, requires_grad=requires_grad)
+    if getattr(tensor, "_spec", None) is not None:
+        parameter._spec = tensor._spec  # type: ignore[attr-defined]
+    return parameter
+
+
+def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = None) -> DTensor:
+    """A `DTensor` around `local` with the mesh, placements and global shape of `like`, whose local tensor has the same shape,
+    strides and dtype. `device` is what it reports, if that is not the device of `local`.
+
+    `DTensor.from_local` computes in 50 us what `like` knows; this takes 5 us.
+    """
+    spec = getattr(like, "_spec", None)
+    if spec is None:
+        return DTensor.from_local(
+            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+    with torch.inference_mode(False):
+        # Around an empty tensor first, because a `DTensor` takes over the storage offset of its argument.
+        made = DTensor(local.new_empty(0, device=local.device if device is None else device), spec, requires_grad=False)
+    set_local(made, local)
+    return made
+
+
+def replace_dtensor_operation(operation: Any, handler: Callable[[Any, tuple[Any, ...], Any], Any]) -> bool:
+    """Call `handler(operation, args, kwargs)` in place of torch's own handler of an operation on DTensors.
+
+    Returns:
+        False if this version of torch has no handler of its own for it; then nothing changes.
+    """
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if handlers is None or operation not in handlers:
+        return False
+    handlers[operation] = handler
+    return True
+
+
+# --- optimizers -------------------------------------------------------------------------------------------------------
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
+    """The pre-hooks and post-hooks of an optimizer's `step`, in the order in which they run. The public calls only append.
+    Two empty dicts where torch has others: then hooks run in the order in which they were added."""
+    before = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    after = getattr(optimizer, "_optimizer_step_post_hooks", None)
+    return OrderedDict() if before is None else before, OrderedDict() if after is None else after
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
+    """The timeout of the group's collectives on `device`; None where torch does not tell. There is no public getter."""
+    try:
+        timeout: timedelta = group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+    return timeout
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """The store through which the group's ranks found each other, with the group's prefix; None where torch does not tell.
+    A rank whose collectives failed can still read and write it."""
+    with suppress(AttributeError, KeyError, TypeError, ValueError):
+        _, store = dist.distributed_c10d._world.pg_map[group]
+        return store
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Launcher:
+    """How a group launches one kind of collective: names of its own methods, and their options.
+
+    `getattr(group, single)(output, input, options)` returns a work, or None if there is nothing to wait for; `coalesced` takes
+    lists of outputs and inputs, launches all at once, and takes `coalesced_options`. Complex tensors go in as `as_real`.
+    The all-reduce has no outputs: both methods take a list of tensors that they reduce in place, `single` a list of one.
+    """
+
+    single: str
+    coalesced: str
+    options: Any
+    coalesced_options: Any
+
+
+class Launchers(NamedTuple):
+    all_gather: Launcher
+    reduce_scatter: Launcher
+    reduce_scatter_mean: Launcher  # not on gloo
+    all_reduce: Launcher
+    all_reduce_mean: Launcher  # not on gloo
+
+
+def launchers(group: dist.ProcessGroup, *, asynchronous: bool) -> Launchers:
+    """The group's own collectives.
+
+    torch's public functions end in these methods, after 9 us of Python checks that give the same result at every call. The
+    only public way to several collectives in one launch is a context, which stays open if an exception ends its body.
+    """
+    gather, total, mean = AllgatherOptions(), ReduceScatterOptions(), ReduceScatterOptions()
+    reduce, reduce_coalesced = AllreduceOptions(), AllreduceCoalescedOptions()
+    reduce_mean, reduce_mean_coalesced = AllreduceOptions(), AllreduceCoalescedOptions()
+    for averaging in (mean, reduce_mean, reduce_mean_coalesced):
+        averaging.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+    for options in (gather, total, mean, reduce, reduce_coalesced, reduce_mean, reduce_mean_coalesced):
+        options.asyncOp = asynchronous
+    if hasattr(group, "all_gather_single"):  # since torch 2.13
+        gathers = ("all_gather_single", "all_gather_single_coalesced")
+        scatters = ("reduce_scatter_single", "reduce_scatter_single_coalesced")
+    else:
+        gathers = ("_allgather_base", "allgather_into_tensor_coalesced")
+        scatters = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
+    return Launchers(
+        Launcher(*gathers, gather, gather),
+        Launcher(*scatters, total, total),
+        Launcher(*scatters, mean, mean),
+        Launcher("allreduce", "allreduce_coalesced", reduce, reduce_coalesced),
+        Launcher("allreduce", "allreduce_coalesced", reduce_mean, reduce_mean_coalesced),
+    )
+
+
+def cannot_coalesce(error: RuntimeError) -> bool:
+    """Whether a backend says by `error` that it cannot launch several collectives at once, and has launched none."""
+    return "does not support" in str(error) or "No backend type associated" in str(error)
+
+
+def active_ddp() -> Any:
+    """The `DistributedDataParallel` whose forward is running; None where there is none, or this torch does not tell."""
+    return getattr(DistributedDataParallel, "_active_ddp_module", None)

@@ -1,1 +1,0 @@
-"""The module tree: what was said about it, its order, its hooks; moves no tensor and never communicates."""

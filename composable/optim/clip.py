@@ -1,0 +1,407 @@
+"""`clip_grad_norm_`: one norm over any mix of sharded, replicated and plain parameters, the same on all ranks.
+
+All ranks have to run the same collectives. So parameters alone decide which: the process groups over which a parameter's
+placements shard it take part, whether or not this rank has a gradient or an element of it. Per group there is one gather of one
+number, or of a few where parameters are sharded over several groups (data and tensor parallel).
+
+Gradients that are the same on all ranks of a group are counted once: each rank adds its share, one over the number of ranks.
+So even if ranks hold different values, or one of them NaN, all ranks get the same norm and scale their shards alike.
+
+A parameter on fewer ranks than the rest of the model is an expert: other ranks hold other experts in its place. All of them
+count, each once, so its norm is summed over the ranks of the whole model (`model_group_of`), divided by the number of copies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from numbers import Real
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from composable.comm import is_distributed
+from composable.compilation import untraced
+from composable.engine.param import ParamLabel, holds_unreduced, is_unreduced, label_of, model_group_of, unit_mesh_of
+from composable.errors import ClippingError, NonFiniteError
+from composable.optim.in_backward import stepped_in_backward
+from composable.optim.numbers import Groups, groups_sharded_over, local_tensor, reduce_over
+
+_EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
+_DOUBLE: Final = (torch.float64, torch.complex128)
+_HALF: Final = (torch.float16, torch.bfloat16)
+
+Around = tuple[DeviceMesh | None, dist.ProcessGroup | None]
+_NOTHING_AROUND: Final[Around] = (None, None)
+
+
+@torch.no_grad()
+@untraced
+def clip_grad_norm_(
+    model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    error_if_nonfinite: bool = False,
+    pp_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """Scale gradients down, in place, if their norm over all parameters and all ranks is above `max_norm`.
+
+    Does what `torch.nn.utils.clip_grad_norm_` would do to the model before it was annotated. torch's function works where all
+    parameters are DTensors of one mesh; this one takes any mix, and returns a plain tensor. All ranks call it together, with
+    the same parameters in the same order.
+
+    Gradients that are plain tensors count once, since they are the same on all ranks. Gradients of parameters that no unit
+    manages (`ignored_params`) have to be averaged by the caller before. Units on a part of the ranks of the model (experts)
+    count once per part.
+
+    Args:
+        model_or_parameters: a module, a tensor, or an iterable of tensors.
+        max_norm: the largest norm that gradients have afterwards.
+        norm_type: the order of the norm: positive, or inf for the largest absolute value.
+        error_if_nonfinite: raise if the norm is infinite or NaN, on all ranks alike and before anything is changed. The host
+            then waits for an accelerator.
+        pp_group: the process group of a pipeline, whose ranks have different parameters. The norm is that of all stages, and
+            each of its ranks calls this function, also one without parameters.
+
+    Returns:
+        The norm before clipping, the same on all ranks: a plain tensor without dimensions, in float64 if a parameter is, and
+        in float32 otherwise, also for half precision.
+
+    Raises:
+        ClippingError: an argument cannot be used, a parameter is not the one that is trained, or a gradient is not placed
+            on the mesh like its parameter.
+        NonFiniteError: the norm is not finite, and `error_if_nonfinite` is set.
+
+    Example:
+        >>> loss.backward()
+        >>> norm = clip_grad_norm_(model, 1.0)
+        >>> optimizer.step()
+
+    After Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks" (ICML 2013).
+    """
+    limit, order = _limit(max_norm), _order(norm_type)
+    parameters = _parameters_of(model_or_parameters)
+    _check_pipeline(pp_group)
+    if not parameters:
+        return torch.zeros(()) if pp_group is None else _over_stages(torch.zeros(()), order, pp_group)
+    if (name := stepped_in_backward(parameters)) is not None:
+        raise ClippingError(
+            f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), before the gradients of the other "
+            "parameters are there. Clip, or step in backward"
+        )
+    gradients = _Gradients(parameters)
+    total = gradients.total_norm(order)
+    if pp_group is not None:
+        if pp_group in gradients.groups:
+            raise ClippingError(
+                "clip_grad_norm_: parameters are sharded over pp_group, whose ranks are counted anyway. Pass the group of the "
+                "pipeline, or leave pp_group out"
+            )
+        total = _over_stages(total, order, pp_group)
+    if error_if_nonfinite and not total.isfinite():
+        raise NonFiniteError(
+            f"clip_grad_norm_: the norm of order {order:g} over all gradients is {total.item()}, so they cannot be scaled to "
+            f"{limit:g}. No gradient was changed. Skip this step (optimizer.zero_grad(), then the next batch); with a "
+            "GradScaler, or to scale them nevertheless, pass error_if_nonfinite=False"
+        )
+    gradients.scale((limit / (total + _EPSILON)).clamp(max=1.0))
+    return total
+
+
+# --- gradients, by the ranks over which they are summed ---------------------------------------------------------------
+
+
+class _Part:
+    """Local gradients that are summed over the same ranks.
+
+    Attributes:
+        groups: the process groups over which the gradients are sharded; none: every rank holds them whole.
+        unit_mesh: the mesh of their units, if it does not have all ranks of the process.
+        model_group: the ranks of the model of which these are a part, if known.
+        copies: the number of ranks of `unit_mesh` that hold the same values.
+    """
+
+    def __init__(self, groups: Groups, around: Around, copies: int) -> None:
+        self.groups, self.copies = groups, copies
+        self.unit_mesh, self.model_group = around
+        self.locals: list[Tensor] = []
+
+    def lists(self) -> list[list[Tensor]]:
+        """The local gradients that are not empty, in lists of one dtype and device, which one kernel can take."""
+        found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for local in self.locals:
+            if local.numel():  # an empty shard has no largest element, and nothing to scale
+                found.setdefault((local.dtype, local.device), []).append(local)
+        return list(found.values())
+
+    def norm(self, order: float, device: torch.device) -> Tensor:
+        """The norm of what this rank has, in single precision at least."""
+        norms: list[Tensor] = []
+        for locals_ in self.lists():
+            norms += torch._foreach_norm(locals_, order, dtype=torch.float32 if locals_[0].dtype in _HALF else None)
+        if not norms:
+            return torch.zeros((), device=device)
+        norm: Tensor = torch.linalg.vector_norm(torch.stack([n.to(device) for n in norms]), order)
+        return norm
+
+
+class _Gradients:
+    """The gradients of some parameters, in local tensors."""
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.device = local_tensor(parameters[0]).device
+        # Parameters decide, and not gradients, since all ranks have to round alike.
+        self.dtype = torch.float64 if any(p.dtype in _DOUBLE for p in parameters) else torch.float32
+        self._world = dist.get_world_size() if is_distributed() else 1
+        self._whole = _Part((), _NOTHING_AROUND, 1)
+        self._parts: dict[tuple[Groups, Around], _Part] = {}
+        mesh, placements, last, part = None, None, _NOTHING_AROUND, self._whole
+        for parameter in parameters:
+            gradient = parameter.grad
+            _check_trained(parameter)
+            around = self._around(parameter) if self._world > 1 else _NOTHING_AROUND
+            if not isinstance(parameter, DTensor):
+                if isinstance(gradient, DTensor):
+                    raise _placed_differently(parameter, gradient)
+                if gradient is not None:
+                    self._part_of(parameter, around).locals.append(gradient)
+                continue
+            # Neighbours mostly have the same placements: a look-up costs more than the comparison.
+            if parameter.device_mesh is not mesh or parameter.placements != placements or around != last:
+                mesh, placements, last = parameter.device_mesh, parameter.placements, around
+                part = self._part_of(parameter, around)
+            if gradient is None:
+                continue
+            if not isinstance(gradient, DTensor) or gradient.placements != placements:
+                raise _placed_differently(parameter, gradient)
+            if gradient.device_mesh is not mesh and gradient.device_mesh != mesh:
+                raise _placed_differently(parameter, gradient)
+            part.locals.append(local_tensor(gradient))
+
+    def _around(self, parameter: Tensor) -> Around:
+        """The mesh of the parameter's unit, if other ranks are not on it, and the group of the model around it."""
+        if label_of(parameter) is None:
+            return _NOTHING_AROUND
+        mesh = unit_mesh_of(parameter)
+        return (None if mesh is None or mesh.size() == self._world else mesh), model_group_of(parameter)
+
+    def _part_of(self, parameter: Tensor, around: Around) -> _Part:
+        groups, copies = _groups_and_copies(parameter, around[0])
+        if not groups and around == _NOTHING_AROUND:
+            return self._whole
+        if (groups, around) not in self._parts:
+            self._parts[groups, around] = _Part(groups, around, copies)
+        return self._parts[groups, around]
+
+    @property
+    def groups(self) -> Groups:
+        """All process groups over which one of the parameters is sharded."""
+        return tuple(dict.fromkeys(group for part in self._parts.values() for group in part.groups))
+
+    def _model_group(self, part: _Part) -> dist.ProcessGroup | None:
+        """The largest known group that has all ranks of the part's units and others: those hold other experts.
+
+        Besides the group of an annotation around the units, parameters in the same list tell of such groups. The groups of a
+        tensor parallel mesh are not among them: no group of `mesh["tp"]` contains one of `mesh["dp"]`.
+        """
+        if part.unit_mesh is None:
+            return part.model_group
+        ranks = set(part.unit_mesh.mesh.flatten().tolist())
+        meshes = [each.unit_mesh for each in self._parts.values() if each.unit_mesh is not None and each.unit_mesh.ndim == 1]
+        known = [*self.groups, *(mesh.get_group() for mesh in meshes)]
+        larger = [group for group in dict.fromkeys(known) if ranks < set(dist.get_process_group_ranks(group))]
+        if part.model_group is not None:
+            larger.append(part.model_group)
+        return max(larger, key=dist.get_world_size, default=None)
+
+    def total_norm(self, order: float) -> Tensor:
+        """The norm of all gradients of all ranks, as if they were one vector: the same on all ranks."""
+        largest = order == math.inf
+        shares: dict[Groups, Tensor] = {}
+        for part in self._parts.values():
+            model_group = self._model_group(part)
+            if model_group is None and not part.groups:
+                self._whole.locals, part.locals = self._whole.locals + part.locals, []
+                continue
+            groups, power = part.groups, self._power(part, order)
+            if model_group is not None:
+                groups, power = (model_group,), power if largest else power / part.copies
+            shares[groups] = power if groups not in shares else _joined(shares[groups], power, largest)
+        if not shares:
+            return self._whole.norm(order, self.device).to(self.dtype)
+        most = max(shares, key=_num_ranks)
+        share = self._power(self._whole, order)
+        shares[most] = _joined(shares[most], share if largest else share / _num_ranks(most), largest)
+        for group in dict.fromkeys(group for groups in shares for group in groups):
+            over = [groups for groups in shares if group in groups]
+            sent = torch.stack([shares[groups] for groups in over])
+            found = reduce_over(group, sent, "reduction of the norm of gradients", largest=largest)
+            shares |= dict(zip(over, found.unbind(), strict=True))
+        together = torch.stack(list(shares.values()))
+        return _root(together.amax() if largest else together.sum(), order).to(self.dtype)
+
+    def _power(self, part: _Part, order: float) -> Tensor:
+        return _power(part.norm(order, self.device), order)
+
+    def scale(self, coefficient: Tensor) -> None:
+        """Multiply all gradients, in place."""
+        if coefficient.is_cpu and coefficient.item() == 1:
+            return  # nothing would change; on an accelerator, asking would cost more than multiplying
+        for part in (self._whole, *self._parts.values()):
+            for locals_ in part.lists():
+                torch._foreach_mul_(locals_, coefficient.to(locals_[0].device, locals_[0].dtype))
+
+
+def _groups_and_copies(parameter: Tensor, unit_mesh: DeviceMesh | None) -> tuple[Groups, int]:
+    """The groups over which a parameter is sharded, and how many ranks of its unit hold the same values."""
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        if any(placement.is_partial() for placement in placements):
+            raise ClippingError(
+                f"clip_grad_norm_: of a parameter with placements {placements}, each rank holds a summand only, from which its "
+                "norm cannot be told. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()] * p.device_mesh.ndim)"
+            )
+        if groups := groups_sharded_over(mesh, placements):
+            return groups, mesh.size() // _num_ranks(groups)
+    # Not sharded: it may rest on the mesh of units around it, so the mesh of its own unit counts.
+    return (), 1 if unit_mesh is None else unit_mesh.size()
+
+
+def _num_ranks(groups: Groups) -> int:
+    return math.prod(map(dist.get_world_size, groups))
+
+
+def _joined(one: Tensor, other: Tensor, largest: bool) -> Tensor:
+    return torch.maximum(one, other) if largest else one + other
+
+
+def _power(norm: Tensor, order: float) -> Tensor:
+    """What is summed over ranks, or compared: in double precision, so that it overflows only where the norm does."""
+    return norm.double() if order == math.inf else norm.double() ** order
+
+
+def _root(power: Tensor, order: float) -> Tensor:
+    return power if order == math.inf else power ** (1 / order)
+
+
+def _over_stages(norm: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
+    """The norm of the gradients of all stages of a pipeline, of which this rank has `norm`."""
+    label = "reduction of the norm of gradients over the pipeline"
+    (power,) = reduce_over(group, _power(norm, order).reshape(1), label, largest=order == math.inf).unbind()
+    return _root(power, order).to(norm.dtype)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def _check_trained(parameter: Tensor) -> None:
+    """Raise if another parameter is trained in its place, or if a plain gradient is this rank's alone."""
+    label = label_of(parameter)
+    if label is None:
+        return
+    if label.form != "at_rest" and not (label.form == "original" and parameter.grad is not None):
+        # An original parameter with a gradient is used outside of its module as well.
+        raise ClippingError(
+            f"clip_grad_norm_: parameter '{label.fqn}' of unit '{label.unit}' is not the one that is trained: it is from "
+            "before its module was annotated, or was replaced since, or is registered only while modules compute. Pass the "
+            "model, or model.parameters() as of now. No gradient was changed."
+        )
+    if not isinstance(parameter, DTensor) and holds_unreduced(parameter):
+        raise _unreduced(label)
+
+
+def _unreduced(label: ParamLabel) -> ClippingError:
+    """Ranks would scale by different numbers."""
+    return ClippingError(
+        f"clip_grad_norm_: the gradient of parameter '{label.fqn}' of unit '{label.unit}' is this rank's alone: it was "
+        "accumulated under no_sync, and no backward since has reduced it. Run the last backward before clipping outside of "
+        "no_sync, or call reduce_gradients(model), on all ranks"
+    )
+
+
+def _placed_differently(parameter: Tensor, gradient: Tensor) -> ClippingError:
+    def form(tensor: Tensor) -> str:
+        return f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
+
+    if is_unreduced(gradient) and (label := label_of(parameter)) is not None:
+        return _unreduced(label)
+    cure = "p.grad = p.grad.redistribute(p.device_mesh, p.placements)"
+    if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
+        cure = "make both DTensors, or neither"
+    return ClippingError(
+        f"clip_grad_norm_: a parameter of shape {tuple(parameter.shape)} is {form(parameter)}, but its gradient is "
+        f"{form(gradient)}; what it adds to the norm cannot be told without communication. First, {cure}."
+    )
+
+
+def _check_pipeline(group: object) -> None:
+    if group is None:
+        return
+    if not isinstance(group, dist.ProcessGroup):
+        cure = '; of a mesh, pass mesh["pp"].get_group()' if isinstance(group, DeviceMesh) else ""
+        raise ClippingError(f"clip_grad_norm_: pp_group must be a process group, got a {type(group).__name__}{cure}")
+    if dist.get_rank(group) < 0:
+        raise ClippingError("clip_grad_norm_: this rank is not in pp_group. Pass the group of the pipeline it is a stage of")
+
+
+def _parameters_of(given: object) -> list[Tensor]:
+    if isinstance(given, nn.Module):
+        return list(given.parameters())
+    if isinstance(given, Tensor):
+        return [given]
+    if not isinstance(given, Iterable):
+        raise _not_parameters(given)
+    by_id: dict[int, Tensor] = {}
+    for each in given:
+        if not isinstance(each, Tensor):
+            raise _not_parameters(each, "an iterable that holds a ")
+        by_id[id(each)] = each
+    return list(by_id.values())
+
+
+def _not_parameters(found: object, inside: str = "a ") -> ClippingError:
+    if isinstance(found, tuple):
+        cure = "from named_parameters(), take the parameters alone: model.parameters()"
+    elif isinstance(found, (torch.optim.Optimizer, dict)):
+        cure = 'of an optimizer, pass the parameters: [p for group in optimizer.param_groups for p in group["params"]]'
+    else:
+        cure = "pass the model, or model.parameters()"
+    return ClippingError(
+        f"clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not {inside}{type(found).__name__}; {cure}"
+    )
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (Real, str)):
+        raise ClippingError(f"clip_grad_norm_: {name} must be a number, got {value!r}")
+    try:
+        return float(value)
+    except ValueError:
+        raise ClippingError(f"clip_grad_norm_: {name} must be a number, got {value!r}") from None
+
+
+def _limit(max_norm: object) -> float:
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not isinstance(max_norm, DTensor):
+        max_norm = max_norm.item()
+    limit = _number("max_norm", max_norm)
+    if not limit >= 0:
+        raise ClippingError(
+            f"clip_grad_norm_: max_norm must not be negative or NaN, got {limit}: gradients would change their direction. "
+            "To measure the norm only, pass float('inf')"
+        )
+    return limit
+
+
+def _order(norm_type: object) -> float:
+    order = _number("norm_type", norm_type)
+    if not order > 0:
+        raise ClippingError(
+            f"clip_grad_norm_: norm_type must be a positive number or inf, got {order}: no other norm of a tensor can be put "
+            "together from those of its shards"
+        )
+    return order

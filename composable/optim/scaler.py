@@ -1,0 +1,105 @@
+"""`torch.amp.GradScaler` over annotated models: a step that one rank skips is skipped by all.
+
+torch's scaler looks for infinities in the gradients that a rank has. Of DTensors it asks the ranks over which the *first*
+gradient in the list is sharded, and it refuses lists that hold DTensors and plain tensors. So behind a replicated gradient
+every rank would decide for itself, experts on meshes of their own would not hear of each other, and a rank without a gradient
+would not take part. Here every gradient is checked and unscaled where it lies, and then all process groups over which a
+parameter of the optimizer is sharded, or trained together (`model_group_of`), agree. Parameters alone decide which groups, so
+that all ranks run the same collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable.engine.param import label_of, model_group_of
+from composable.optim.numbers import groups_sharded_over, local_tensor, reduce_over
+
+_UNSCALE: Final = "_unscale_grads_"
+Found = dict[torch.device, Tensor]  # by device: 1.0 if a gradient is not finite
+
+
+def _unscale(optimizer: Optimizer, inverse_scale: Tensor, allow_fp16: bool) -> Found:
+    """Unscale the gradients of an optimizer, in place, and say on which devices one is not finite on any rank."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    found = _unscale_locally(parameters, inverse_scale, allow_fp16)
+    groups = _groups_of(parameters)
+    if not groups:
+        return found
+    numbers = torch.zeros(2, device=inverse_scale.device)  # is one not finite, has a rank gradients
+    if found:
+        numbers[0] = torch.stack([each.to(numbers.device) for each in found.values()]).amax()
+        numbers[1] = 1.0
+    for group in groups:
+        numbers = reduce_over(group, numbers, "reduction of whether gradients are finite", largest=True)
+    if not found and numbers[1].item():  # this rank has no gradients, and steps or skips the step as the others do
+        found[inverse_scale.device] = torch.zeros_like(inverse_scale)
+    for each in found.values():
+        each.copy_(numbers[0])
+    return found
+
+
+def _unscale_locally(parameters: list[Tensor], inverse_scale: Tensor, allow_fp16: bool) -> Found:
+    """What torch's method does, over local tensors."""
+    lists: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        if parameter.grad.dtype is torch.float16 and not allow_fp16:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        if parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # duplicates are added up before the look for infinities
+            gradient = parameter.grad._values()
+        else:
+            gradient = local_tensor(parameter.grad)
+        lists.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    found: Found = {}
+    for (device, _), gradients in lists.items():
+        number = found.setdefault(device, torch.zeros((), device=device))
+        # A blocking copy: torch's own does not wait, and under CPU offload the host would read it before it is there.
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, number, inverse_scale.to(device))
+    return found
+
+
+def _groups_of(parameters: list[Tensor]) -> list[dist.ProcessGroup]:
+    """The groups that have to agree, the largest first; that one alone if it has all ranks of the job."""
+    found: dict[dist.ProcessGroup, None] = {}
+    for parameter in parameters:
+        group = model_group_of(parameter)
+        if group is not None:
+            found[group] = None
+        if isinstance(parameter, DTensor):
+            found |= dict.fromkeys(groups_sharded_over(parameter.device_mesh, parameter.placements))
+    groups = sorted(found, key=dist.get_world_size, reverse=True)
+    return groups[:1] if groups and dist.get_world_size(groups[0]) == dist.get_world_size() else groups
+
+
+def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:
+    @wraps(unscale)
+    def unscaled(
+        self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True, *args: Any
+    ) -> Found:
+        managed = any(label_of(p) is not None for group in optimizer.param_groups for p in group["params"])
+        if not managed:  # other models are torch's
+            return unscale(self, optimizer, inv_scale, found_inf, allow_fp16, *args)
+        with torch.no_grad():
+            return _unscale(optimizer, inv_scale, allow_fp16)
+
+    return unscaled
+
+
+# The scaler's only method that knows the optimizer, and so all parameters. An operation that torch lets DTensors handle knows
+# the gradients of one device and dtype only, of which ranks may have different ones. There is no public hook.
+for _kind in (GradScaler, ShardedGradScaler):
+    if _UNSCALE in vars(_kind):
+        setattr(_kind, _UNSCALE, _extended(vars(_kind)[_UNSCALE]))

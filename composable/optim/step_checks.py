@@ -1,0 +1,108 @@
+"""Checks of every optimizer before it steps, in one global hook: what would train nothing, or apart on every rank, is refused.
+
+* An optimizer that holds parameters which were replaced: by the annotation, by an assignment, or by `remove`.
+* A gradient that was accumulated under `no_sync` and not reduced: ranks would step by different gradients.
+* A gradient of a unit that was annotated before there was a process group: every rank would train it alone.
+* A parameter that backward steps (`apply_optimizer_in_backward`).
+
+The hook also lets an optimizer that is known to step element by element step its local shards (`local_steps`). A second hook,
+after the step, bumps the version counters of what was stepped, which `fused` implementations do not: the engine compares them
+to see that what it has gathered is out of date.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from composable.comm import is_distributed
+from composable.compilation import untraced
+from composable.engine.param import ParamLabel, label_of, unit_mesh_of
+from composable.errors import MeshError, OptimizerError
+from composable.memory.torch_private import local_of
+from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
+from composable.optim.local_steps import is_stand_in, refuse_unreduced, step_on_shards_unasked
+
+_REPLACED: Final = {
+    "original": "was replaced on its module, by an annotation, by load_state_dict(assign=True) or by an assignment, after the "
+    "optimizer was made. Make the optimizer after that",
+    "compute": "is registered only while modules compute: the optimizer was made inside a forward or backward. Make it between "
+    "steps",
+    "removed": "was replaced when the annotation was removed. Make the optimizer anew",
+}
+_NO_CHANGE: Final = "No parameter was changed."
+_stepped: Final[WeakKeyDictionary[Optimizer, list[Tensor]]] = WeakKeyDictionary()  # while an optimizer steps
+
+
+@untraced
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    if is_stand_in(optimizer):
+        return  # a step that calls the step of its base class: the optimizer itself was checked
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    labels = list(map(label_of, parameters))
+    if {label.form for label in labels if label is not None} - {"at_rest"}:
+        for parameter, label in zip(parameters, labels, strict=True):
+            if label is not None and label.form != "at_rest":
+                _refuse_replaced(optimizer, label, parameter.grad)
+    managed = [parameter for parameter, label in zip(parameters, labels, strict=True) if label is not None]
+    if not managed:
+        return
+    sharded = [parameter for parameter in managed if isinstance(parameter, DTensor)]
+    plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
+    if plain and is_distributed() and dist.get_world_size() > 1:
+        for parameter in plain:
+            _refuse_annotated_alone(optimizer, parameter)
+            refuse_unreduced(optimizer, parameter, parameter.grad)
+    if sharded and not step_on_shards_unasked(optimizer):  # which looks at gradients itself
+        for parameter in sharded:
+            refuse_unreduced(optimizer, parameter, parameter.grad)
+    if not is_part_of_backward(optimizer):
+        _refuse_stepped_in_backward(optimizer)
+    _stepped[optimizer] = [*map(local_of, sharded), *plain]
+
+
+@untraced
+def _after_step(optimizer: Optimizer, *_: Any) -> None:
+    stepped = _stepped.pop(optimizer, None)
+    if stepped is not None:
+        increment_version(stepped)
+
+
+def _refuse_replaced(optimizer: Optimizer, label: ParamLabel, gradient: Tensor | None) -> None:
+    if label.form == "original" and gradient is not None:
+        return  # it is used outside of its module as well
+    raise OptimizerError(
+        f"{type(optimizer).__name__}.step: parameter '{label.fqn}' of unit '{label.unit}' {_REPLACED[label.form]}, from "
+        f"model.parameters(). The step would train nothing. {_NO_CHANGE}"
+    )
+
+
+def _refuse_annotated_alone(optimizer: Optimizer, parameter: Tensor) -> None:
+    label = label_of(parameter)
+    if label is None or parameter.grad is None or unit_mesh_of(parameter) is not None:
+        return
+    raise MeshError(
+        f"{type(optimizer).__name__}.step: unit '{label.unit}' was annotated before there was a process group: each of the "
+        f"{dist.get_world_size()} ranks would train it alone. Call remove() and annotate again, after init_process_group; to "
+        f"train on this rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"
+    )
+
+
+def _refuse_stepped_in_backward(optimizer: Optimizer) -> None:
+    name = stepped_in_backward(parameter for group in optimizer.param_groups for parameter in group["params"])
+    if name is not None:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.step: {name} is stepped in backward already, since apply_optimizer_in_backward. Give "
+            f"this optimizer other parameters, or call remove() on what that returned. {_NO_CHANGE}"
+        )
+
+
+register_optimizer_step_pre_hook(_before_step)
+register_optimizer_step_post_hook(_after_step)

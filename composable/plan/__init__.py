@@ -1,1 +1,0 @@
-"""Thought: layouts, phases, order and buckets as ints, strings and enums; knows neither torch nor a module."""

@@ -1,1 +1,0 @@
-"""Readers: they look at annotated models and change nothing."""
