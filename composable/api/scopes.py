@@ -16,7 +16,8 @@ from composable.contract.naming import module_name
 from composable.contract.traversal import REPLICATE, SHARD, get_states
 from composable.engine import root
 from composable.engine.param_group import ShardedState
-from composable.engine.unit import Unit, units_below
+from composable.engine.root import units_below
+from composable.engine.unit import Unit
 from composable.errors import NotAnnotatedError, PhaseError, closest
 from composable.memory.elastic import release_idle_memory
 

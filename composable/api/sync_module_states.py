@@ -245,7 +245,7 @@ def _weights(device: torch.device, count: int) -> Tensor:
 def _plain_parts(tensor: Any) -> list[Tensor]:
     """The strided tensors that hold a tensor's values: several for a wrapper subclass, such as quantised weights."""
     if is_traceable_wrapper_subclass(tensor):
-        inner: list[str] = tensor.__tensor_flatten__()[0]
+        inner, _ = tensor.__tensor_flatten__()
         return [part for name in inner for part in _plain_parts(getattr(tensor, name))]
     return [tensor.detach()] if tensor.layout is torch.strided else []
 

@@ -52,7 +52,7 @@ from composable.engine.precision import Precision
 from composable.errors import PhaseError
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome, wait_for_traffic
-from composable.memory.torch_private import as_tensors, chunk_cat, gradient_hooks, hooks_after_accumulation, local_of
+from composable.memory.torch_private import as_tensors, chunk_cat, dtensor_around, gradient_hooks, hooks_after_accumulation, local_of
 
 
 class BucketState(enum.Enum):
@@ -168,7 +168,6 @@ class GradBucket:
 
     # --- accumulation -----------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def hold(self) -> None:
         """Add this backward's gradients to what is accumulated on the at-rest parameters (`no_sync`)."""
         if self._alone:
@@ -236,7 +235,6 @@ class GradBucket:
             plan = self._plans[trainable] = _Plan(self, trainable)
         return plan
 
-    @torch.no_grad()
     def reduce(self, *, shards_only: bool = False) -> None:
         """Launch the reduction of what is here. All ranks call it at the same point of their program.
 
@@ -348,7 +346,6 @@ class GradBucket:
 
     # --- landing ----------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def land(self) -> None:
         """Wait for the reduction and put the gradients on the at-rest parameters."""
         if self.state is BucketState.EMPTY:
@@ -380,7 +377,6 @@ class GradBucket:
                 delivered = [index for index in delivered if index not in missing or used[index]]
         self._deliver(plan, flat, delivered)
 
-    @torch.no_grad()
     def decide(self) -> None:
         """At the end of a backward: read the flags that `land` did not wait for."""
         undecided, self._undecided = self._undecided, []
@@ -405,8 +401,11 @@ class GradBucket:
             after = any(map(hooks_after_accumulation, parameters))
         if self._home is not None and (hooked or after or any(grad is not None for grad in grads)):
             wait_for_traffic()
-        for parameter, grad, local in zip(parameters, grads, fresh, strict=True):
-            gradient = gradient_like(local, parameter)
+        if plan.specs:
+            wrapped: list[Tensor] = [dtensor_around(t, plan.specs[i], plan.stand_in) for i, t in zip(indices, fresh, strict=True)]
+        else:
+            wrapped = list(map(gradient_like, fresh, parameters))
+        for parameter, grad, gradient in zip(parameters, grads, wrapped, strict=True):
             if hooked and gradient_hooks(parameter):
                 gradient = run_gradient_hooks(parameter, gradient)
                 grad = parameter.grad  # a hook may have changed it
@@ -506,6 +505,12 @@ class _Plan:
             slot = bucket.slots[index]
             local = as_parameter(torch.empty(slot.local_shape(bucket._rank), dtype=torch.float32, device="meta"), slot)
             self.places[index] = (starts.get(index, 0), local.numel(), tuple(local.shape), tuple(local.stride()))
+        # Gradients that are wrapped as their parameters are can be wrapped quickly.
+        self.specs: dict[int, Any] = {}
+        self.stand_in = torch.empty(0, dtype=precision.gradient, device=bucket.device)
+        alike = bucket._home is None and precision.gradient == precision.original
+        if alike and all(isinstance(bucket.at_rest[index], DTensor) for index in layout.trainable):
+            self.specs = {index: getattr(bucket.at_rest[index], "_spec", None) for index in layout.trainable}
         self.message = ElasticBuffer(ranks * layout.row_numel if ranks > 1 else 0, precision.reduce, bucket.device)
         # Which columns can be handed to `chunk_cat` as autograd made them.
         self._plain = all(

@@ -88,7 +88,7 @@ class BufferCasts:
         self._shown: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # module, name, buffer, its cast
 
     def show(self) -> None:
-        if self._shown:
+        if not self._holders or self._shown:
             return
         casts: dict[tuple[int, torch.dtype], Tensor] = {}  # a buffer that two modules share stays one
         with torch.no_grad(), torch.inference_mode(False):
@@ -104,6 +104,8 @@ class BufferCasts:
 
     def hide(self) -> None:
         """Register the buffers again, with what forward wrote to their casts."""
+        if not self._shown:
+            return
         shown, self._shown = self._shown, []
         with torch.no_grad():
             for module, name, buffer, cast in shown:

@@ -94,10 +94,11 @@ class BackwardEnd:
     def __call__(self) -> None:
         self._called = True
         try:
-            for root in self.roots:
-                root.launch_rest()
-            for root in self.roots:
-                root.finish_backward()
+            with torch.no_grad():
+                for root in self.roots:
+                    root.launch_rest()
+                for root in self.roots:
+                    root.finish_backward()
         except BaseException:
             self._called = False  # the traceback keeps this object
             self._restore()
@@ -545,6 +546,7 @@ class Root:
             self.buckets.drop()
         release_idle_memory()
 
+    @torch.no_grad()
     def reduce_held(self) -> None:
         """Reduce what was accumulated under `no_sync`, without a backward."""
         units = [unit for unit in self.units if unit.holds]

@@ -240,6 +240,22 @@ def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = Non
     return made
 
 
+# `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a construction.
+_new_dtensor: Callable[..., DTensor] = DTensor.__new__
+
+
+def dtensor_around(local: Tensor, spec: Any, stand_in: Tensor) -> DTensor:
+    """`dtensor_like` for many tensors: 2 us each.
+
+    Args:
+        spec: the `_spec` of a DTensor whose local tensor has the shape, strides and dtype of `local`.
+        stand_in: an empty tensor of that dtype and device; a `DTensor` takes over the storage offset of what it is made around.
+    """
+    made = _new_dtensor(DTensor, stand_in, spec, requires_grad=False)
+    made._local_tensor = local
+    return made
+
+
 def replace_dtensor_operation(operation: Any, handler: Callable[[Any, tuple[Any, ...], Any], Any]) -> bool:
     """Call `handler(operation, args, kwargs)` in place of torch's own handler of an operation on DTensors.
 

@@ -97,9 +97,13 @@ class _LocalStep:
 
     def _localise(self, optimizer: Optimizer, parameters: list[Tensor]) -> list[Tensor]:
         """What to step in place of `parameters`: those that have a gradient. torch's code passes over the others."""
-        pairs = [pair for pair in zip(parameters, map(gradient_of, parameters), strict=True) if pair[1] is not None]
-        sharded = [parameter for parameter, _ in pairs if isinstance(parameter, DTensor)]
-        gradients: list[Any] = [gradient for parameter, gradient in pairs if isinstance(parameter, DTensor)]
+        gradients: list[Any] = list(map(gradient_of, parameters))
+        parameters = [p for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        gradients = [gradient for gradient in gradients if gradient is not None]
+        sharded = [parameter for parameter in parameters if isinstance(parameter, DTensor)]
+        plain = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        if plain:
+            gradients = list(map(gradient_of, sharded))
         if set(map(type, gradients)) - {DTensor}:
             raise _NotLocal
         if list(map(_placements_of, gradients)) != list(map(_placements_of, sharded)):
@@ -125,7 +129,6 @@ class _LocalStep:
                 local.grad = part
         except RuntimeError:  # it has another dtype or shape
             raise _NotLocal from None
-        plain = [parameter for parameter, _ in pairs if not isinstance(parameter, DTensor)]
         known = {parameter: self._users_state[parameter] for parameter in plain if parameter in self._users_state}
         self.state.update(known)
         self._new += [parameter for parameter in plain if parameter not in known]
@@ -241,29 +244,29 @@ class ShardStepping:
         kind: Any = type(optimizer)
         stand_in = object.__new__(_stand_in_class(kind))
         stand_in.__dict__ = optimizer.__dict__
-        stand_in.stepping, stand_in.optimizer = self, optimizer
+        stand_in.optimizer, stand_in.state, stand_in.stepping = optimizer, optimizer.state, self
         return (stand_in, *args[1:]), kwargs
 
-    def groups(self, optimizer: Optimizer) -> list[State]:
-        """What the stand-in shows as its parameter groups."""
+    def open(self, stand_in: Any) -> list[State]:
+        """Make the state of the stand-in, and the groups that it shows."""
+        optimizer: Optimizer = stand_in.optimizer
         self._finish(optimizer)  # if the code asks twice
         try:
             with torch.no_grad():
                 self._step = _LocalStep(optimizer, keep_loop=not self.asked, check_state=self._check_state)
         except _NotLocal:
+            stand_in.state = optimizer.state
             return optimizer.param_groups
         self._check_state = False
+        stand_in.state = self._step.state
         return self._step.groups
-
-    def state(self, optimizer: Optimizer) -> Any:
-        """What the stand-in shows as its state."""
-        return optimizer.state if self._step is None else self._step.state
 
     def _finish_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if is_stand_in(optimizer):
             return
         if args and is_stand_in(args[0]):
-            args[0].stepping = None  # hooks after this one are handed it, too, and see what the user's optimizer has
+            # Hooks after this one are handed it, too, and see what the user's optimizer has.
+            args[0].stepping, args[0].state = None, optimizer.state
         self._finish(optimizer)
         self._keep_next_to_step(optimizer)
 
@@ -291,17 +294,15 @@ def is_stand_in(optimizer: object) -> bool:
 
 @cache
 def _stand_in_class(kind: Any) -> Any:
-    """A class with the code of `kind`, which looks up groups and state elsewhere."""
+    """A class with the code of `kind`, but with groups and state of its own."""
 
     def param_groups(self: Any) -> Any:
-        return self.optimizer.param_groups if self.stepping is None else self.stepping.groups(self.optimizer)
+        return self.optimizer.param_groups if self.stepping is None else self.stepping.open(self)
 
-    def state(self: Any) -> Any:
-        return self.optimizer.state if self.stepping is None else self.stepping.state(self.optimizer)
-
-    # Slots, because the dictionary of attributes is the optimizer's own.
-    names = {"__slots__": ("optimizer", "stepping"), "param_groups": property(param_groups), "state": property(state)}
-    return type(kind.__name__, (kind,), names)
+    # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries. torch's code reads `state`
+    # for every parameter, so that it is no property.
+    slots = ("optimizer", "state", "stepping")
+    return type(kind.__name__, (kind,), {"__slots__": slots, "param_groups": property(param_groups)})
 
 
 # --- which optimizers -------------------------------------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What users can ask about an annotated model."""

@@ -1,0 +1,294 @@
+"""`describe`: the units of an annotated model as a table. It reads units and the registry, and changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.compilation import unwrapped
+from composable.config import grad_reduce_in_words
+from composable.contract.contract import Annotation, registry
+from composable.contract.traversal import REPLICATE, SHARD, managed_parameters
+from composable.engine.unit import Unit
+from composable.errors import few, unit_name
+from composable.memory.streams import any_has_streams, has_streams
+from composable.memory.torch_private import local_of
+
+OFFLOAD: Final = "offload_activations"
+_HEADER: Final = (
+    "unit", "module", "annotation", "params", "numel", "bytes", "per rank", "dtype", "placement", "after fwd", "state",
+)  # fmt: skip
+_RIGHT_ALIGNED: Final = ("params", "numel", "bytes", "per rank")
+_OFFLOADED: Final = {
+    "host": "parameters, gradients and optimizer state rest in the host's memory",
+    "no effect": "no effect where ranks compute on the CPU",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRow:
+    """One line of the table.
+
+    Attributes:
+        unit: the FQN of its (first) module; empty for the module that `describe` was given.
+        module: the class of its module, or of each of several.
+        annotation: the verbs on its module.
+        bytes, bytes_per_rank: of the whole unit, and of what this rank holds at rest.
+        dtypes, computes_in, reduces_in: of parameters at rest, of parameters while modules compute, and of gradient messages.
+        placements: of the parameters, as `DTensor` prints them; "replicated", or "local" for plain tensors of one process.
+        after_forward: "keep last" (`reshard_after_forward=None`), "reshard", "keep" or "reshard to <number of ranks>".
+        state: a name of `ShardedState`; "-" if nothing is gathered.
+        grad_reduce: "mean", "sum" or "sum / <number>".
+        comm_hook: the name of a communication hook.
+        offload: "host" if parameters rest there by an offload policy; "no effect" if they are computed with there, too.
+    """
+
+    unit: str
+    module: str
+    annotation: str
+    parameters: int
+    numel: int
+    bytes: int
+    bytes_per_rank: int
+    ranks: int
+    dtypes: tuple[str, ...]
+    computes_in: tuple[str, ...]
+    reduces_in: tuple[str, ...]
+    placements: tuple[str, ...]
+    after_forward: str
+    state: str
+    checkpointed: bool
+    grad_reduce: str = "mean"
+    comm_hook: str = ""
+    offload: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What `describe` returns. Print it for a table, or take `to_dict()`.
+
+    Attributes:
+        rows: the units.
+        elsewhere: other verbs, and the FQNs of modules that they are on and that are no units.
+        not_offloaded: the FQNs of modules on which `offload_activations` has no effect.
+    """
+
+    rows: tuple[UnitRow, ...]
+    elsewhere: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    not_offloaded: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values. They are the same on every rank, except for `bytes_per_rank` of uneven shards and `state`."""
+        return {
+            "units": [asdict(row) for row in self.rows],
+            "elsewhere": {verb: list(names) for verb, names in self.elsewhere.items()},
+            "not_offloaded": list(self.not_offloaded),
+            "total": self._total(),
+        }
+
+    def _total(self) -> dict[str, int]:
+        return {name: sum(getattr(row, name) for row in self.rows) for name in ("parameters", "numel", "bytes", "bytes_per_rank")}
+
+    def __str__(self) -> str:
+        total = self._total()
+        lines = [_HEADER, *map(_cells, self.rows), ("total", "", "", *_numbers(**total), "", "", "", "")]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = [
+            "  ".join(
+                cell.rjust(width) if name in _RIGHT_ALIGNED else cell.ljust(width)
+                for name, cell, width in zip(_HEADER, line, widths, strict=True)
+            ).rstrip()
+            for line in lines
+        ]
+        rule = "-" * max(map(len, text))
+        return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], *self._notes()])
+
+    def _notes(self) -> list[str]:
+        notes = [f"{verb}, on modules that are no unit: {few(names)}" for verb, names in self.elsewhere.items()]
+        if self.not_offloaded:
+            notes.append(f"{OFFLOAD}: nothing is copied where modules are on the CPU: {few(self.not_offloaded)}")
+        for offload, meaning in _OFFLOADED.items():
+            if found := [unit_name(row.unit) for row in self.rows if row.offload == offload]:
+                notes.append(f"offload_policy: {meaning}: {few(found)}")
+        return notes
+
+    __repr__ = __str__
+
+
+def readable_bytes(count: int) -> str:
+    """Return a number of bytes in words.
+
+    Example:
+        >>> readable_bytes(3 << 19)
+        '1.50 MiB'
+    """
+    for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.2f} {name}"
+    return f"{count} B"
+
+
+def describe(module: nn.Module) -> Description:
+    """Describe the units of an annotated model, in order: what each holds, and how it is distributed.
+
+    Parameters that are neither sharded nor replicated come last, as a unit named "(not annotated)", or "(rest)" if other verbs
+    were applied somewhere. Verbs on modules that are no units are named below the table, and so are modules on which
+    `offload_activations` has no effect.
+
+    Args:
+        module: an annotated model, or any other one. It may be a part of a model, or what `torch.compile` returned.
+
+    Example:
+        >>> print(describe(fully_shard(model, policy={Block})))
+    """
+    module = unwrapped(module)
+    rows: dict[int, UnitRow] = {}
+    elsewhere: dict[str, list[str]] = {}
+    for name, below in module.named_modules():
+        annotations = registry(below)
+        verbs = _effective_verbs(annotations)
+        managing = [verb for verb in (SHARD, REPLICATE) if verb in annotations]
+        for verb in managing:
+            unit = annotations[verb].state
+            if id(unit) not in rows:
+                rows[id(unit)] = _unit_row(name, verb, unit, verbs)
+        for verb in () if managing else verbs:
+            elsewhere.setdefault(verb, []).append(unit_name(name))
+    not_offloaded = tuple(unit_name(name) for name, below in module.named_modules() if _offloads_nothing(below))
+    named = {verb: tuple(names) for verb, names in elsewhere.items()}
+    return Description((*rows.values(), *_unmanaged(module, named=bool(elsewhere))), named, not_offloaded)
+
+
+def _effective_verbs(annotations: Mapping[str, Annotation]) -> list[str]:
+    """The verbs that do something on this very module: first what makes it a unit, then the others in the order of calls.
+
+    With a policy, `checkpoint` and `offload_activations` do something on the picked modules below only.
+    """
+    others = [verb for verb in annotations if verb not in ("checkpoint", OFFLOAD) or annotations[verb].state.brackets]
+    return sorted(others, key=lambda verb: verb not in (SHARD, REPLICATE))
+
+
+def _offloads_nothing(module: nn.Module) -> bool:
+    if OFFLOAD not in _effective_verbs(registry(module)):
+        return False
+    devices = {tensor.device for held in (module.parameters(), module.buffers()) for tensor in held if not tensor.is_meta}
+    # A module without parameters and buffers may run on any device.
+    return not (any(map(has_streams, devices)) if devices else any_has_streams())
+
+
+def _unit_row(name: str, verb: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
+    spec, is_sharded = unit.spec, verb == SHARD
+    assert spec is not None
+    parameters = [param.at_rest for param in unit.params]
+    precisions = [group.precision for group in unit.groups]
+    offload = ""
+    if spec.offload is not None:
+        offload = "host" if any(group.home is not None for group in unit.groups) else "no effect"
+    return UnitRow(
+        unit=name,
+        module=" + ".join(type(module).__name__ for module in unit.modules),
+        annotation=" + ".join(verbs),
+        **_sizes(parameters),
+        ranks=unit.mesh_info.num_ranks,
+        dtypes=_names_of(parameter.dtype for parameter in parameters),
+        computes_in=_names_of(precision.compute for precision in precisions),
+        reduces_in=_names_of(precision.reduce for precision in precisions),
+        placements=_unique(map(_placements_of, parameters)) if is_sharded else ("replicated",),
+        after_forward=_after_forward(spec.reshard_after_forward) if is_sharded else "-",
+        # A unit has several groups if its parameters differ in dtype; calls may reshard one and keep another.
+        state=", ".join(_unique(group.state.name for group in unit.groups if group.takes_message)) or "-",
+        checkpointed="checkpoint" in verbs,
+        grad_reduce=grad_reduce_in_words(spec.divisor),
+        comm_hook=_comm_hook_of(unit),
+        offload=offload,
+    )
+
+
+def _after_forward(after: bool | int | None) -> str:
+    if after is None:
+        return "keep last"
+    if isinstance(after, bool):
+        return "reshard" if after else "keep"
+    return f"reshard to {after}"
+
+
+def _comm_hook_of(unit: Unit) -> str:
+    hooks = (unit.comm_hook_of(stage) for stage in ("reduce_scatter", "all_reduce"))
+    return ", ".join(_unique(hook.name for hook in hooks if hook is not None))
+
+
+def _placements_of(parameter: nn.Parameter) -> str:
+    return ", ".join(map(str, parameter.placements)) if isinstance(parameter, DTensor) else "local"
+
+
+def _unmanaged(module: nn.Module, *, named: bool) -> list[UnitRow]:
+    """A row for the parameters of no unit.
+
+    Args:
+        named: verbs that make no unit were applied.
+    """
+    annotations = registry(module)
+    rest = [managed.parameter for managed in managed_parameters([("", module)])]
+    if SHARD in annotations or REPLICATE in annotations or not rest:
+        return []
+    verbs = _effective_verbs(annotations)
+    dtypes = _names_of(parameter.dtype for parameter in rest)
+    row = UnitRow(
+        unit="(rest)" if named else "(not annotated)",
+        module=type(module).__name__,
+        annotation=" + ".join(verbs) or "-",
+        **_sizes(rest),
+        ranks=1,
+        dtypes=dtypes,
+        computes_in=dtypes,
+        reduces_in=dtypes,
+        placements=("local",),
+        after_forward="-",
+        state="-",
+        checkpointed="checkpoint" in verbs,
+    )
+    return [row]
+
+
+def _sizes(parameters: Sequence[nn.Parameter]) -> dict[str, int]:
+    local: list[Tensor] = [local_of(each) if isinstance(each, DTensor) else each for each in parameters]
+    return {
+        "parameters": len(parameters),
+        "numel": sum(each.numel() for each in parameters),
+        "bytes": sum(each.numel() * each.element_size() for each in parameters),
+        "bytes_per_rank": sum(each.numel() * each.element_size() for each in local),
+    }
+
+
+def _cells(row: UnitRow) -> tuple[str, ...]:
+    numbers = _numbers(row.parameters, row.numel, row.bytes, row.bytes_per_rank)
+    placements = ", ".join(row.placements) or "-"
+    text = (_dtypes(row) or "-", placements, row.after_forward, row.state)
+    return (unit_name(row.unit), row.module, row.annotation, *numbers, *text)
+
+
+def _numbers(parameters: int, numel: int, bytes: int, bytes_per_rank: int) -> tuple[str, ...]:  # noqa: A002
+    return str(parameters), f"{numel:,}", readable_bytes(bytes), readable_bytes(bytes_per_rank)
+
+
+def _dtypes(row: UnitRow) -> str:
+    """The dtypes of the parameters at rest, and whatever differs from them."""
+    text = ", ".join(row.dtypes)
+    if row.computes_in != row.dtypes:
+        text += f" as {', '.join(row.computes_in)}"
+    if row.reduces_in != row.computes_in:
+        text += f", summed in {', '.join(row.reduces_in)}"
+    text += "" if row.grad_reduce == "mean" else f", grad_reduce: {row.grad_reduce}"
+    return f"{text}, comm_hook: {row.comm_hook}" if row.comm_hook else text
+
+
+def _names_of(dtypes: Iterable[Any]) -> tuple[str, ...]:
+    return _unique(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+def _unique(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(values))
