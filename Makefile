@@ -1,6 +1,6 @@
 # The two commands a newcomer needs are `make demo` and `make test`; both prepare .venv when it is missing or out of date.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-sockets test-accelerator lint format types layers bench bench-smoke check-gpu demo-smoke check clean
+.PHONY: help demo test test-accelerator lint format types layers bench bench-smoke check-gpu demo-smoke check clean
 MAKEFLAGS += --no-print-directory --no-builtin-rules
 
 VENV := .venv
@@ -20,18 +20,6 @@ demo: $(READY) ## train a small language model over two processes (ARGS="--help"
 
 test: $(READY) ## run all tests (ARGS="-k name" for some of them)
 	@$(PY) -m pytest $(ARGS)
-
-# What serves ranks of one host is taken out of a copy; what ranks do together must hold without it. Left out are tests of what
-# does not depend on how bytes travel, and takes minutes: other people's models and trainers, the compiler, local arithmetic.
-NOT_OVER_SOCKETS := tests/optim/test_exactness.py $(wildcard tests/whole/test_compile*.py) tests/whole/test_interrupted_verbs.py \
-	tests/whole/test_models_of_others.py tests/whole/test_trainers.py
-OVER_SOCKETS ?= tests/device tests/runtime tests/optim tests/whole tests/report tests/demo tests/test_moving.py
-
-test-sockets: $(READY) ## run the tests of the transport, and of training over it, without device/collectives/host/
-	@set -e; copy=$$(mktemp -d); trap 'rm -rf "$$copy"' EXIT; \
-	cp -R composable tests docs pyproject.toml "$$copy"; \
-	rm -r "$$copy/composable/device/collectives/host"; \
-	cd "$$copy"; PYTHONPATH="$$copy" "$(CURDIR)/$(PY)" -m pytest -p no:cacheprovider $(OVER_SOCKETS) $(NOT_OVER_SOCKETS:%=--ignore=%) $(ARGS)
 
 # What an accelerator may do otherwise than a host: streams, memory that is gone, waits of the host. Not what only the host does.
 # tests/accelerator/README.md says which other rooms have run there; ON_ACCELERATOR="tests/accelerator tests/optim ..." takes them.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
 from weakref import WeakKeyDictionary, ref
@@ -14,14 +14,17 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from composable.comm import is_distributed
 from composable.contract.contract import on_undo
 from composable.contract.naming import find_fqn, module_name
 from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter
 from composable.engine.param import ParamInfo, Place, label_of
+from composable.engine.sparse import is_sparse_lookup
 from composable.engine.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
+from composable.memory.torch_private import hooks_after_accumulation
 
 logger = logging.getLogger("composable")
 
@@ -160,9 +163,10 @@ def _name_in(unit: Unit, info: ParamInfo) -> str:
 # --- parameters that no annotation can manage -------------------------------------------------------------------------
 
 
-def is_sparse_lookup(module: nn.Module) -> bool:
-    """Whether the weight of `module` gets sparse gradients: torch's own modules that say so, as with DDP."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+def _is_stepped_in_backward(parameter: nn.Parameter) -> bool:
+    hooks: Mapping[int, Any] = hooks_after_accumulation(parameter) or {}
+    ours = any(isinstance(getattr(hook, "__self__", None), Optimizer) for hook in hooks.values())
+    return ours or hasattr(parameter, "_in_backward_optimizers")  # torch's `_apply_optimizer_in_backward`
 
 
 def refuse_unfit(verb: str, parameters: Sequence[ManagedParameter]) -> None:
@@ -173,39 +177,41 @@ def refuse_unfit(verb: str, parameters: Sequence[ManagedParameter]) -> None:
             sharded and has a class of its own or sparse gradients.
     """
     for managed in parameters:
-        parameter, name = managed.parameter, full_name(managed)
-        if getattr(parameter, "_in_backward_optimizers", None):  # torch's `_apply_optimizer_in_backward`, and ours
+        parameter = managed.parameter
+        if _is_stepped_in_backward(parameter):
             raise AnnotationError(
-                f"parameter '{name}' is stepped in backward since apply_optimizer_in_backward, which would go on with "
-                "what is replaced, or was not averaged. Annotate first"
+                f"parameter '{full_name(managed)}' is stepped in backward since apply_optimizer_in_backward, which would go on "
+                "with what is replaced, or was not averaged. Annotate first"
             )
         if isinstance(parameter, DTensor):
             raise AnnotationError(
-                f"parameter '{name}' is a DTensor already ({parameter.placements}); only plain parameters "
-                f"can be {_DONE[verb]}. Leave it out with ignored_params"
+                f"parameter '{full_name(managed)}' is a DTensor already ({parameter.placements}); only plain "
+                f"parameters can be {_DONE[verb]}. Leave it out with ignored_params"
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise AnnotationError(f"parameter '{name}' is uninitialised; run a lazy module once before annotating it")
+            raise AnnotationError(
+                f"parameter '{full_name(managed)}' is uninitialised; run a lazy module once before annotating it"
+            )
         for place in managed.places:
             if not isinstance(place.module._parameters, dict):
                 raise AnnotationError(
-                    f"{verb}: parameter '{name}' of a {type(place.module).__name__} cannot be managed: it is not registered as "
-                    "torch.nn.Module does it; parameters of TorchScript modules are not. Annotate the module that was scripted"
-                    ", or leave it out with ignored_params"
+                    f"{verb}: parameter '{full_name(managed)}' of a {type(place.module).__name__} cannot be managed: it is not "
+                    "registered as torch.nn.Module does it; parameters of TorchScript modules are not. Annotate the module "
+                    "that was scripted, or leave it out with ignored_params"
                 )
         if verb != SHARD or not is_distributed():
             continue
         if type(parameter) is not nn.Parameter:
             raise AnnotationError(
-                f"parameter '{name}' is of class {type(parameter).__name__}; only a plain nn.Parameter can be cut, and what "
-                "its class adds would be lost. Leave it out with ignored_params"
+                f"parameter '{full_name(managed)}' is of class {type(parameter).__name__}; only a plain nn.Parameter can "
+                "be cut, and what its class adds would be lost. Leave it out with ignored_params"
             )
         lookups = [place.module for place in managed.places if is_sparse_lookup(place.module)]
         if parameter.requires_grad and len(lookups) == len(managed.places):
             kind = type(lookups[0]).__name__
             raise AnnotationError(
-                f"parameter '{name}' gets sparse gradients ({kind}, sparse=True); gradients of sharded parameters are "
-                f"dense. Call replicate() on the {kind} before, or make it with sparse=False"
+                f"parameter '{full_name(managed)}' gets sparse gradients ({kind}, sparse=True); gradients of sharded "
+                f"parameters are dense. Call replicate() on the {kind} before, or make it with sparse=False"
             )
 
 

@@ -8,13 +8,13 @@ from typing import Any, Final
 
 from torch import nn
 
-from composable.api.checks import is_sparse_lookup
 from composable.compilation import untraced, unwrapped
 from composable.contract.contract import registry
 from composable.contract.naming import find_fqn
-from composable.contract.traversal import REPLICATE, SHARD, get_all_sharded_states, get_replicated_states
+from composable.contract.traversal import REPLICATE, SHARD, get_all_sharded_states, get_replicated_states, names_below
 from composable.engine.accumulation import SyncMode
-from composable.engine.comm_hooks import CommHook
+from composable.engine.comm_hooks import ALL_REDUCE, REDUCE_SCATTER, CommHook
+from composable.engine.sparse import is_sparse_lookup
 from composable.engine.unit import Unit
 from composable.errors import (
     AlreadyAnnotatedError,
@@ -31,8 +31,6 @@ from composable.errors import (
 from composable.memory.torch_private import in_backward
 
 _VERB: Final = "register_comm_hook"
-_REDUCE_SCATTER: Final = "reduce_scatter"
-_ALL_REDUCE: Final = "all_reduce"
 
 Hook = Callable[[Any, Any], Any]  # of a state and a bucket; returns a tensor or a future of one
 
@@ -116,7 +114,8 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
 
     After `DistributedDataParallel.register_comm_hook`, which takes `state` first.
     """
-    units = _units_of(unwrapped(module))
+    module = unwrapped(module)
+    units = _units_of(module)
     stages = _stages_of(units[0])
     chosen = stages[0] if stage is None and len(stages) == 1 else stage
     refusal: ComposableError | None = None
@@ -138,7 +137,9 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
                 "same hooks, in the same order"
             )
     assert chosen is not None
-    shared = CommHook(hook, state, chosen)
+    names = names_below(module)
+    prefixes = {unit: f"{name}." if (name := names.get(id(unit.modules[0]), "")) else "" for unit in units}
+    shared = CommHook(hook, state, chosen, prefixes)
     for unit in units:
         unit.set_comm_hook(chosen, shared)
     return CommHookHandle(units, chosen)
@@ -160,9 +161,9 @@ def _units_of(module: nn.Module) -> list[Unit]:
 def _stages_of(unit: Unit) -> tuple[str, ...]:
     """The stages in which the unit's gradients are reduced: two on a hybrid mesh."""
     if unit.spec is not None and unit.spec.verb == REPLICATE:
-        return (_ALL_REDUCE,)
+        return (ALL_REDUCE,)
     mesh = unit.mesh_info.mesh
-    return (_REDUCE_SCATTER,) if mesh is None or mesh.ndim == 1 else (_REDUCE_SCATTER, _ALL_REDUCE)
+    return (REDUCE_SCATTER,) if mesh is None or mesh.ndim == 1 else (REDUCE_SCATTER, ALL_REDUCE)
 
 
 def _check(hook: Any, stage: str | None, units: Sequence[Unit]) -> None:
@@ -171,7 +172,7 @@ def _check(hook: Any, stage: str | None, units: Sequence[Unit]) -> None:
     assert stage is not None
     mesh_info = units[0].mesh_info
     for unit in units:
-        former = unit.comm_hook_of(stage)
+        former = unit.comm_hooks.get(stage)
         if former is not None:
             where = f" for {stage}" if len(_stages_of(unit)) > 1 else ""
             raise AlreadyAnnotatedError(
@@ -217,8 +218,8 @@ def _refuse_stage(stage: Any, unit: Unit) -> None:
             "one replica together, and 'all_reduce' of shards among the replicas. Say which of them the hook replaces: "
             "stage='all_reduce', for example. A hook for the other one is registered by itself"
         )
-    if stage in (_REDUCE_SCATTER, _ALL_REDUCE):
-        kind = "replicated" if stages == (_ALL_REDUCE,) else "sharded"
+    if stage in (REDUCE_SCATTER, ALL_REDUCE):
+        kind = "replicated" if stages == (ALL_REDUCE,) else "sharded"
         raise AnnotationError(f"{_VERB}: {kind} gradients are reduced in one stage, '{stages[0]}'; leave stage= out")
     near = "".join(f"; did you mean '{name}'?" for name in closest(str(stage), stages))
     known = " or ".join([*(f"'{name}'" for name in stages), *(["None"] if len(stages) == 1 else [])])

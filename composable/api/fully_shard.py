@@ -129,7 +129,7 @@ def fully_shard(
     modules = modules_of("fully_shard", module)
     plan = plan_for(modules[0])
     if plan is not None:
-        attach_unit(_unit_of(modules), plan)
+        attach_unit(fully_shard.state(modules[0]), plan)
         return module
     if dp_mesh_dims is not None:
         raise UnknownArgumentError(f"fully_shard() has no argument 'dp_mesh_dims'; {_MESH_SLICE}")
@@ -148,7 +148,8 @@ def fully_shard(
         ]
         plans.reverse()
         buffers = buffers_of(modules)
-        treatment = [text for each in plans for text in _treatment(each)]
+        names = names_below(modules[0])
+        treatment = [text for each in plans for text in _treatment(each, unit_name(names.get(id(each.modules[0]), "")))]
     made = synchronise("fully_shard", comm, sync_module_states, selected.parameters, buffers, treatment)
     plans = [each.with_parameters(made) for each in plans]
     if spread is not None:
@@ -156,12 +157,6 @@ def fully_shard(
     attach_all(fully_shard, plans, selected.tied)
     warn_if_offload_has_no_effect("fully_shard", [each.offload for each in plans], comm.device)
     return module
-
-
-def _unit_of(modules: Sequence[nn.Module]) -> Unit:
-    unit = fully_shard.state(modules[0])
-    assert unit is not None
-    return unit
 
 
 def _spread_over(modules: Sequence[nn.Module], mesh: Mesh, device_type: str | None = None) -> Spread | None:
@@ -204,9 +199,8 @@ def _plan(top: Sequence[nn.Module], spread: Spread | None, index: int, options: 
     )
 
 
-def _treatment(plan: UnitPlan) -> list[str]:
+def _treatment(plan: UnitPlan, name: str) -> list[str]:
     """For each parameter of a unit, what the arguments come to, in words that are equal on ranks that agree."""
-    name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
     over = "" if plan.options["mesh"] is None or plan.spread is None else plan.spread.in_words()
     rest = f", {plan.precision}" if str(plan.precision) else ""
     rest += "" if plan.divisor is None else f", grad_reduce {grad_reduce_in_words(plan.divisor)}"

@@ -110,7 +110,7 @@ def replicate(
     modules = modules_of("replicate", module)
     plan = plan_for(modules[0])
     if plan is not None:
-        attach_unit(_unit_of(modules), plan)
+        attach_unit(replicate.state(modules[0]), plan)
         return module
     if offload_policy is not None and type(offload_policy) is not fsdp.OffloadPolicy:
         raise UnknownArgumentError(f"replicate() has no argument 'offload_policy'; {_OFFLOAD}")
@@ -130,12 +130,6 @@ def replicate(
     made = synchronise("replicate", comm, sync_module_states, selected.parameters, buffers, treatment)
     attach_all(replicate, [each.with_parameters(made) for each in plans], selected.tied)
     return module
-
-
-def _unit_of(modules: Sequence[nn.Module]) -> Unit:
-    unit = replicate.state(modules[0])
-    assert unit is not None
-    return unit
 
 
 def _check(options: dict[str, Any]) -> None:
@@ -161,7 +155,7 @@ def _plans(modules: Sequence[nn.Module], spread: Spread | None, selected: Select
         own = unit_spread("replicate", spread, options["mesh"], selected.options[0]["mesh"], partial(_spread_over, unit))
         device = device_of(unit)
         if own is not None:
-            refuse_elsewhere("replicate", share, buffers, communication_device(own.mesh, device))
+            refuse_elsewhere("replicate", share, [] if index else buffers, communication_device(own.mesh, device))
         places = [place for each in buffers for place in each.places if (chains.get(id(place.module)) or (0,))[-1] == index]
         plan = UnitPlan(
             verb=REPLICATE,

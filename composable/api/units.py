@@ -207,8 +207,9 @@ def attach_all(verb: Callable[..., Any], plans: Sequence[UnitPlan], tied: Sequen
     settle(top.modules, unit, ties)
 
 
-def attach_unit(unit: Unit, plan: UnitPlan) -> None:
+def attach_unit(unit: Unit | None, plan: UnitPlan) -> None:
     """Hand the parameters to the engine, and let it run around the forwards of the modules."""
+    assert unit is not None, "the verb is running"
     exact = ids_of_exact(plan.modules, plan.precision)
     dims = plan.shard_dims or (None,) * len(plan.parameters)
     params = tuple(

@@ -17,6 +17,7 @@ from composable.engine.layout import Slot
 from composable.engine.param import DeferredHooks, ManagedParam
 from composable.engine.param_group import ParamGroup
 from composable.engine.accumulation import SyncMode
+from composable.engine.comm_hooks import attach_hooks
 from composable.errors import PhaseError
 from composable.memory.torch_private import hooks_after_accumulation
 
@@ -84,7 +85,7 @@ class Buckets:
         filled += list(open_buckets.items())
         self._buckets: list[_Pending] = []
         self._bucket_of: dict[ManagedParam, _Pending] = {}
-        for number, (group, members) in enumerate(filled):
+        for group, members in filled:
             unit = self._members[members[0]][0]
             assert unit.spec is not None
             slots = [(param, self._members[param][2]) for param in members]
@@ -92,11 +93,15 @@ class Buckets:
             factor = 1.0 if unit.spec.divisor is None or in_place else unit.mesh_info.all.size / unit.spec.divisor
             bucket = GradBucket(slots, group.precision, group.device, unit.mesh_info, factor=factor)
             bucket.label = f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to '{members[-1].fqn}')"
-            if unit.comm_hook is not None:
-                unit.comm_hook.attach(unit, bucket, index=number, last=number == len(filled) - 1)
             pending = _Pending(unit, bucket)
             self._buckets.append(pending)
             self._bucket_of.update(dict.fromkeys(members, pending))
+        self.attach_hooks()
+
+    def attach_hooks(self) -> None:
+        """Buckets, or communication hooks of units, were changed."""
+        for unit in self._units:
+            attach_hooks(unit, [each.bucket for each in self._buckets if each.unit is unit])
 
     def follow(self) -> None:
         """Parameters were frozen or unfrozen."""

@@ -1,9 +1,282 @@
-"""Communication hooks: a user's function in place of a stage of the gradient reduction. (Being written.)"""
+"""Communication hooks: a user's function in place of one stage of the gradient reduction, with its divisions.
+
+A hook has the signature of DDP's, `hook(state, bucket)`, and returns the reduced gradients or a future of them:
+
+| unit                   | stage          | the hook gets                                       | and returns the mean over      |
+|------------------------|----------------|-----------------------------------------------------|--------------------------------|
+| `replicate`            | all_reduce     | whole gradients                                     | all ranks                      |
+| `fully_shard`          | reduce_scatter | whole gradients                                     | all ranks; each keeps its shard |
+| `fully_shard`, hybrid  | reduce_scatter | whole gradients                                     | the shard dimension; as above  |
+| `fully_shard`, hybrid  | all_reduce     | this rank's shards, means over the shard dimension  | the replicate dimension        |
+
+Hooks written for an all-reduce work for shards as well, and see gradients in the shapes of their parameters, which PowerSGD
+needs. It costs the bytes of an all-reduce, before the hook compresses them. The flags of unused parameters are not the hook's:
+they travel in a small all-reduce of their own, after it.
+
+On an accelerator the hook is called where the collective would be launched, and waited for where that would be. On a host it is
+waited for at once. A hook that launches a second collective when its first is complete does so on a thread of the backend, and
+relative to the launches of this thread that would come in another order on each rank.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composable.comm.base import Comm, Work
+from composable.comm.ledger import ledger_of
+from composable.engine.param import cut
+from composable.errors import CommHookError, CommunicationError, first_line
+
+if TYPE_CHECKING:
+    from composable.engine.grad_bucket import GradBucket
+    from composable.engine.unit import Unit
+
+REDUCE_SCATTER: Final = "reduce_scatter"
+ALL_REDUCE: Final = "all_reduce"
 
 
-def attach_hook(unit: Any) -> None:
-    raise NotImplementedError
+class HookBucket:
+    """Gradients that are reduced together, as a hook sees them: the methods of `torch.distributed.GradBucket`, and more.
+
+    Attributes:
+        fqns: names of the parameters, below the module that the hook was registered for.
+        scale: what the sum over the ranks is multiplied by where there is no hook.
+    """
+
+    def __init__(
+        self, buffer: Tensor, shapes: Sequence[torch.Size], parameters: Sequence[Tensor], fqns: tuple[str, ...], comm: Comm
+    ) -> None:
+        self._buffer = buffer
+        self._shapes = shapes
+        self._parameters = parameters
+        self._comm = comm
+        self._index, self._last = 0, False
+        self.fqns = fqns
+        self.scale = 1.0 / comm.size
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The ranks that reduce these gradients."""
+        group = self._comm.group
+        assert group is not None, "one rank calls no hook"
+        return group
+
+    def index(self) -> int:
+        """A number that belongs to these parameters in this order, and to no others, when buckets are filled anew."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """Whether no other bucket of this hook follows in this backward. A backward that leaves out a unit has no last one."""
+        return self._last
+
+    def buffer(self) -> Tensor:
+        """The gradients, one behind the other, flat. The hook may write to it."""
+        return self._buffer
+
+    def set_buffer(self, buffer: Tensor) -> None:
+        """Let `buffer()` and `gradients()` be of another tensor."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[Tensor]:
+        """Views of the buffer, each with the shape of its gradient."""
+        sizes = [shape.numel() for shape in self._shapes]
+        pieces = self._buffer[: sum(sizes)].split(sizes)
+        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+
+    def parameters(self) -> list[Tensor]:
+        """The at-rest parameters."""
+        return list(self._parameters)
+
+
+class CommHook:
+    """One registration of a hook.
+
+    Args:
+        state: the hook's first argument. If it is None, or its `process_group` is, the hook gets the ranks that reduce.
+        stage: that it replaces.
+        prefixes: the units whose gradients it reduces, with what precedes the FQNs of their parameters.
+
+    Attributes:
+        name: of the function, for messages.
+    """
+
+    def __init__(self, hook: Callable[[Any, Any], Any], state: Any, stage: str, prefixes: Mapping[Unit, str]) -> None:
+        self.name = str(getattr(hook, "__name__", None) or type(hook).__name__)
+        self.stage = stage
+        self.prefixes = dict(prefixes)
+        self.stages: dict[Unit, list[HookStage]] = {}
+        self._hook = hook
+        self._state = state
+        self._called: set[HookStage] = set()  # in this backward
+        self._indices: dict[tuple[str, ...], int] = {}
+
+    def call(self, stage: HookStage, bucket: HookBucket, label: str) -> Any:
+        """Call the hook for the bucket of `stage`; returns what it returns."""
+        # On all ranks buckets hold the same parameters and come in the same order, so they get the same numbers.
+        bucket._index = self._indices.setdefault(bucket.fqns, len(self._indices))
+        if stage in self._called:
+            self._called = set()  # another backward
+        self._called.add(stage)
+        bucket._last = all(each in self._called for stages in self.stages.values() for each in stages if each.takes_part)
+        if bucket._last:
+            self._called = set()
+        ledger_of(bucket.group).note(f"{label} by hook '{self.name}'")
+        state = self._state
+        fills = state is not None and getattr(state, "process_group", state) is None
+        if fills:
+            state.process_group = bucket.group
+        try:
+            return self._hook(bucket.group if state is None else state, bucket)
+        except RuntimeError as error:
+            if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+                raise  # the hook's own
+            self._raise_failed(bucket, label, error)
+        finally:
+            if fills:
+                state.process_group = None  # it would keep the group alive after `destroy_process_group`
+
+    def result(self, returned: Any, bucket: HookBucket, like: Tensor, label: str) -> Tensor:
+        """Wait for what the hook returned: as many elements as in `like`, flat.
+
+        Raises:
+            CommHookError: it returned something else.
+            CommunicationError: a collective that it launched failed.
+        """
+        value = returned
+        wait = None if isinstance(returned, Tensor) else getattr(returned, "wait", None)
+        if wait is not None:  # what `then` returns is no `torch.futures.Future`, but has its methods
+            try:
+                value = wait()
+            except RuntimeError as error:
+                self._raise_failed(bucket, label, error)
+            if isinstance(value, (list, tuple)) and len(value) == 1:  # the future of a collective has a list
+                (value,) = value
+        found = ""
+        if not isinstance(value, Tensor):
+            found = type(value).__name__
+        elif value.numel() != like.numel():
+            found = f"a tensor of {value.numel()} elements"
+        elif value.dtype != like.dtype and not (value.is_floating_point() and like.is_floating_point()):
+            found = f"a tensor of {value.dtype}"
+        elif value.device != like.device:
+            found = f"a tensor on {value.device}"
+        if found:
+            raise CommHookError(
+                f"the communication hook '{self.name}' returned {found} for bucket {bucket.index()} ('{bucket.fqns[0]}' to "
+                f"'{bucket.fqns[-1]}'). It must return the reduced gradients, {like.numel()} elements of {like.dtype} on "
+                f"{like.device}, as a tensor or a torch.futures.Future of one"
+            )
+        flat: Tensor = value.reshape(-1)
+        return flat
+
+    def _raise_failed(self, bucket: HookBucket, label: str, error: Exception) -> NoReturn:
+        raise CommunicationError(
+            f"rank {dist.get_rank()}: the communication hook '{self.name}' failed in the {label}: {first_line(error)}\nLook for "
+            f"the first error among all ranks.\n{ledger_of(bucket.group).report()}"
+        ) from error
+
+
+class HookStage:
+    """A hook in place of one stage of one bucket's reduction.
+
+    Args:
+        comm: among the ranks that the stage reduces over.
+        whole: the hook gets whole gradients, of which this rank keeps its shard; otherwise it gets shards.
+    """
+
+    def __init__(self, hook: CommHook, unit: Unit, bucket: GradBucket, comm: Comm, *, whole: bool) -> None:
+        self._hook = hook
+        self._bucket = bucket
+        self._comm = comm
+        self._whole = whole
+        self._fqns = [f"{hook.prefixes[unit]}{param.fqn}" for param in bucket.params]
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the hook is called for this bucket: PowerSGD and others cannot take shards without rows."""
+        rank = self._bucket.mesh_info.shard.rank
+        slots = zip(self._bucket.slots, self._bucket.trainable, strict=True)
+        return any(trains and (self._whole or slot.local_numel(rank)) for slot, trains in slots)
+
+    def launch(
+        self, indices: Sequence[int], gradients: Sequence[Tensor], into: Sequence[Tensor], flags: Tensor, label: str
+    ) -> Work:
+        """Call the hook. The result is in `into` when the returned work is complete.
+
+        Args:
+            indices: of the parameters in the bucket, one for each of `gradients` and `into`.
+            into: this rank's shards. They may be `gradients` themselves.
+            flags: their sum over the ranks is computed in place.
+        """
+        land = None
+        if gradients:
+            buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            shapes = [gradient.shape for gradient in gradients]
+            parameters = [self._bucket.at_rest[index] for index in indices]
+            handed = HookBucket(buffer, shapes, parameters, tuple(self._fqns[index] for index in indices), self._comm)
+            returned = self._hook.call(self, handed, label)
+            land = partial(self._land, returned, handed, buffer, indices, shapes, into, label)
+        if land is not None and not self._comm.traits.on_stream:
+            land()
+            land = None
+        return _HookWork(land, self._comm.all_reduce([flags], f"flags of the {label}"))
+
+    def _land(
+        self, returned: Any, handed: HookBucket, like: Tensor, indices: Sequence[int], shapes: Sequence[torch.Size],
+        into: Sequence[Tensor], label: str,
+    ) -> None:  # fmt: skip
+        flat = self._hook.result(returned, handed, like, label)
+        pieces = [piece.view(s) for piece, s in zip(flat.split([s.numel() for s in shapes]), shapes, strict=True)]
+        if self._whole:
+            rank, slots = self._bucket.mesh_info.shard.rank, self._bucket.slots
+            pieces = [cut(piece, slots[index], rank) for piece, index in zip(pieces, indices, strict=True)]
+        torch._foreach_copy_(list(into), pieces)
+
+
+class _HookWork:
+    """The work of a hook, and of the all-reduce of the flags."""
+
+    def __init__(self, land: Callable[[], None] | None, flags: Work) -> None:
+        self._land = land
+        self._flags = flags
+
+    def wait(self) -> None:
+        try:
+            if self._land is not None:
+                self._land()
+        finally:
+            self._flags.wait()
+
+
+def attach_hooks(unit: Unit, buckets: Sequence[GradBucket]) -> None:
+    """Let the communication hooks of `unit` reduce `buckets`, which are all of its buckets now. One rank calls no hook."""
+    shard, replicate = unit.mesh_info.shard, unit.mesh_info.replicate
+    for bucket in buckets:
+        bucket.first_stage = bucket.second_stage = None
+    for hook in unit.comm_hooks.values():
+        comm = shard if hook.stage == REDUCE_SCATTER else replicate
+        hook.stages[unit] = []
+        if comm is None or comm.size == 1:
+            continue
+        second = hook.stage == ALL_REDUCE and shard.size > 1
+        for bucket in buckets:
+            stage = HookStage(hook, unit, bucket, comm, whole=not second)
+            hook.stages[unit].append(stage)
+            if second:
+                bucket.second_stage = stage
+            else:
+                bucket.first_stage = stage
+
+
+def names_of_hooks(unit: Unit) -> str:
+    """The hooks of `unit` in words, with their stages where there are two."""
+    hooks = [unit.comm_hooks[stage] for stage in (REDUCE_SCATTER, ALL_REDUCE) if stage in unit.comm_hooks]
+    mesh = unit.mesh_info.mesh
+    two = unit.is_sharded and mesh is not None and mesh.ndim == 2
+    return ", ".join(f"{hook.name} ({hook.stage})" if two else hook.name for hook in hooks)

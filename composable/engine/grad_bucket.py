@@ -26,7 +26,7 @@ import enum
 import math
 from collections.abc import Sequence
 from operator import or_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +45,19 @@ from composable.engine.param import (
     is_unreduced,
     run_gradient_hooks,
     run_post_accumulate_hooks,
+    set_holds_unreduced,
     trainability,
     unreduced_gradient,
 )
 from composable.engine.precision import Precision
+from composable.engine.sparse import is_sparse_lookup
 from composable.errors import PhaseError
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome, wait_for_traffic
 from composable.memory.torch_private import as_tensors, chunk_cat, dtensor_around, gradient_hooks, hooks_after_accumulation, local_of
+
+if TYPE_CHECKING:
+    from composable.engine.comm_hooks import HookStage
 
 
 class BucketState(enum.Enum):
@@ -91,7 +96,7 @@ class GradBucket:
     Attributes:
         trains: whether any of its parameters gets a gradient.
         holds: whether gradients of earlier backwards wait to be reduced.
-        hook: a communication hook in place of a stage, see `composable.engine.comm_hooks`.
+        first_stage, second_stage: communication hooks in place of the collectives, see `composable.engine.comm_hooks`.
     """
 
     def __init__(
@@ -110,7 +115,8 @@ class GradBucket:
         self.device = device
         self.mesh_info = mesh_info
         self.state = BucketState.EMPTY
-        self.hook: Any = None
+        self.first_stage: HookStage | None = None
+        self.second_stage: HookStage | None = None
         self.holds = False
         self.label = "gradient reduction"
         self.at_rest = tuple(param.at_rest for param in self.params)
@@ -133,6 +139,8 @@ class GradBucket:
         self._missing: Sequence[int] = ()
         self._undecided: list[tuple[_Plan, list[int], Tensor, Tensor]] = []
         self._hold_shards = False
+        self._means = False  # the first stage makes means over the shard dimension, in place of sums
+        self._has_lookups = any(is_sparse_lookup(place.module) for param in self.params for place in param.info.places)
         self._carried: list[tuple[int, Tensor]] = []
         self.trainable: tuple[bool, ...] = ()
         self.trains = False
@@ -160,6 +168,8 @@ class GradBucket:
         gradients = list(map(gradient_of, self.compute))
         for parameter in self.compute:
             parameter.grad = None
+        if self._has_lookups:  # of a parameter that a dense layer reads as well, but not in this backward
+            gradients = [None if gradient is None else gradient.to_dense() for gradient in gradients]
         if self._factor != 1.0:
             there = [gradient for gradient in gradients if gradient is not None]
             if there:
@@ -175,8 +185,10 @@ class GradBucket:
             return
         self.holds = True
         self._wanted = tuple(map(or_, self._wanted or self.trainable, self.trainable))
-        if self.in_place:
-            return  # autograd has added it
+        if self.in_place:  # autograd has added it
+            for at_rest in self.at_rest:
+                set_holds_unreduced(at_rest, holds=True)
+            return
         dtype = self.precision.gradient
         for index, gradient in enumerate(self._take()):
             at_rest = self.at_rest[index]
@@ -206,11 +218,17 @@ class GradBucket:
                 "backward under no_sync"
             )
 
+    def _hold_no_more(self) -> None:
+        if self.holds and self.in_place:
+            for at_rest in self.at_rest:
+                set_holds_unreduced(at_rest, holds=False)
+        self.holds = False
+
     def _take_held(self) -> tuple[list[Tensor | None], bool]:
         """What was accumulated and this backward's gradients together; nothing is accumulated afterwards."""
         gradients = self._take()
         if not self.holds or self.in_place:
-            self.holds = False
+            self._hold_no_more()
             return gradients, False
         self.holds = False
         for index, at_rest in enumerate(self.at_rest):
@@ -260,12 +278,9 @@ class GradBucket:
             self._deliver_whole(gradients)
             return
         plan = self._plan_of(trainable)
-        if self._before != 1.0:
+        if self._before != 1.0 and self.first_stage is None:
             gradients = [None if gradient is None else gradient / self._before for gradient in gradients]
         self.state = BucketState.REDUCING
-        if self.hook is not None and not shards_only and self.hook.replaces_first_stage(self):
-            self._work = self.hook.launch(self, plan, gradients)
-            return
         self._launch(plan, gradients)
 
     def _take_held_whole(self) -> tuple[list[Tensor | None], bool]:
@@ -286,6 +301,17 @@ class GradBucket:
         self._missing = [index for index in layout.trainable if gradients[index] is None]
         flat = torch.empty(layout.numel, dtype=dtype, device=self.device)
         unused = [index for index in self._missing if index not in carried]
+        self._means = self._hold_shards or self.first_stage is not None or self.second_stage is not None
+        if self.first_stage is not None:
+            self._flat = flat
+            plan.put_flags(unused, flat)
+            terms = [
+                torch.zeros_like(self.compute[index], dtype=dtype) if (term := gradients[index]) is None else term.to(dtype)
+                for index in layout.trainable
+            ]
+            into = plan.views(flat, layout.trainable)
+            self._work = self.first_stage.launch(layout.trainable, terms, into, plan.flags_of(flat), self.label)
+            return
         if self._shards is None:
             plan.copy_in(gradients, unused, flat.view(1, -1))
             self._flat = flat
@@ -306,21 +332,23 @@ class GradBucket:
         plan.copy_in(gradients, unused, message.tensor.data.view(self._shards.size, -1))
         pairs.append((flat[layout.row_start :], message.tensor.data))
         self._flat, self._kept = flat, kept
-        last = self._replicas is None
-        scale = 1.0 / self._after if last else (1.0 / self._shards.size if self._hold_shards else 1.0)
-        self._work = self._shards.reduce_scatter(pairs, self.label, scale * (self._before if self._hold_shards else 1.0))
+        scale = 1.0
+        if self._replicas is None:
+            scale = 1.0 / self._after
+        elif self._means:
+            scale = self._before / self._shards.size
+        self._work = self._shards.reduce_scatter(pairs, self.label, scale)
 
     def advance(self) -> bool:
         """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there is one."""
         if self.state is not BucketState.REDUCING or self._replicas is None or self._shards is None or self._hold_shards:
             return False
-        if self._flat is None:
-            return False  # a communication hook reduces whole gradients over all ranks
         self._wait()
         flat = self._flat
+        assert flat is not None
         if self._carried:
-            # Means over the shard dimension of earlier backwards, brought to the scale of what has landed: sums.
-            factor = self._shards.size / self._before
+            # Means over the shard dimension of earlier backwards, brought to the scale of what has landed.
+            factor = 1.0 if self._means else self._shards.size / self._before
             for index, shard in self._carried:
                 start, numel, _, _ = self._plan.places[index]
                 ordered = shard.permute(self.slots[index].order) if self.slots[index].order else shard
@@ -328,10 +356,13 @@ class GradBucket:
             self._carried = []
         self.state = BucketState.ALL_REDUCING
         label = f"{self.label} over replicas"
-        if self.hook is not None:
-            self._work = self.hook.launch_second(self, self._plan, flat, label)
+        if self.second_stage is not None:
+            indices = [index for index in self._plan.layout.trainable if self._plan.places[index][1]]
+            shards = self._plan.views(flat, indices)
+            self._work = self.second_stage.launch(indices, shards, shards, self._plan.flags_of(flat), label)
         else:
-            self._work = self._replicas.all_reduce([flat], label, 1.0 / self._after)
+            scale = 1.0 / (self._replicas.size if self._means else self._after)
+            self._work = self._replicas.all_reduce([flat], label, scale)
         return True
 
     def _wait(self) -> None:
@@ -358,13 +389,11 @@ class GradBucket:
             raise
         self.state = BucketState.EMPTY
         flat, self._flat = self._flat, None
-        if flat is None:
-            self.hook.land(self)
-            return
+        assert flat is not None
         plan, missing = self._plan, self._missing
         delivered: Sequence[int] = plan.layout.trainable
         if missing:
-            flags = flat[plan.layout.row_start + plan.layout.flags_start :][: len(plan.layout.trainable)]
+            flags = plan.flags_of(flat)
             if self._hold_shards:
                 delivered = [i for i in delivered if i not in missing or self.at_rest[i].grad is not None or _said(plan, flags, i)]
             elif self.mesh_info.all.traits.on_stream:
@@ -389,8 +418,7 @@ class GradBucket:
             flat = flat.to(self.precision.gradient)
         if self._home is not None:
             (flat,) = self._home.take([flat])
-        places, at_rest = plan.places, self.at_rest
-        fresh = [flat.as_strided(places[i][2], places[i][3], flat.storage_offset() + places[i][0]) for i in indices]
+        at_rest, fresh = self.at_rest, plan.views(flat, indices)
         if self._hold_shards:
             self._hold_on(indices, fresh)
             return
@@ -465,7 +493,8 @@ class GradBucket:
             for parameter in self.at_rest:
                 if is_unreduced(parameter.grad):
                     parameter.grad = None
-            self.holds, self._wanted = False, ()
+            self._hold_no_more()
+            self._wanted = ()
 
 
 def _said(plan: _Plan, flags: Tensor, index: int) -> bool:
@@ -535,6 +564,22 @@ class _Plan:
                 ]
             found = self._constants[dtype] = flags, gaps
         return found
+
+    def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
+        places, offset = self.places, flat.storage_offset()
+        return [flat.as_strided(places[index][2], places[index][3], offset + places[index][0]) for index in indices]
+
+    def flags_of(self, flat: Tensor) -> Tensor:
+        """The flags in a flat gradient buffer, one for each trainable parameter."""
+        return flat[self.layout.row_start + self.layout.flags_start :][: len(self.layout.trainable)]
+
+    def put_flags(self, unused: Sequence[int], flat: Tensor) -> None:
+        """Write the flags where no row of a message is copied in."""
+        flags = self.flags_of(flat).fill_(1.0)
+        if unused:
+            said = [0.0 if index in unused else 1.0 for index in self.layout.trainable]
+            flags.copy_(torch.tensor(said, dtype=flat.dtype), non_blocking=True)
 
     def copy_in(self, gradients: Sequence[Tensor | None], unused: Sequence[int], rows: Tensor) -> None:
         """Fill the rows, one per rank, with that rank's chunk of every gradient, and the flags."""

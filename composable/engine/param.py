@@ -95,6 +95,7 @@ def set_label(parameter: nn.Parameter, unit: str, fqn: str, form: str) -> None:
 
 def drop_label(parameter: nn.Parameter) -> None:
     vars(parameter).pop(_LABEL, None)
+    vars(parameter).pop(_FACTS, None)
 
 
 def label_of(parameter: Tensor) -> ParamLabel | None:
@@ -104,16 +105,51 @@ def label_of(parameter: Tensor) -> ParamLabel | None:
 
 def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give `target` the Python attributes that users have set on `source`."""
-    vars(target).update({name: value for name, value in vars(source).items() if name not in (_LABEL, "_is_param")})
+    vars(target).update({name: value for name, value in vars(source).items() if name not in (_LABEL, _FACTS, "_is_param")})
 
 
-# --- experts: which ranks train the model that a parameter is a part of ---------------------------------------------
+# --- facts for optimizers, clipping and scalers, noted on at-rest parameters -----------------------------------------
 
-_MODEL_GROUP: Final = "_composable_model_group"
+_FACTS: Final = "_composable_facts"
 
 
-def set_model_group(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    setattr(parameter, _MODEL_GROUP, ref(group))
+class _Facts:
+    """What an at-rest parameter is told of its unit. Copies and files do not take it along: a mesh has process groups."""
+
+    __slots__ = ("holds", "mesh", "model_group")
+
+    def __init__(self) -> None:
+        self.mesh: ref[DeviceMesh] | None = None
+        self.model_group: ref[dist.ProcessGroup] | None = None
+        self.holds = False
+
+    def __reduce__(self) -> tuple[type[_Facts], tuple[()]]:
+        return _Facts, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
+        return _Facts()
+
+
+def _facts_of(parameter: Tensor) -> _Facts:
+    facts: _Facts | None = getattr(parameter, _FACTS, None)
+    if facts is None:
+        facts = _Facts()
+        setattr(parameter, _FACTS, facts)
+    return facts
+
+
+def set_unit_mesh(parameter: Tensor, mesh: DeviceMesh | None) -> None:
+    _facts_of(parameter).mesh = None if mesh is None else ref(mesh)
+
+
+def unit_mesh_of(parameter: Tensor) -> DeviceMesh | None:
+    """The mesh of the unit that manages `parameter`; None for one rank, and for a parameter that no unit manages."""
+    facts: _Facts | None = getattr(parameter, _FACTS, None)
+    return None if facts is None or facts.mesh is None else facts.mesh()
+
+
+def set_model_group(parameter: Tensor, group: dist.ProcessGroup) -> None:
+    _facts_of(parameter).model_group = ref(group)
 
 
 def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
@@ -121,8 +157,18 @@ def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
 
     None if the parameter's own mesh has all of them.
     """
-    reference = getattr(parameter, _MODEL_GROUP, None)
-    return None if reference is None else reference()
+    facts: _Facts | None = getattr(parameter, _FACTS, None)
+    return None if facts is None or facts.model_group is None else facts.model_group()
+
+
+def set_holds_unreduced(parameter: Tensor, *, holds: bool) -> None:
+    _facts_of(parameter).holds = holds
+
+
+def holds_unreduced(parameter: Tensor) -> bool:
+    """Whether the gradient of a plain parameter was accumulated under `no_sync` and is not the mean over all ranks yet."""
+    facts: _Facts | None = getattr(parameter, _FACTS, None)
+    return facts is not None and facts.holds and parameter.grad is not None
 
 
 # --- the managed parameter ------------------------------------------------------------------------------------------

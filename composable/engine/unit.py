@@ -21,7 +21,7 @@ from composable.compilation import untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.traversal import SHARD
 from composable.engine.accumulation import Accumulation, SyncMode
-from composable.engine.comm_hooks import attach_hook
+from composable.engine.comm_hooks import CommHook, attach_hooks
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.loading import StateDictHook
 from composable.engine.outputs import Entry, watch
@@ -41,6 +41,7 @@ from composable.engine.param import (
 from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
 from composable.engine.root import Root, root_for_call, units_below
+from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, unit_name
 from composable.memory.torch_private import backward_id, in_backward, local_of, next_node
 
@@ -100,7 +101,8 @@ class Unit:
         kept_by: reasons to stay unsharded: scopes, and graphs of `create_graph=True`.
         rest_mesh: the mesh that a replicated unit's parameters rest on as DTensors, since the tree has shards.
         accumulation: the scopes of `no_sync`.
-        comm_hook: a communication hook.
+        comm_hooks: communication hooks by the stage that they replace.
+        sparse: gradients of parameters that only sparse lookups read.
     """
 
     def __init__(self) -> None:
@@ -116,7 +118,8 @@ class Unit:
         self.kept_by: dict[object, None] = {}
         self.rest_mesh: DeviceMesh | None = None
         self.accumulation = Accumulation()
-        self.comm_hook: Any = None
+        self.comm_hooks: dict[str, CommHook] = {}
+        self.sparse: list[SparseGradients] = []
         self.around: dict[Unit, None] = {}  # units that have ever been running when this one was called
         self.trains = False
         self._calls: list[_Call] = []  # that are under way
@@ -174,7 +177,7 @@ class Unit:
         for undo in self._rebuild_undo:
             undo()
         self._rebuild_undo = []
-        alike: dict[tuple[Precision, torch.device], list[ManagedParam]] = {}
+        alike: dict[tuple[Precision, torch.device, bool], list[ManagedParam]] = {}
         for param in self.params:
             tensor = param.registered
             if tensor is None:
@@ -183,13 +186,14 @@ class Unit:
             stays = not self.is_sharded or local.device.type in ("meta", self.mesh_info.device.type)
             precision = resolve(spec.mp_policy, tensor.dtype, exact=param.info.exact)
             device = local.device if stays else self.mesh_info.device
-            alike.setdefault((precision, device), []).append(param)
+            sparse = not self.is_sharded and only_looked_up(param.info)
+            alike.setdefault((precision, device, sparse), []).append(param)
         self.groups = [
             ParamGroup(
                 members, precision, device, self.mesh_info,
-                has_shards=self.is_sharded, rest_mesh=self.rest_mesh, offload=spec.offload,
+                has_shards=self.is_sharded, rest_mesh=None if sparse else self.rest_mesh, offload=spec.offload,
             )
-            for (precision, device), members in alike.items()
+            for (precision, device, sparse), members in alike.items()
         ]  # fmt: skip
         self._swap = ParameterSwap(self.params)
         self._build_buckets()
@@ -205,9 +209,16 @@ class Unit:
         assert self.spec is not None
         spec, ranks = self.spec, self.mesh_info.all.size
         factor = 1.0 if spec.divisor is None else ranks / spec.divisor
-        self.buckets = []
+        for param in self.params:
+            self._hear_of_gradients(param)
+        self.buckets, self.sparse = [], []
         for group in self.groups:
             in_place = all(param.compute is param.at_rest for param in group.params)
+            if not self.is_sharded and only_looked_up(group.params[0].info):
+                self.sparse.append(SparseGradients(group.params, group.precision, self.mesh_info.all))
+                if factor != 1.0:
+                    self._multiply_gradients(group.params, factor)
+                continue
             if in_place and self.reduces_by_arrival:
                 if factor != 1.0:
                     self._multiply_gradients(group.params, factor)
@@ -218,17 +229,14 @@ class Unit:
             self.buckets.append(
                 GradBucket(members, group.precision, group.device, self.mesh_info, factor=factor, home=group.home)
             )
-        if self.comm_hook is not None:
-            attach_hook(self)
-        for param in self.params:
-            self._hear_of_gradients(param)
+        attach_hooks(self, self.buckets)
         self.follow()
 
     def _multiply_gradients(self, params: Iterable[ManagedParam], factor: float) -> None:
         """`grad_reduce` where autograd itself adds to what users see: multiply each gradient as it comes."""
         for param in params:
-            if param.at_rest.requires_grad:
-                handle = param.at_rest.register_hook(untraced(lambda gradient: gradient * factor))
+            if param.compute.requires_grad:
+                handle = param.compute.register_hook(untraced(lambda gradient: gradient * factor))
                 self._rebuild_undo.append(handle.remove)
 
     def _hear_of_gradients(self, param: ManagedParam) -> None:
@@ -240,6 +248,8 @@ class Unit:
         if self.mesh_info.all.size == 1 and param.compute is param.at_rest:
             return  # one rank: autograd has done everything
         parameter = param.compute
+        if not (parameter.is_floating_point() or parameter.is_complex()):
+            return
 
         @untraced
         def arrived(_: Tensor, unit: Unit = self, param: ManagedParam = param) -> None:
@@ -251,6 +261,7 @@ class Unit:
         if param.compute is param.at_rest:
             self._rebuild_undo.append(defer_hooks(parameter, arrived))
         else:
+            parameter.requires_grad_(True)  # a frozen one takes no hook; `follow` freezes it again
             self._rebuild_undo.append(parameter.register_post_accumulate_grad_hook(arrived).remove)
 
     def follow(self) -> None:
@@ -269,6 +280,8 @@ class Unit:
             group.rename(fqn)
         for bucket in self.buckets:
             bucket.label = f"gradient reduction of unit '{fqn}'"
+        for sparse in self.sparse:
+            sparse.unit = fqn
 
     def _label_originals(self) -> None:
         for param in self.params:
@@ -458,6 +471,16 @@ class Unit:
     @property
     def holds(self) -> bool:
         return any(bucket.holds for bucket in self.buckets)
+
+    def set_comm_hook(self, stage: str, hook: CommHook | None) -> None:
+        """Let `hook` make a stage of the reduction; None: the library makes it again. Between two steps."""
+        if hook is None:
+            self.comm_hooks.pop(stage, None)
+        else:
+            self.comm_hooks[stage] = hook
+        attach_hooks(self, self.buckets)
+        if self.root is not None and self.root.buckets is not None:
+            self.root.buckets.attach_hooks()
 
     # --- removal ----------------------------------------------------------------------------------------------------
 

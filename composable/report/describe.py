@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Final
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
@@ -91,11 +91,12 @@ class Description:
         }
 
     def _total(self) -> dict[str, int]:
-        return {name: sum(getattr(row, name) for row in self.rows) for name in ("parameters", "numel", "bytes", "bytes_per_rank")}
+        names = ("parameters", "numel", "bytes", "bytes_per_rank")
+        return {name: sum(getattr(row, name) for row in self.rows) for name in names}
 
     def __str__(self) -> str:
         total = self._total()
-        lines = [_HEADER, *map(_cells, self.rows), ("total", "", "", *_numbers(**total), "", "", "", "")]
+        lines = [_HEADER, *map(_cells, self.rows), ("total", "", "", *_numbers(*total.values()), "", "", "", "")]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = [
             "  ".join(
@@ -184,27 +185,44 @@ def _unit_row(name: str, verb: str, unit: Unit, verbs: Sequence[str]) -> UnitRow
     spec, is_sharded = unit.spec, verb == SHARD
     assert spec is not None
     parameters = [param.at_rest for param in unit.params]
-    precisions = [group.precision for group in unit.groups]
     offload = ""
     if spec.offload is not None:
         offload = "host" if any(group.home is not None for group in unit.groups) else "no effect"
-    return UnitRow(
-        unit=name,
-        module=" + ".join(type(module).__name__ for module in unit.modules),
-        annotation=" + ".join(verbs),
-        **_sizes(parameters),
+    return replace(
+        _plain_row(name, " + ".join(type(module).__name__ for module in unit.modules), verbs, parameters),
         ranks=unit.mesh_info.num_ranks,
-        dtypes=_names_of(parameter.dtype for parameter in parameters),
-        computes_in=_names_of(precision.compute for precision in precisions),
-        reduces_in=_names_of(precision.reduce for precision in precisions),
+        computes_in=_names_of(group.precision.compute for group in unit.groups),
+        reduces_in=_names_of(group.precision.reduce for group in unit.groups),
         placements=_unique(map(_placements_of, parameters)) if is_sharded else ("replicated",),
         after_forward=_after_forward(spec.reshard_after_forward) if is_sharded else "-",
-        # A unit has several groups if its parameters differ in dtype; calls may reshard one and keep another.
+        # A unit whose parameters differ in dtype has several groups.
         state=", ".join(_unique(group.state.name for group in unit.groups if group.takes_message)) or "-",
-        checkpointed="checkpoint" in verbs,
         grad_reduce=grad_reduce_in_words(spec.divisor),
         comm_hook=_comm_hook_of(unit),
         offload=offload,
+    )
+
+
+def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: Sequence[nn.Parameter]) -> UnitRow:
+    """The row of parameters that are this process's own."""
+    local = [local_of(each) if isinstance(each, DTensor) else each for each in parameters]
+    dtypes = _names_of(each.dtype for each in parameters)
+    return UnitRow(
+        unit=name,
+        module=module,
+        annotation=" + ".join(verbs) or "-",
+        parameters=len(parameters),
+        numel=sum(each.numel() for each in parameters),
+        bytes=sum(each.numel() * each.element_size() for each in parameters),
+        bytes_per_rank=sum(each.numel() * each.element_size() for each in local),
+        ranks=1,
+        dtypes=dtypes,
+        computes_in=dtypes,
+        reduces_in=dtypes,
+        placements=("local",),
+        after_forward="-",
+        state="-",
+        checkpointed="checkpoint" in verbs,
     )
 
 
@@ -217,6 +235,8 @@ def _after_forward(after: bool | int | None) -> str:
 
 
 def _comm_hook_of(unit: Unit) -> str:
+    if unit.comm_hook is None:
+        return ""
     hooks = (unit.comm_hook_of(stage) for stage in ("reduce_scatter", "all_reduce"))
     return ", ".join(_unique(hook.name for hook in hooks if hook is not None))
 
@@ -235,33 +255,8 @@ def _unmanaged(module: nn.Module, *, named: bool) -> list[UnitRow]:
     rest = [managed.parameter for managed in managed_parameters([("", module)])]
     if SHARD in annotations or REPLICATE in annotations or not rest:
         return []
-    verbs = _effective_verbs(annotations)
-    dtypes = _names_of(parameter.dtype for parameter in rest)
-    row = UnitRow(
-        unit="(rest)" if named else "(not annotated)",
-        module=type(module).__name__,
-        annotation=" + ".join(verbs) or "-",
-        **_sizes(rest),
-        ranks=1,
-        dtypes=dtypes,
-        computes_in=dtypes,
-        reduces_in=dtypes,
-        placements=("local",),
-        after_forward="-",
-        state="-",
-        checkpointed="checkpoint" in verbs,
-    )
-    return [row]
-
-
-def _sizes(parameters: Sequence[nn.Parameter]) -> dict[str, int]:
-    local: list[Tensor] = [local_of(each) if isinstance(each, DTensor) else each for each in parameters]
-    return {
-        "parameters": len(parameters),
-        "numel": sum(each.numel() for each in parameters),
-        "bytes": sum(each.numel() * each.element_size() for each in parameters),
-        "bytes_per_rank": sum(each.numel() * each.element_size() for each in local),
-    }
+    name = "(rest)" if named else "(not annotated)"
+    return [_plain_row(name, type(module).__name__, _effective_verbs(annotations), rest)]
 
 
 def _cells(row: UnitRow) -> tuple[str, ...]:
@@ -271,8 +266,8 @@ def _cells(row: UnitRow) -> tuple[str, ...]:
     return (unit_name(row.unit), row.module, row.annotation, *numbers, *text)
 
 
-def _numbers(parameters: int, numel: int, bytes: int, bytes_per_rank: int) -> tuple[str, ...]:  # noqa: A002
-    return str(parameters), f"{numel:,}", readable_bytes(bytes), readable_bytes(bytes_per_rank)
+def _numbers(parameters: int, numel: int, whole: int, per_rank: int) -> tuple[str, ...]:
+    return str(parameters), f"{numel:,}", readable_bytes(whole), readable_bytes(per_rank)
 
 
 def _dtypes(row: UnitRow) -> str:

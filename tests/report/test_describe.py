@@ -1,4 +1,4 @@
-"""What became of a model, in a table that people read and in values that programs read."""
+"""`describe`: the units of a model as a table and as plain values."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ unit    module      annotation   params  numel     bytes  per rank  dtype     pl
 ---------------------------------------------------------------------------------------------------------------
 (root)  Sequential  fully_shard       2      8      16 B       8 B  bfloat16  S(0)           keep last  SHARDED
 0       Block       fully_shard       5    609  2.38 KiB  1.19 KiB  float32   R, S(1), S(0)  keep last  SHARDED
-1       Linear      fully_shard       2     51     204 B     136 B  float32   S(0)           regroup 2  SHARDED
+1       Linear      fully_shard       2     51     204 B     136 B  float32   S(0)           reshard to 2  SHARDED
 ---------------------------------------------------------------------------------------------------------------
 total                                 9    668  2.59 KiB  1.33 KiB""",
     )
@@ -170,7 +170,7 @@ def test_the_state_is_the_present_one() -> None:
         assert states() == ["UNSHARDED"] * 3
     assert states() == ["SHARDED"] * 3
     pending = unshard(model[0], async_op=True)
-    assert states() == ["SHARDED", "GATHERING", "SHARDED"]
+    assert states() == ["SHARDED", "UNSHARDING", "SHARDED"]
     pending.wait()
     assert states() == ["SHARDED", "UNSHARDED", "SHARDED"]
 

@@ -1,0 +1,143 @@
+"""Sparse gradients of replicated lookups (`nn.Embedding(sparse=True)`): averaged at the end of a backward, and still sparse.
+
+How many rows a rank has is known when backward has brought them, and differs from rank to rank. So the ranks first exchange
+these numbers, and which gradients they have at all. That blocks, which is why it comes after everything else has landed. Then
+the rows of all ranks are gathered, divided by the number of ranks, and the same ones added up.
+
+Parameters that only sparse lookups read have a `ParamGroup` of their own and rest as plain parameters, next to shards as well: a
+`DTensor` has no sparse gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from composable.comm.base import Comm
+from composable.engine.param import (
+    ManagedParam,
+    ParamInfo,
+    run_gradient_hooks,
+    run_post_accumulate_hooks,
+    set_holds_unreduced,
+)
+from composable.engine.precision import Precision
+
+
+def is_sparse_lookup(module: nn.Module) -> bool:
+    """Whether the weight of `module` gets sparse gradients: torch's own modules that say so, as with DDP."""
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+
+
+def only_looked_up(info: ParamInfo) -> bool:
+    """Whether nothing but sparse lookups reads a parameter, as far as modules tell."""
+    return all(is_sparse_lookup(place.module) for place in info.places)
+
+
+class SparseGradients:
+    """The sparse gradients of one `ParamGroup`.
+
+    Attributes:
+        params: that only sparse lookups read.
+        holds: a backward under `no_sync` has ended; its gradients wait, on the at-rest parameters, to be reduced.
+        unit: its name, for labels.
+    """
+
+    def __init__(self, params: Sequence[ManagedParam], precision: Precision, comm: Comm) -> None:
+        self.params = tuple(params)
+        self.holds = False
+        self.unit = ""
+        self._precision = precision
+        self._comm = comm
+        self._here: set[ManagedParam] = set()  # those with a gradient of this rank's that was not reduced
+
+    def arrived(self, param: ManagedParam) -> None:
+        """Autograd has accumulated a gradient."""
+        self._here.add(param)
+
+    @torch.no_grad()
+    def end_backward(self, *, reduces: bool) -> None:
+        """All ranks call this at the end of every backward."""
+        if not any(param.at_rest.requires_grad for param in self.params):
+            return
+        for param in self.params:
+            gradient, at_rest = param.compute.grad, param.at_rest
+            if param.compute is at_rest or gradient is None:
+                continue  # autograd has added it where it belongs
+            param.compute.grad = None
+            gradient = run_gradient_hooks(at_rest, gradient.to(self._precision.gradient))
+            at_rest.grad = gradient if at_rest.grad is None else _add(at_rest.grad, gradient)
+        if reduces:
+            self.reduce()
+            return
+        self.holds = True
+        for param in self.params:
+            set_holds_unreduced(param.at_rest, holds=True)
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """Average what is here on any rank. What no rank has a gradient for stays as it was."""
+        self.drop(forget=False)
+        here, self._here = self._here, set()
+        mine = [_rows_of(param.at_rest, self._precision.gradient) for param in self.params]
+        numbers = [n for param, rows in zip(self.params, mine, strict=True) for n in (int(param in here), rows._nnz())]
+        label = f"exchange of the numbers of rows of sparse gradients of unit '{self.unit}'"
+        every = self._comm.all_gather_ints(numbers, label)
+        for index, (param, rows) in enumerate(zip(self.params, mine, strict=True)):
+            if not any(row[2 * index] for row in every):
+                continue
+            mean = self._mean(rows, [row[2 * index + 1] for row in every], param.fqn)
+            gradient = param.at_rest.grad
+            if gradient is not None and not gradient.is_sparse:  # another use of the weight made it dense
+                gradient.copy_(mean.to_dense())
+            else:
+                param.at_rest.grad = mean
+            run_post_accumulate_hooks(param.at_rest)
+
+    def _mean(self, rows: Tensor, counts: Sequence[int], fqn: str) -> Tensor:
+        most, ranks = max(counts), self._comm.size
+        indices = torch.zeros(most, dtype=torch.int64, device=rows.device)
+        values = torch.zeros(most, rows.shape[1:].numel(), dtype=self._precision.reduce, device=rows.device)
+        indices[: rows._nnz()] = rows.indices()[0]
+        values[: rows._nnz()] = rows.values().reshape(rows._nnz(), values.shape[1]) / ranks
+        every_index, every_value = indices.new_empty(ranks * most), values.new_empty(ranks * most, values.shape[1])
+        if most:
+            pairs = [(every_index, indices), (every_value.view(-1), values.view(-1))]
+            self._comm.all_gather(pairs, f"all-gather of the sparse gradient of unit '{self.unit}' ('{fqn}')").wait()
+        there = [rank * most + number for rank, count in enumerate(counts) for number in range(count)]
+        kept = torch.tensor(there, dtype=torch.int64).to(rows.device)
+        found = every_value[kept].to(rows.dtype).view(len(there), *rows.shape[1:])
+        return torch.sparse_coo_tensor(every_index[kept][None], found, rows.shape, check_invariants=False).coalesce()
+
+    def drop(self, *, forget: bool = True) -> None:
+        """Nothing waits to be reduced any more; `forget`: the step is lost, and with it this rank's gradients."""
+        if forget:
+            for param in self.params:
+                if param.compute is not param.at_rest or param in self._here:
+                    param.compute.grad = None
+                if param in self._here:
+                    param.at_rest.grad = None
+            self._here = set()
+        if self.holds:
+            for param in self.params:
+                set_holds_unreduced(param.at_rest, holds=False)
+        self.holds = False
+
+
+def _rows_of(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
+    """The rows of this rank's gradient, each once; none where there is no gradient."""
+    gradient = parameter.grad
+    if gradient is None:
+        return torch.sparse_coo_tensor(
+            torch.zeros(1, 0, dtype=torch.int64, device=parameter.device),
+            torch.zeros(0, *parameter.shape[1:], dtype=dtype, device=parameter.device),
+            parameter.shape, check_invariants=False,
+        ).coalesce()  # fmt: skip
+    gradient = gradient.detach()
+    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+
+
+def _add(gradient: Tensor, more: Tensor) -> Tensor:
+    return more + gradient if gradient.is_sparse else gradient + more  # a dense tensor is not added to a sparse one
