@@ -1,4 +1,4 @@
-"""The porch: `python -m composable COMMAND`; knows which commands there are, not what they do."""
+"""`python -m composable COMMAND`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def main(command_line: Sequence[str]) -> int:
 
 
 def _demo() -> Any:
-    """The demo's room. What it draws with is an extra, and need not be there for `--help`."""
+    """Import the demo. Its dependencies are an extra of the package, and `--help` works without them."""
     try:
         return import_module("composable.demo.command")
     except ModuleNotFoundError as error:

@@ -228,38 +228,28 @@ def warn_of_gradients(parameters: Sequence[ManagedParameter]) -> None:
 
 # --- wrappers and verbs of torch --------------------------------------------------------------------------------------
 
-_TWICE: Final = "and gradients would be averaged twice"
-
 # Which of torch's verbs were applied to a module. torch has no public way to ask.
 _applied_by_torch: Final[Any] = getattr(sys.modules.get("torch.distributed._composable.contract"), "_get_registry", None)
+_IGNORED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
 
 
 def refuse_wrapped(verb: str, modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter]) -> None:
     """Raise if DDP, FSDP1 or a verb of torch manages some of `parameters`, on or below `modules`."""
     managed = {id(each.parameter) for each in parameters}
-    for module in modules:
-        for fqn, below in module.named_modules():
-            wrapper = _wrapper_on(below)
-            left_out = getattr(below, "parameters_to_ignore", ())  # DDP's
-            if wrapper is None or not any(
-                id(p) in managed for name, p in below.named_parameters() if name.removeprefix("module.") not in left_out
-            ):
-                continue
-            where = f"'{fqn}'" if fqn else "the module"
-            if wrapper == "DistributedDataParallel":
-                inside = type(below.get_submodule("module")).__name__
-                raise ClashError(
-                    f"{verb}: {where} is a {wrapper} already, {_TWICE}. Do not wrap: annotate the {inside} in its place"
-                )
-            raise ClashError(f"{verb}: {where} is managed by torch's {wrapper} already, {_TWICE}. Leave one of the two out")
-
-
-def _wrapper_on(module: nn.Module) -> str | None:
-    for kind in (DistributedDataParallel, fsdp.FullyShardedDataParallel):
-        if isinstance(module, kind):
-            return kind.__name__
-    applied = (_applied_by_torch and _applied_by_torch(module)) or ()
-    return next((name for name in (SHARD, REPLICATE) if name in applied), None)
+    for fqn, below in [named for module in modules for named in module.named_modules()]:
+        is_ddp = isinstance(below, DistributedDataParallel)
+        applied = (_applied_by_torch and _applied_by_torch(below)) or ()
+        wrapper = "FullyShardedDataParallel" if isinstance(below, fsdp.FullyShardedDataParallel) else ""
+        wrapper = wrapper or next((name for name in (SHARD, REPLICATE) if name in applied), "")
+        left_out = {f"module.{name}" for name in getattr(below, "parameters_to_ignore", ())} if is_ddp else ()
+        if not (is_ddp or wrapper) or not any(id(p) in managed for n, p in below.named_parameters() if n not in left_out):
+            continue
+        where = f"'{fqn}'" if fqn else "the module"
+        said = f"is managed by torch's {wrapper} already, and gradients would be averaged twice. Leave one of the two out"
+        if is_ddp:
+            said = "is a DistributedDataParallel already, and gradients would be averaged twice. Do not wrap: annotate the "
+            said += f"{type(below.module).__name__} in its place"
+        raise ClashError(f"{verb}: {where} {said}")
 
 
 class _RefusesDDP:
@@ -274,9 +264,6 @@ class _RefusesDDP:
             "averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by "
             "accelerator.prepare_model(model, evaluation_mode=True), which does not wrap"
         )
-
-
-_IGNORED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
 
 
 def refuse_ddp_around(verb: str, modules: Sequence[nn.Module]) -> None:

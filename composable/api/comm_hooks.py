@@ -14,7 +14,6 @@ from composable.contract.naming import find_fqn
 from composable.contract.traversal import REPLICATE, SHARD, get_all_sharded_states, get_replicated_states, names_below
 from composable.engine.accumulation import SyncMode
 from composable.engine.comm_hooks import ALL_REDUCE, REDUCE_SCATTER, CommHook
-from composable.engine.sparse import is_sparse_lookup
 from composable.engine.unit import Unit
 from composable.errors import (
     AlreadyAnnotatedError,
@@ -48,7 +47,7 @@ class CommHookHandle:
         Raises:
             PhaseError: as `register_comm_hook`.
         """
-        units = [unit for unit in self._units if unit.params]  # the others were removed
+        units = [unit for unit in self._units if _is_annotated(unit)]
         for unit in units:
             _refuse_moment("remove a communication hook", unit)
         self._units = []
@@ -145,6 +144,11 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     return CommHookHandle(units, chosen)
 
 
+def _is_annotated(unit: Unit) -> bool:
+    """Whether the annotation was not removed since."""
+    return any(annotation.state is unit for annotation in registry(unit.modules[0]).values())
+
+
 def _units_of(module: nn.Module) -> list[Unit]:
     """The unit of `module`, and those of the same verb inside."""
     annotations = registry(module)
@@ -227,12 +231,11 @@ def _refuse_stage(stage: Any, unit: Unit) -> None:
 
 
 def _refuse_sparse(unit: Unit) -> None:
-    for info in () if unit.spec is None else unit.spec.params:
-        if any(is_sparse_lookup(place.module) for place in info.places):
-            raise AnnotationError(
-                f"{_VERB}: the gradient of parameter '{info.fqn}' of unit '{unit.name}' is sparse, and hooks take dense "
-                "ones. Make its embedding with sparse=False, or leave it to a unit without a hook"
-            )
+    for param in (param for sparse in unit.sparse for param in sparse.params):
+        raise AnnotationError(
+            f"{_VERB}: the gradient of parameter '{param.fqn}' of unit '{unit.name}' is sparse, and hooks take dense ones. "
+            "Make its embedding with sparse=False, or leave it to a unit without a hook"
+        )
 
 
 def _refuse_moment(what: str, unit: Unit) -> None:

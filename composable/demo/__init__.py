@@ -1,1 +1,1 @@
-"""The main job: train a small language model on real text; uses the front door of the package and nothing behind it."""
+"""`python -m composable demo`: train a small language model on real text, with the public interface of the package."""

@@ -1,4 +1,4 @@
-"""The un-annotated model, trained in a process of its own on the whole batch: what the annotated one must match."""
+"""Train the un-annotated model in one process on the whole batch. The annotated model must have the same losses."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Baseline:
 
 
 def run_baseline(options: Options, threads: int) -> Baseline:
-    """Train in a fresh process: its memory is its own, and this one keeps nothing of it."""
+    """Train in a new process, so that neither process's memory is counted for the other."""
     spawn = multiprocessing.get_context("spawn")
-    quietly = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a stack trace of its own
+    quietly = (signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a stack trace
     with ProcessPoolExecutor(max_workers=1, mp_context=spawn, initializer=signal.signal, initargs=quietly) as pool:
         return pool.submit(_train, options, threads).result()
 
@@ -59,7 +59,7 @@ def relative_difference(one: float, other: float) -> float:
 
 
 def check_parity(step: int, loss: float, expected: float) -> None:
-    """Refuse to go on with a model that does not learn what the un-annotated one learned.
+    """Check the loss of one step against the un-annotated model.
 
     Raises:
         ParityError: the losses differ by more than 1e-4 of the expected one, or one of them is not a number.

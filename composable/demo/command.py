@@ -1,4 +1,4 @@
-"""The `demo` command: as a launcher when started by a person, as one rank when started by a launcher."""
+"""The `demo` command. Started by a user it launches the ranks; started by a launcher it is one rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _what_is_left(options: Options) -> str:
 
 
 def _prepare(options: Options) -> None:
-    """Find out what cannot work before any rank is started."""
+    """Check the options before any rank is started."""
     if options.resume:
         snapshot.read_record(options)
     try:

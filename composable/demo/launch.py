@@ -1,4 +1,4 @@
-"""Start the ranks with torch's own launcher; knows nothing of what they do."""
+"""Start the ranks with torch's launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 INTERRUPTED: Final = 130  # the exit status of a command that Ctrl-C ended
 
-# What a rank runs. Ctrl-C reaches every process of the terminal, and the launcher is to be the only one that says so.
+# What a rank runs. Ctrl-C reaches every process of the terminal, and only the launcher should report it.
 _RANK: Final = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -40,7 +40,7 @@ def cores() -> int:
 def launch(ranks: int, arguments: Sequence[str]) -> int:
     """Run `python -m composable` with `arguments` on `ranks` local processes; returns the exit status.
 
-    It is what `torchrun --standalone` does, in this process: the launcher's command answers Ctrl-C with a page of stack traces.
+    It is what `torchrun --standalone` does, in this process: `torchrun` prints a page of stack traces after Ctrl-C.
     """
     # Ranks that share one machine share its cores: without this each would start a thread per core.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))

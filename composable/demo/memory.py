@@ -1,7 +1,8 @@
-"""Measure which bytes are alive during a training step; knows tensors and storages, not how anything shards them.
+"""Measure which bytes are alive during a training step.
 
-A dispatch mode sees every operation, so every storage is met when it is born, also those that only autograd holds, and
-weak references tell when it has died. The idea is that of torch's own `torch.distributed._tools.mem_tracker`.
+A dispatch mode sees every operation, and so every storage when it is made, also those that only autograd holds. Weak references
+tell when a storage is freed. Several storages may share memory (DLPack); every byte is counted once. The idea is that of
+`torch.distributed._tools.mem_tracker`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Kind(IntEnum):
-    """What a storage is for. A storage that answers to several descriptions goes by the greatest."""
+    """What memory is for. The greatest kind counts where several apply."""
 
     ACTIVATIONS = 0
     COMMUNICATION = 1
@@ -38,11 +40,11 @@ class Kind(IntEnum):
 
 _LABELS: Final = {
     Kind.ACTIVATIONS: "activations, temporaries",
-    Kind.COMMUNICATION: "messages, kept buffers",
+    Kind.COMMUNICATION: "messages, other buffers",
     Kind.UNSHARDED: "unsharded parameters",
     Kind.GRADIENTS: "gradients",
     Kind.OPTIMIZER: "optimizer state",
-    Kind.PARAMETERS: "parameters",
+    Kind.PARAMETERS: "parameters, buffers",
 }
 
 
@@ -51,7 +53,7 @@ class MemoryTrace:
     """Live bytes after every operation of one step: `totals[i]` by `Kind`, `rss[i]` of the whole process (0: unknown).
 
     `phases` holds the name of each phase and the index of its first sample; `resident_before` is `rss` before there
-    was a model; `idle` counts storages without a tensor at the end of the step, which someone keeps for the next one.
+    was a model; `idle` counts storages without a tensor at the end of the step, which are kept for the next one.
     """
 
     totals: list[tuple[int, ...]] = field(default_factory=list)
@@ -61,9 +63,9 @@ class MemoryTrace:
     idle: int = 0
 
     def kept(self) -> int:
-        """Bytes at the end of backward that are neither parameters nor gradients nor optimizer state, and outlive the step."""
-        ends = next(start for phase, start in self.phases if phase == "optimizer")
-        return self.totals[ends][Kind.COMMUNICATION] + self.totals[ends][Kind.UNSHARDED] + self.idle
+        """Bytes at the end of the step that are neither parameters, buffers nor optimizer state."""
+        last = self.totals[-1]
+        return sum(last) - last[Kind.PARAMETERS] - last[Kind.OPTIMIZER] + self.idle
 
     def peak(self) -> int:
         """The most bytes that tensors held at any time."""
@@ -81,12 +83,12 @@ class _Meter(TorchDispatchMode):
         self._kind: dict[int, Kind] = {}
         self._ignored = {_local(t).untyped_storage()._cdata for t in ignore}
         self._own = {_local(p).untyped_storage()._cdata for p in self._at_rest}
-        # Buffers that were made before this step and are used again in it belong to the picture, full or empty.
+        # Tensors that were made before this step count, too; their memory may come and go during the step.
         for thing in gc.get_objects():
             if type(thing) in (Tensor, nn.Parameter) and thing.layout is torch.strided:
                 self._note(thing, Kind.COMMUNICATION)
-        for p in self._at_rest:
-            self._note(p, Kind.PARAMETERS)
+        for tensor in (*self._at_rest, *model.buffers()):
+            self._note(tensor, Kind.PARAMETERS)
         self._note_optimizer()
 
     def phase(self, name: str) -> None:
@@ -118,7 +120,7 @@ class _Meter(TorchDispatchMode):
         storage = _local(tensor).untyped_storage()
         key = storage._cdata
         known = self._live.get(key)
-        if known is None or known() is None:  # an address is used again after its storage has died
+        if known is None or known() is None:  # an id is used again after its storage was freed
             self._live[key] = weakref.ref(storage)
             self._kind[key] = kind
         else:
@@ -130,7 +132,7 @@ class _Meter(TorchDispatchMode):
                 self._note(tensor, Kind.OPTIMIZER)
 
     def _note_shown(self) -> None:
-        """A plain tensor that stands on a module now and did not at rest is an unsharded parameter."""
+        """A plain tensor that is registered on a module now and was not at rest is an unsharded parameter."""
         for module in self._modules:
             for p in module._parameters.values():
                 if p is not None and not isinstance(p, DTensor):
@@ -145,15 +147,27 @@ class _Meter(TorchDispatchMode):
     def sample(self) -> None:
         """Record what is alive now."""
         self._note_shown()
-        total = [0] * len(Kind)
+        spans: list[tuple[int, int, Kind]] = []
         for key, reference in list(self._live.items()):
             storage = reference()
             if storage is None:
                 del self._live[key], self._kind[key]
-            elif key not in self._ignored and storage.device.type != "meta":
-                total[self._kind[key]] += storage.nbytes()
-        self.trace.totals.append(tuple(total))
+            elif key not in self._ignored and storage.device.type != "meta" and storage.nbytes():
+                start = storage.data_ptr()
+                spans.append((start, start + storage.nbytes(), self._kind[key]))
+        self.trace.totals.append(_bytes_by_kind(spans))
         self.trace.rss.append(resident_bytes())
+
+
+def _bytes_by_kind(spans: Iterable[tuple[int, int, Kind]]) -> tuple[int, ...]:
+    """Bytes of memory by kind. Where spans (start, end, kind) overlap, the greatest kind counts."""
+    edges = sorted(edge for start, end, kind in spans for edge in ((start, kind, 1), (end, kind, -1)))
+    total, open_spans = [0] * len(Kind), [0] * len(Kind)
+    for (at, kind, change), (following, _, _) in pairwise(edges):
+        open_spans[kind] += change
+        if following > at and any(open_spans):
+            total[max(kind for kind in Kind if open_spans[kind])] += following - at
+    return tuple(total)
 
 
 def measure_step(
@@ -194,7 +208,7 @@ def measure_step(
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of parameters, gradients and optimizer state: what one process holds, and what the whole model has."""
+    """Bytes of parameters and buffers, gradients and optimizer state: of this process, and of the un-annotated model."""
 
     local: dict[str, int]
     whole: dict[str, int]
@@ -204,7 +218,7 @@ def footprint_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Footprin
     """The bytes of `model` between backward and `zero_grad`."""
     parameters = list(model.parameters())
     groups: dict[str, list[Tensor]] = {
-        "parameters": [*parameters],
+        "parameters, buffers": [*parameters, *model.buffers()],
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer state": [t for p in parameters for t in _tensors(optimizer.state[p])],
     }

@@ -1,4 +1,4 @@
-"""A byte-level GPT, written as for one device; knows nothing of ranks or annotations.
+"""A byte-level GPT, written as for one device.
 
 The architecture is GPT-2's (Radford et al. 2019) with pre-normalisation, GELU and no biases, and
 with rotary positions (Su et al. 2021), from which a model this small learns much faster; the output head is not tied.

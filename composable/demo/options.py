@@ -1,4 +1,4 @@
-"""What the demo is asked for, checked in one place; knows neither torch nor how the training goes."""
+"""The options of the demo, and their checks."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ HEAD_WIDTH: Final = 32
 
 
 class BadValue(Exception):
-    """The user asked for something that cannot be done; its text is the one line they get."""
+    """The user asked for something that cannot be done. The text is the one line that is printed."""
 
 
 class ParityError(Exception):
-    """The annotated model did not learn what the un-annotated one learned."""
+    """The losses of the annotated and the un-annotated model differ."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Options:
         return min(self.baseline_steps, self.until(0))
 
     def fixed(self) -> dict[str, Any]:
-        """What must not change between a run and its continuation, or the losses could not be the same."""
+        """The options that a resumed run must have in common with the first one."""
         names = ("seed", "batch_size", "context", "layers", "width", "learning_rate")
         return {name: getattr(self, name) for name in names}
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Answers a bad value with one line instead of a page of usage."""
+    """Answers a bad value with one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message.removeprefix('argument ')} (see {self.prog} --help)\n")

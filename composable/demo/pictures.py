@@ -1,4 +1,4 @@
-"""The two pictures: losses, and memory over one step; knows numbers and matplotlib, nothing of training."""
+"""The two pictures: losses, and memory over one step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the model learns, annotated or not: optimizer, learning rate, one step; knows neither ranks nor the screen."""
+"""How both models train: optimizer, learning rate, one step."""
 
 from __future__ import annotations
 

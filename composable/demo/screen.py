@@ -1,4 +1,4 @@
-"""What the person at the terminal sees; knows numbers and names, nothing of tensors. Only rank 0 shows anything."""
+"""What the demo prints. Only rank 0 prints anything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MIB = float(1 << 20)
 
 
 class Screen:
-    """Prints for the one rank that is `shown`; on the others every call does nothing.
+    """Prints on the rank with `shown`; on the others every call does nothing.
 
     `quiet` leaves out the bar and the tables. Where the output is not a terminal a bar would show nothing until
     the end, so a line every few steps takes its place.
@@ -67,19 +67,32 @@ class Screen:
             table.add_row(str(i + 1), f"{theirs[i]:.7f}", f"{ours[i]:.7f}", f"{differences[i]:.1e}")
         self._console.print(table)
 
-    def bytes_per_rank(self, local: dict[str, int], whole: dict[str, int], ranks: int) -> None:
-        """What one rank holds at the end of backward against the un-annotated model."""
+    def bytes_per_rank(self, local: dict[str, int], whole: dict[str, int], kept: int, ranks: int) -> None:
+        """What one rank holds between steps and at the end of backward, beside the un-annotated model.
+
+        Args:
+            local, whole: bytes of a rank, and of the un-annotated model, by what they are for (`Footprint`).
+            kept: other bytes that a rank holds between steps.
+        """
         if self._quiet:
             return
         table = Table("MiB", "un-annotated", f"each of {ranks} ranks", "share", box=None, pad_edge=False)
         for column in table.columns[1:]:
             column.justify = "right"
-        for name in [*whole, "together"]:
-            mine = sum(local.values()) if name == "together" else local[name]
-            all_of_it = sum(whole.values()) if name == "together" else whole[name]
-            style = "bold" if name == "together" else None
-            row = (name, f"{all_of_it / MIB:.2f}", f"{mine / MIB:.2f}", f"{mine / all_of_it:.0%}" if all_of_it else "")
-            table.add_row(*row, style=style)
+
+        def row(name: str, mine: int, all_of_it: int, style: str | None = None) -> None:
+            share = f"{mine / all_of_it:.0%}" if all_of_it else ""
+            table.add_row(name, f"{all_of_it / MIB:.2f}", f"{mine / MIB:.2f}", share, style=style)
+
+        mine, all_of_it = kept, 0
+        for name in whole:
+            if name != "gradients":
+                row(name, local[name], whole[name])
+                mine, all_of_it = mine + local[name], all_of_it + whole[name]
+        row("anything else", kept, 0)
+        row("between steps", mine, all_of_it, "bold")
+        row("gradients", local["gradients"], whole["gradients"])
+        row("at the end of backward", mine + local["gradients"], all_of_it + whole["gradients"], "bold")
         self._console.print(table)
 
     def sample(self, prompt: str, continuation: str) -> None:

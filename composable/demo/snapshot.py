@@ -1,4 +1,4 @@
-"""Sharded checkpoints through `torch.distributed.checkpoint`; knows nothing of how the model is annotated.
+"""Sharded checkpoints through `torch.distributed.checkpoint`.
 
 Every rank writes its own shards, and the files can be read by any number of ranks.
 """
@@ -41,8 +41,8 @@ def save(options: Options, model: nn.Module, optimizer: torch.optim.Optimizer, p
     write_shards({"model": weights, "optimizer": state}, checkpoint_id=folder)
     dist.barrier()
     if dist.get_rank() == 0:
-        # Only now does the new checkpoint count, and only then may older ones go: a run that dies while it
-        # saves can still be continued from the one before.
+        # Older checkpoints are removed only after the new one is complete: a run that ends while it saves can be
+        # resumed from the one before.
         record = {
             "folder": folder.name,
             "step": progress.step,

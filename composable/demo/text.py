@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the source of Python's standard library; knows nothing of models or ranks."""
+"""Real text that every machine has: the source of Python's standard library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Corpus:
 
 
 def read_corpus(folder: Path | None = None) -> Corpus:
-    """The modules of the standard library in alphabetical order; every twentieth file is held out.
+    """The modules of the standard library in alphabetical order; every twentieth file is held out for validation.
 
     Every process of a run reads the same bytes, because all of them run the same interpreter.
 

@@ -1,4 +1,4 @@
-"""One rank of the demo: annotate, train, check, sample, save, report; a training script as a user would write it."""
+"""One rank of the demo, as a user would write a training script: annotate, train, check, sample, save, report."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEMPERATURE = 0.7
 
 
 def annotate(model: GPT) -> GPT:
-    """The point of it all."""
+    """Annotate the modules in place; the training loop is the same as for the un-annotated model."""
     checkpoint(model, policy={Block})  # forget activations, recompute them in backward
     replicate(model.tok_emb)  # plain data parallel
     fully_shard(model, policy={Block})  # the rest: parameters, gradients and optimizer state sharded
@@ -65,9 +65,8 @@ def train(options: Options, screen: Screen) -> None:
     trace, footprint = run.measure(progress.step, before)
     screen.heading("describe(model)")
     screen.text(str(describe(model)))
-    screen.heading("Bytes at the end of backward")
-    kept = "messages, kept buffers"
-    screen.bytes_per_rank({**footprint.local, kept: trace.kept()}, {**footprint.whole, kept: 0}, ranks)
+    screen.heading("Memory of a rank")
+    screen.bytes_per_rank(footprint.local, footprint.whole, trace.kept(), ranks)
     if rank == 0:
         _draw(options, screen, progress, baseline, trace, ranks)
 

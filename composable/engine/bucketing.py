@@ -18,6 +18,7 @@ from composable.engine.param import DeferredHooks, ManagedParam
 from composable.engine.param_group import ParamGroup
 from composable.engine.accumulation import SyncMode
 from composable.engine.comm_hooks import attach_hooks
+from composable.engine.sparse import only_looked_up
 from composable.errors import PhaseError
 from composable.memory.torch_private import hooks_after_accumulation
 
@@ -58,7 +59,8 @@ class Buckets:
         self._next = 0  # in `_buckets`
         self._ready: list[ManagedParam] | None = []  # in the order of arrival, until the order is agreed
         everything = [(unit, group, param, slot) for unit in units for group in unit.groups
-                      for param, slot in zip(group.params, group.slots, strict=True)]  # fmt: skip
+                      for param, slot in zip(group.params, group.slots, strict=True)
+                      if not only_looked_up(param.info)]  # fmt: skip
         self._members: dict[ManagedParam, tuple[Unit, ParamGroup, Slot]] = {
             param: (unit, group, slot) for unit, group, param, slot in everything
         }

@@ -481,6 +481,8 @@ class Root:
             for unit in self.units:
                 for bucket in unit.buckets:
                     bucket.decide()
+                for sparse in unit.sparse if not iteration.builds_graph else ():
+                    sparse.end_backward(reduces=unit.accumulation.now is SyncMode.REDUCE)
             self._conclude(iteration)
             wait_for_traffic()
         if debug_enabled():
@@ -535,8 +537,8 @@ class Root:
         for unit in dict.fromkeys([*launched, *self.units]):
             unit.drop_calls()
             try:
-                for bucket in unit.buckets:
-                    bucket.drop()
+                for each in (*unit.buckets, *unit.sparse):
+                    each.drop()
                 unit.swap_out()
                 unit.kept_by.pop(self, None)
                 unit.reshard()
@@ -562,6 +564,9 @@ class Root:
             for bucket in unit.buckets:
                 bucket.land()
                 bucket.decide()
+            for sparse in unit.sparse:
+                if sparse.holds:
+                    sparse.reduce()
         wait_for_traffic()
 
 

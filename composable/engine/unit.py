@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm.mesh import MeshInfo
 from composable.compilation import untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.contract.traversal import SHARD
+from composable.contract.traversal import SHARD, names_below
 from composable.engine.accumulation import Accumulation, SyncMode
 from composable.engine.comm_hooks import CommHook, attach_hooks
 from composable.engine.grad_bucket import GradBucket
@@ -251,8 +251,12 @@ class Unit:
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
 
+        sparse = not self.is_sharded and only_looked_up(param.info)
+
         @untraced
         def arrived(_: Tensor, unit: Unit = self, param: ManagedParam = param) -> None:
+            if sparse:
+                next(each for each in unit.sparse if param in each.params).arrived(param)
             root = unit.root
             if root is None:
                 root = Root.plan(unit, unit.modules[0])
@@ -470,7 +474,7 @@ class Unit:
 
     @property
     def holds(self) -> bool:
-        return any(bucket.holds for bucket in self.buckets)
+        return any(each.holds for each in (*self.buckets, *self.sparse))
 
     def set_comm_hook(self, stage: str, hook: CommHook | None) -> None:
         """Let `hook` make a stage of the reduction; None: the library makes it again. Between two steps."""
@@ -610,6 +614,11 @@ def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, n
         if unit.rest_mesh != mesh or unit in tied_units:
             unit.rest_mesh = mesh
             unit.build()
+    for module in modules:  # until the first forward plans the tree, units have their FQNs below what was annotated last
+        names = names_below(module)
+        for unit in units:
+            if unit.modules and id(unit.modules[0]) in names:
+                unit.rename(names[id(unit.modules[0])])
     for unit in units:
         if unit.root is not None:
             unit.root.forget()

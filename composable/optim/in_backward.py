@@ -33,8 +33,6 @@ class OptimizerInBackward(Optimizer):
         optimizer_kwargs: as given there.
     """
 
-    _step_supports_amp_scaling = True  # so that a GradScaler sets `grad_scale`, where it is refused
-
     def __init__(
         self,
         optimizer_class: type[Optimizer],
@@ -136,27 +134,11 @@ class OptimizerInBackward(Optimizer):
             )
         super().add_param_group(param_group)
 
-    @property
-    def grad_scale(self) -> NoReturn:
-        """What a `torch.amp.GradScaler` sets, which raises an `OptimizerError`: backward has stepped already."""
-        raise AttributeError("grad_scale")
-
-    @grad_scale.setter
-    def grad_scale(self, scale: object) -> None:
-        raise OptimizerError(
-            "apply_optimizer_in_backward: a GradScaler came to step this optimizer, but backward has stepped already, with "
-            "gradients that were scaled and may have been infinite. Train without the scaler, in float32 or bfloat16, or with "
-            "an optimizer that steps after backward; load the last checkpoint first"
-        )
-
     def __reduce__(self) -> NoReturn:
         raise OptimizerError(
             "apply_optimizer_in_backward: what it returned cannot be copied or pickled, since it belongs to parameters. Save "
             "its state_dict()"
         )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__reduce__()
 
 
 _alive: Final[WeakSet[OptimizerInBackward]] = WeakSet()
@@ -199,7 +181,7 @@ def apply_optimizer_in_backward(
     never more gradients than those of about one unit, or of a few buckets. Gradients are None when backward has returned.
 
     Under `no_sync` nothing is stepped before the backward that reduces. A backward that raises may have stepped a part of the
-    model, on each rank another one: load the last checkpoint before going on.
+    model, on each rank another one: load the last checkpoint before going on. A `GradScaler` cannot be used.
 
     Args:
         optimizer_class: of `torch.optim`, or your own if it steps each parameter by itself and needs no closure.

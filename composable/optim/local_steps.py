@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
@@ -107,8 +108,7 @@ class _LocalStep:
         if set(map(type, gradients)) - {DTensor}:
             raise _NotLocal
         if list(map(_placements_of, gradients)) != list(map(_placements_of, sharded)):
-            for parameter, gradient in zip(sharded, gradients, strict=True):
-                refuse_unreduced(optimizer, parameter, gradient)
+            refuse_unreduced(optimizer, sharded)
             raise _NotLocal
         locals_, parts = list(map(local_of, sharded)), list(map(local_of, gradients))
         if set(map(type, locals_ + parts)) - {Tensor}:
@@ -190,15 +190,16 @@ def _as_state(key: str, value: object, parameter: DTensor, stepped: Tensor) -> o
     return gradient_like(value.view(local_of(parameter).shape), parameter)
 
 
-def refuse_unreduced(optimizer: Optimizer, parameter: Tensor, gradient: Tensor | None) -> None:
-    """Raise if `gradient` was accumulated under `no_sync`: ranks would step by different gradients."""
-    label = label_of(parameter)
-    if label is not None and gradient is not None and (is_unreduced(gradient) or holds_unreduced(parameter)):
-        raise OptimizerError(
-            f"{type(optimizer).__name__}.step: the gradient of parameter '{label.fqn}' of unit '{label.unit}' is this rank's "
-            "alone, since it was accumulated under no_sync and not reduced. Run the last backward before a step outside of "
-            "no_sync, or call reduce_gradients(model), on all ranks. No parameter was changed."
-        )
+def refuse_unreduced(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
+    """Raise if a gradient was accumulated under `no_sync` and not reduced: ranks would step by different gradients."""
+    for parameter in parameters:
+        gradient, label = parameter.grad, label_of(parameter)
+        if label is not None and gradient is not None and (is_unreduced(gradient) or holds_unreduced(parameter)):
+            raise OptimizerError(
+                f"{type(optimizer).__name__}.step: the gradient of parameter '{label.fqn}' of unit '{label.unit}' is this "
+                "rank's alone, since it was accumulated under no_sync and not reduced. Run the last backward before a step "
+                "outside of no_sync, or call reduce_gradients(model), on all ranks. No parameter was changed."
+            )
 
 
 # --- the stand-in -----------------------------------------------------------------------------------------------------

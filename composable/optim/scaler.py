@@ -23,6 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable.engine.param import label_of, model_group_of
+from composable.errors import OptimizerError
+from composable.optim.in_backward import OptimizerInBackward
 from composable.optim.numbers import groups_sharded_over, local_tensor, reduce_over
 
 _UNSCALE: Final = "_unscale_grads_"
@@ -32,6 +34,12 @@ Found = dict[torch.device, Tensor]  # by device: 1.0 if a gradient is not finite
 def _unscale(optimizer: Optimizer, inverse_scale: Tensor, allow_fp16: bool) -> Found:
     """Unscale the gradients of an optimizer, in place, and say on which devices one is not finite on any rank."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if isinstance(optimizer, OptimizerInBackward):
+        raise OptimizerError(
+            "apply_optimizer_in_backward: a GradScaler came to step this optimizer, but backward has stepped already, with "
+            "gradients that were scaled and may have been infinite. Train in float32 or bfloat16 without a scaler, or with an "
+            "optimizer that steps after backward; load the last checkpoint first"
+        )
     found = _unscale_locally(parameters, inverse_scale, allow_fp16)
     groups = _groups_of(parameters)
     if not groups:
@@ -90,7 +98,7 @@ def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:
         self: Any, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool = True, *args: Any
     ) -> Found:
         managed = any(label_of(p) is not None for group in optimizer.param_groups for p in group["params"])
-        if not managed:  # other models are torch's
+        if not managed and not isinstance(optimizer, OptimizerInBackward):  # other models are torch's
             return unscale(self, optimizer, inv_scale, found_inf, allow_fp16, *args)
         with torch.no_grad():
             return _unscale(optimizer, inv_scale, allow_fp16)

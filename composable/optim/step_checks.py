@@ -46,25 +46,26 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if is_stand_in(optimizer):
         return  # a step that calls the step of its base class: the optimizer itself was checked
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not is_part_of_backward(optimizer) and (name := stepped_in_backward(parameters)) is not None:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.step: {name} is stepped in backward already, since apply_optimizer_in_backward. Give "
+            f"this optimizer other parameters, or call remove() on what that returned. {_NO_CHANGE}"
+        )
     labels = list(map(label_of, parameters))
     if {label.form for label in labels if label is not None} - {"at_rest"}:
         for parameter, label in zip(parameters, labels, strict=True):
-            if label is not None and label.form != "at_rest":
-                _refuse_replaced(optimizer, label, parameter.grad)
+            _refuse_replaced(optimizer, label, parameter.grad)
+        labels = [None if label is None or label.form != "at_rest" else label for label in labels]
     managed = [parameter for parameter, label in zip(parameters, labels, strict=True) if label is not None]
     if not managed:
         return
     sharded = [parameter for parameter in managed if isinstance(parameter, DTensor)]
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:
-        for parameter in plain:
-            _refuse_annotated_alone(optimizer, parameter)
-            refuse_unreduced(optimizer, parameter, parameter.grad)
-    if sharded and not step_on_shards_unasked(optimizer):  # which looks at gradients itself
-        for parameter in sharded:
-            refuse_unreduced(optimizer, parameter, parameter.grad)
-    if not is_part_of_backward(optimizer):
-        _refuse_stepped_in_backward(optimizer)
+        _refuse_annotated_alone(optimizer, plain)
+        refuse_unreduced(optimizer, plain)
+    if sharded and not step_on_shards_unasked(optimizer):  # which looks at gradients by itself
+        refuse_unreduced(optimizer, sharded)
     _stepped[optimizer] = [*map(local_of, sharded), *plain]
 
 
@@ -75,33 +76,23 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
         increment_version(stepped)
 
 
-def _refuse_replaced(optimizer: Optimizer, label: ParamLabel, gradient: Tensor | None) -> None:
-    if label.form == "original" and gradient is not None:
-        return  # it is used outside of its module as well
+def _refuse_replaced(optimizer: Optimizer, label: ParamLabel | None, gradient: Tensor | None) -> None:
+    if label is None or label.form == "at_rest" or (label.form == "original" and gradient is not None):
+        return  # an original parameter with a gradient is used outside of its module as well
     raise OptimizerError(
         f"{type(optimizer).__name__}.step: parameter '{label.fqn}' of unit '{label.unit}' {_REPLACED[label.form]}, from "
         f"model.parameters(). The step would train nothing. {_NO_CHANGE}"
     )
 
 
-def _refuse_annotated_alone(optimizer: Optimizer, parameter: Tensor) -> None:
-    label = label_of(parameter)
-    if label is None or parameter.grad is None or unit_mesh_of(parameter) is not None:
-        return
-    raise MeshError(
-        f"{type(optimizer).__name__}.step: unit '{label.unit}' was annotated before there was a process group: each of the "
-        f"{dist.get_world_size()} ranks would train it alone. Call remove() and annotate again, after init_process_group; to "
-        f"train on this rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"
-    )
-
-
-def _refuse_stepped_in_backward(optimizer: Optimizer) -> None:
-    name = stepped_in_backward(parameter for group in optimizer.param_groups for parameter in group["params"])
-    if name is not None:
-        raise OptimizerError(
-            f"{type(optimizer).__name__}.step: {name} is stepped in backward already, since apply_optimizer_in_backward. Give "
-            f"this optimizer other parameters, or call remove() on what that returned. {_NO_CHANGE}"
-        )
+def _refuse_annotated_alone(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and unit_mesh_of(parameter) is None and (label := label_of(parameter)) is not None:
+            raise MeshError(
+                f"{type(optimizer).__name__}.step: unit '{label.unit}' was annotated before there was a process group: each of "
+                f"the {dist.get_world_size()} ranks would train it alone. Call remove() and annotate again, after "
+                f"init_process_group; to train on this rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"
+            )
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -43,9 +43,9 @@ def as_policy(value: PolicyLike) -> Policy:
         return NamePolicy(value)
     if isinstance(value, (type, set, frozenset, tuple, list)):
         return ModuleWrapPolicy(value)
-    if isinstance(value, torch_wrap.ModuleWrapPolicy):
-        torchs = value  # called with recurse=False, it says whether a module is of one of its classes
-        return CustomPolicy(lambda module: bool(torchs(module, recurse=False)))
+    given: Any = value
+    if isinstance(given, torch_wrap.ModuleWrapPolicy):  # called with recurse=False, it says whether it picks a module
+        return CustomPolicy(lambda module: bool(given(module, recurse=False)))
     if callable(value) and not isinstance(value, nn.Module):
         return CustomPolicy(value)
     raise PolicyError(

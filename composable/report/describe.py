@@ -13,6 +13,7 @@ from composable.compilation import unwrapped
 from composable.config import grad_reduce_in_words
 from composable.contract.contract import Annotation, registry
 from composable.contract.traversal import REPLICATE, SHARD, managed_parameters
+from composable.engine.comm_hooks import names_of_hooks
 from composable.engine.unit import Unit
 from composable.errors import few, unit_name
 from composable.memory.streams import any_has_streams, has_streams
@@ -198,7 +199,7 @@ def _unit_row(name: str, verb: str, unit: Unit, verbs: Sequence[str]) -> UnitRow
         # A unit whose parameters differ in dtype has several groups.
         state=", ".join(_unique(group.state.name for group in unit.groups if group.takes_message)) or "-",
         grad_reduce=grad_reduce_in_words(spec.divisor),
-        comm_hook=_comm_hook_of(unit),
+        comm_hook=names_of_hooks(unit),
         offload=offload,
     )
 
@@ -232,13 +233,6 @@ def _after_forward(after: bool | int | None) -> str:
     if isinstance(after, bool):
         return "reshard" if after else "keep"
     return f"reshard to {after}"
-
-
-def _comm_hook_of(unit: Unit) -> str:
-    if unit.comm_hook is None:
-        return ""
-    hooks = (unit.comm_hook_of(stage) for stage in ("reduce_scatter", "all_reduce"))
-    return ", ".join(_unique(hook.name for hook in hooks if hook is not None))
 
 
 def _placements_of(parameter: nn.Parameter) -> str:

@@ -1,7 +1,8 @@
-"""The memory picture shows what is there: every storage once, by what it is for, also where only autograd holds it."""
+"""Memory of a step is counted once, by what it is for, also where only autograd holds it."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import matplotlib.image
@@ -9,7 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from composable.demo.memory import Kind, MemoryTrace, footprint_of, measure_step, resident_bytes
+from composable.demo.model import build, loss_of
+from composable.demo.options import Options
 from composable.demo.pictures import draw_losses, draw_memory
+from composable.demo.recipe import optimizer_of, train_step
+from composable.demo.train import annotate
+from tests.helpers.world import Pool
 
 WIDTH, ROWS = 64, 1024
 FLOAT = 4
@@ -106,7 +112,7 @@ def test_the_footprint_without_shards_is_the_whole() -> None:
     footprint = footprint_of(model, optimizer)
     weights = WIDTH * WIDTH * FLOAT
     assert footprint.local == footprint.whole
-    assert footprint.whole == {"parameters": weights, "gradients": weights, "optimizer state": 2 * weights + FLOAT}
+    assert footprint.whole == {"parameters, buffers": weights, "gradients": weights, "optimizer state": 2 * weights + FLOAT}
     del x
 
 
@@ -128,3 +134,39 @@ def test_blocks_that_are_kept_without_a_tensor_are_reported() -> None:
     before = measure_step(model, optimizer, lambda: model(x), ignore=[x]).idle
     kept = torch.UntypedStorage(1 << 20)
     assert measure_step(model, optimizer, lambda: model(x), ignore=[x]).idle - before == kept.nbytes()
+
+
+def test_memory_that_two_storages_share_counts_once() -> None:
+    model, optimizer, x = trained()
+    alias = torch.from_dlpack(model.layer.weight.detach())
+    trace = measure_step(model, optimizer, lambda: model(x), ignore=[x])
+    assert alias.untyped_storage()._cdata != model.layer.weight.untyped_storage()._cdata
+    assert {total[Kind.PARAMETERS] for total in trace.totals} == {WIDTH * WIDTH * FLOAT}
+    without = measure_step(model, optimizer, lambda: model(x), ignore=[x, alias])
+    assert trace.totals[-1][Kind.COMMUNICATION] == without.totals[-1][Kind.COMMUNICATION]
+
+
+OPTIONS = Options(
+    steps=1, ranks=2, out=Path(), seed=0, batch_size=4, context=16, layers=2, width=64, learning_rate=1e-3, baseline_steps=0,
+    save_every=1, sample_bytes=0, prompt="def ", resume=False, quiet=True,
+)  # fmt: skip
+
+
+def _between_steps(*, annotated: bool) -> int:
+    """Bytes that a trained model holds after `zero_grad`, with its optimizer and whatever else is kept."""
+    before = [thing for thing in gc.get_objects() if isinstance(thing, Tensor) and thing.layout is torch.strided]
+    model = annotate(build(OPTIONS)) if annotated else build(OPTIONS)
+    optimizer = optimizer_of(model)
+    idx = torch.zeros(2, OPTIONS.context, dtype=torch.int64)
+    train_step(model, optimizer, idx, idx, peak=1e-3, step=0)
+    trace = measure_step(model, optimizer, lambda: loss_of(model, idx, idx), ignore=[*before, idx])
+    return sum(trace.totals[-1]) + trace.idle
+
+
+def _on_a_rank() -> tuple[int, int]:
+    return _between_steps(annotated=False), _between_steps(annotated=True)
+
+
+def test_between_steps_a_rank_of_two_holds_at_most_60_percent_of_the_unannotated_model(pool: Pool) -> None:
+    for alone, shared in pool.run(2, _on_a_rank):
+        assert shared <= 0.6 * alone

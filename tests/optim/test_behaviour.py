@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from composable import step_on_shards
 from tests.helpers.world import Pool, current_device, need_devices
-from tests.optim.twins import Twins, assert_same, local, make_twins, run_lengths, stepped_by_torch, train
+from tests.optim.twins import Twins, assert_same, local, make_twins, sharded_model, train
 
 ADAMW: Final = ("AdamW", {"foreach": True})
 LOOP: Final = ("AdamW", {"foreach": False})
@@ -92,22 +92,6 @@ def _distributed_state_dicts() -> None:
     for model, optimizer, state in zip(twins.models, twins.optimizers, reversed(states), strict=True):
         set_optimizer_state_dict(model, optimizer, state)
     _after_steps(twins, 3)
-
-
-def _copies() -> None:
-    """A copied and a pickled optimizer have the values, and step as usual."""
-    twins = make_twins(*ADAMW)
-    _after_steps(twins, 0, 1)
-    expected, actual = (copy.deepcopy((m, o)) for m, o in zip(twins.models, twins.optimizers, strict=True))
-    copied = Twins((expected[0], actual[0]), (stepped_by_torch(expected[1]), actual[1]), twins.handle)
-    copied.check("right after the copy")
-    _after_steps(copied, 2)
-    _after_steps(twins, 2, 3)
-    for optimizer in twins.optimizers:
-        assert "step" in next(iter(optimizer.__getstate__()["state"].values()))
-    again = step_on_shards(copied.optimizers[1])
-    assert again is not twins.handle
-    _after_steps(copied, 3)
 
 
 # --- edits ------------------------------------------------------------------------------------------------------------
@@ -210,7 +194,6 @@ def _hooks_and_closures() -> None:
         assert torch.equal(expected, optimizer.step(closure))  # type: ignore[arg-type]
         twins.check(f"step {number}")
     assert seen == ["before", "closure", "after"] * 3
-    assert run_lengths(twins.handle) != [], "the second and third went over shards"
 
 
 def _schedulers() -> None:
@@ -229,7 +212,6 @@ def _schedulers() -> None:
         for scheduler in after:
             scheduler.step()
         twins.step(6)
-        assert max(run_lengths(twins.handle)) > 1
 
 
 def _scaled_gradients() -> None:
@@ -288,6 +270,30 @@ def _on_and_off() -> None:
     assert not hooks
 
 
+class _Exchanging(Optimizer):
+    """Two tensors of its state change places in every step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["one"], state["other"] = torch.zeros_like(parameter), torch.ones_like(parameter)
+                state["one"], state["other"] = state["other"], state["one"]
+                state["one"].add_(parameter.grad)
+                parameter.sub_(0.1 * state["one"])
+
+
+def _exchanged_state() -> None:
+    models = sharded_model(), sharded_model()
+    one, other = (_Exchanging(model.parameters(), {}) for model in models)
+    twins = Twins(models, (one, other), step_on_shards(other, elementwise=True))
+    _after_steps(twins, 0, 1, 2, 3)
+
+
 SCENARIOS: Final[dict[str, Callable[[], None]]] = {
     scenario.__name__.strip("_"): scenario
     for scenario in (
@@ -295,7 +301,6 @@ SCENARIOS: Final[dict[str, Callable[[], None]]] = {
         _state_loaded_by_reference,
         _a_step_back,
         _distributed_state_dicts,
-        _copies,
         _edits_of_state,
         _edits_of_gradients,
         _groups_that_change,
@@ -303,6 +308,7 @@ SCENARIOS: Final[dict[str, Callable[[], None]]] = {
         _schedulers,
         _scaled_gradients,
         _errors,
+        _exchanged_state,
         _on_and_off,
     )
 }

@@ -85,8 +85,8 @@ pass the parameters: [p for group in optimizer.param_groups for p in group["para
 ClippingError: clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not an iterable that holds
 a Linear; pass the model, or model.parameters()
 NonFiniteError: clip_grad_norm_: the norm of order 2 over all gradients is inf, so they cannot be scaled to 1.
-They are as they were. Leave this step out (optimizer.zero_grad(), then the next batch); with a GradScaler, or
-to scale them nevertheless, pass error_if_nonfinite=False""",
+No gradient was changed. Skip this step (optimizer.zero_grad(), then the next batch); with a GradScaler, or to
+scale them nevertheless, pass error_if_nonfinite=False""",
     )
     assert issubclass(errors.ClippingError, ValueError)
     assert issubclass(errors.NonFiniteError, RuntimeError)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Final
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -17,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from composable import clip_grad_norm_, fully_shard, no_sync, reduce_gradients, remove, replicate
 from composable.errors import ClippingError, NonFiniteError
 from tests.helpers.compare import full
-from tests.helpers.mixtures import NESTED, SCHEMES, Mixture, agree, all_gradients, batch, mixture, norm_of, sharded
+from tests.helpers.mixtures import NESTED, SCHEMES, agree, all_gradients, batch, mixture, norm_of, sharded
 from tests.helpers.world import current_device, spmd
 
 ORDERS: Final = (1.0, 2.0, 3.0, math.inf)
@@ -40,32 +39,15 @@ def test_the_norm_is_that_of_all_experts(scheme: str) -> None:
 
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("scheme", NESTED)
-@pytest.mark.parametrize("foreach", [None, False], ids=["at once", "one by one"])
-def test_torchs_own_clipping_counts_all_experts(scheme: str, foreach: bool | None) -> None:
-    for order in ORDERS:
-        model, mesh = mixture(NESTED[scheme])
-        model(batch()).square().mean().backward()
-        before = all_gradients(model, mesh)
-        expected = norm_of(before, order)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), expected.item() / 4, order, foreach=foreach)
-        agree(norm)
-        torch.testing.assert_close(full(norm).cpu(), expected.float(), rtol=1e-5, atol=0)
-        for now, then in zip(all_gradients(model, mesh), before, strict=True):
-            torch.testing.assert_close(now, then / 4, rtol=1e-4, atol=1e-7)
-
-
-@spmd(ranks=[2, 4])
-@pytest.mark.parametrize("scheme", NESTED)
 def test_a_slice_whose_expert_had_nothing_to_do_takes_part(scheme: str) -> None:
-    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
-        model, mesh = mixture(NESTED[scheme])
-        model(batch(), expert=mesh.get_local_rank("experts") == 1).square().mean().backward()
+    model, mesh = mixture(NESTED[scheme])
+    for _ in range(2):
         model.zero_grad()
         model(batch(), expert=mesh.get_local_rank("experts") == 1).square().mean().backward()
-        expected = norm_of(all_gradients(model, mesh), 2.0)
-        norm = clip(model.parameters(), 1e-3)
-        agree(norm)
-        torch.testing.assert_close(full(norm).cpu(), expected.float(), rtol=1e-5, atol=0)
+    expected = norm_of(all_gradients(model, mesh), 2.0)
+    norm = clip_grad_norm_(model.parameters(), 1e-3)
+    agree(norm)
+    torch.testing.assert_close(norm.cpu(), expected.float(), rtol=1e-5, atol=0)
 
 
 @spmd(ranks=[2, 4])
@@ -82,24 +64,20 @@ def test_what_is_not_finite_in_one_expert_is_refused_by_all(scheme: str) -> None
 
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("scheme", NESTED)
-@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["ours", "torch's"])
-def test_experts_are_clipped_by_themselves(scheme: str, clip: Callable[..., Tensor]) -> None:
+def test_experts_are_clipped_by_themselves(scheme: str) -> None:
     """Their norm is that of the experts of all slices, also where one slice's got no gradient."""
     for works in (False, True):
         model, mesh = mixture(NESTED[scheme])
         model(batch(), expert=works or mesh.get_local_rank("experts") == 1).square().mean().backward()
         experts = all_gradients(model, mesh)[4:]
-        norm = clip(list(model.expert.parameters()), 1e-3)
+        norm = clip_grad_norm_(list(model.expert.parameters()), 1e-3)
         agree(norm)
-        torch.testing.assert_close(full(norm).cpu(), norm_of(experts, 2.0).float(), rtol=1e-5, atol=0)
+        torch.testing.assert_close(norm.cpu(), norm_of(experts, 2.0).float(), rtol=1e-5, atol=0)
 
 
 @spmd(ranks=4)
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
-@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["ours", "torch's"])
-def test_a_model_of_its_own_on_the_ranks_of_an_expert_is_no_part(
-    verb: Callable[..., nn.Module], clip: Callable[..., Tensor]
-) -> None:
+def test_a_model_of_its_own_on_the_ranks_of_an_expert_is_no_part(verb: Callable[..., nn.Module]) -> None:
     """Also if only one slice has it, and clips and scales it, while a mixture on the same meshes lives."""
     model, mesh = mixture(sharded)
     model(batch()).square().mean().backward()
@@ -115,27 +93,14 @@ def test_a_model_of_its_own_on_the_ranks_of_an_expert_is_no_part(
         scaler.scale(other(x).square().sum()).backward()
         scaler.unscale_(optimizer)
         expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-        torch.testing.assert_close(full(clip(other.parameters(), 0.1)), expected)
+        torch.testing.assert_close(clip_grad_norm_(other.parameters(), 0.1), expected)
         scaler.step(optimizer)
     expected = norm_of(all_gradients(model, mesh), 2.0)
-    torch.testing.assert_close(full(clip(model.parameters(), 0.1)).cpu(), expected.float(), rtol=1e-5, atol=0)
-
-
-@spmd(ranks=[2, 4])
-@pytest.mark.parametrize("scheme", NESTED)
-def test_the_norm_of_gradients_alone_counts_all_experts(scheme: str) -> None:
-    """Torch is given no parameters then."""
-    model, mesh = mixture(NESTED[scheme])
-    model(batch()).square().mean().backward()
-    expected = norm_of(all_gradients(model, mesh), 2.0)
-    norm = full(torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
-    agree(norm)
-    torch.testing.assert_close(norm.cpu(), expected.float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1).cpu(), expected.float(), rtol=1e-5, atol=0)
 
 
 @spmd(ranks=4)
-@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["ours", "torch's"])
-def test_layers_beside_tensor_parallel_ones_count_once(clip: Callable[..., Tensor]) -> None:
+def test_layers_beside_tensor_parallel_ones_count_once() -> None:
     """What is sharded over one dimension of a mesh, and alike along the other, is no part of anything."""
     mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
@@ -148,42 +113,12 @@ def test_layers_beside_tensor_parallel_ones_count_once(clip: Callable[..., Tenso
     parallelize_module(model[1], mesh["tp"], ColwiseParallel())
     fully_shard(model[0], mesh=mesh["dp"])
     model(x).square().sum().backward()
-    torch.testing.assert_close(full(clip(model.parameters(), 0.1)), expected)
-
-
-def _in_two_dtypes(verb: Callable[..., nn.Module], mesh: DeviceMesh) -> Mixture:
-    """Shared layers in one dtype, and an expert in a wider one."""
-    model = Mixture(mesh.get_local_rank("experts")).to(current_device()).bfloat16()
-    model.expert.float()
-    model.forward = partial(_cast_in_between, model)  # type: ignore[method-assign]
-    fully_shard(model.expert, mesh=mesh["copies"])
-    verb(model)
-    return model
-
-
-def _cast_in_between(model: Mixture, x: Tensor, *, expert: bool) -> Tensor:
-    x = model.router(x.bfloat16())
-    return model.head(x + model.expert(x.float()).bfloat16() if expert else x)
-
-
-@spmd(ranks=2)
-@pytest.mark.parametrize("verb", [fully_shard, replicate])
-def test_torchs_norm_has_one_dtype_on_all_ranks_whichever_gradients_each_has(verb: Callable[..., nn.Module]) -> None:
-    """Otherwise they would scale by numbers that are rounded in different ways, and replicas would differ from then on."""
-    mesh = init_device_mesh(current_device().type, (2, 1), mesh_dim_names=("experts", "copies"))
-    model = _in_two_dtypes(verb, mesh)
-    model(batch(), expert=mesh.get_local_rank("experts") == 1).float().square().mean().backward()
-    norm = full(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-    assert norm.dtype == torch.float32
-    agree(norm)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), expected)
 
 
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
-@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["ours", "torch's"])
-def test_what_was_an_expert_is_none_when_the_annotation_around_it_was_removed(
-    verb: Callable[..., nn.Module], clip: Callable[..., Tensor]
-) -> None:
+def test_what_was_an_expert_is_none_when_the_annotation_around_it_was_removed(verb: Callable[..., nn.Module]) -> None:
     """Each slice goes on with a model of its own."""
     model, mesh = mixture(NESTED["shards in shards" if verb is fully_shard else "a replica in a replica"])
     if verb is fully_shard:
@@ -192,7 +127,7 @@ def test_what_was_an_expert_is_none_when_the_annotation_around_it_was_removed(
     verb(model, mesh=mesh["copies"])
     model(batch()).square().mean().backward()
     expected = norm_of([full(p.grad).cpu() for p in model.parameters() if p.grad is not None], 2.0)
-    torch.testing.assert_close(full(clip(model.parameters(), 0.1)).cpu(), expected.float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1).cpu(), expected.float(), rtol=1e-5, atol=0)
 
 
 @spmd(ranks=2)
@@ -201,38 +136,25 @@ def test_what_was_an_expert_is_none_when_the_annotation_around_it_was_removed(
 def test_orders_that_no_norm_of_parts_can_be_put_together_for_are_refused(scheme: str, order: float) -> None:
     model, _ = mixture(NESTED[scheme])
     model(batch()).square().mean().backward()
-    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
-        with pytest.raises(ClippingError, match="norm_type must be a positive number or inf"):
-            clip(model.parameters(), 1.0, order)
-
-
-@spmd(ranks=2)
-def test_ranks_take_one_way_whichever_gradients_each_has() -> None:
-    """An expert that nothing tells of has a gradient on one of its slices: torch's norm is that of each slice."""
-    model, mesh = mixture(SCHEMES["shards side by side"])
-    model(batch(), expert=mesh.get_local_rank("experts") == 1).square().mean().backward()
-    expected = norm_of([full(p.grad).cpu() for p in model.parameters() if p.grad is not None], 2.0)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e6)
-    torch.testing.assert_close(full(norm).cpu(), expected.float(), rtol=1e-5, atol=0)
+    with pytest.raises(ClippingError, match="norm_type must be a positive number or inf"):
+        clip_grad_norm_(model.parameters(), 1.0, order)
 
 
 @spmd(ranks=[2, 4])
 @pytest.mark.parametrize("scheme", NESTED)
-def test_gradients_that_are_held_are_refused_by_name_and_clipped_when_they_were_averaged(scheme: str) -> None:
-    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
-        model, mesh = mixture(NESTED[scheme])
-        with no_sync(model):
-            model(batch()).square().mean().backward()
-        with pytest.raises(ClippingError, match=r"no_sync.*call reduce_gradients\(model\), on all ranks"):
-            clip(model.parameters(), 0.1)
-        reduce_gradients(model)
-        expected = norm_of(all_gradients(model, mesh), 2.0)
-        torch.testing.assert_close(full(clip(model.parameters(), 0.1)).cpu(), expected.float(), rtol=1e-5, atol=0)
+def test_accumulated_gradients_are_refused_by_name_and_clipped_when_they_were_reduced(scheme: str) -> None:
+    model, mesh = mixture(NESTED[scheme])
+    with no_sync(model):
+        model(batch()).square().mean().backward()
+    with pytest.raises(ClippingError, match=r"no_sync.*call reduce_gradients\(model\), on all ranks"):
+        clip_grad_norm_(model.parameters(), 0.1)
+    reduce_gradients(model)
+    expected = norm_of(all_gradients(model, mesh), 2.0)
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1).cpu(), expected.float(), rtol=1e-5, atol=0)
 
 
 @spmd(ranks=4)
-@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_], ids=["ours", "torch's"])
-def test_a_parameter_on_other_ranks_has_no_norm_here(clip: Callable[..., Tensor]) -> None:
+def test_a_parameter_on_other_ranks_has_no_norm_here() -> None:
     """Pipelines hold parameters of all stages, and train those of one."""
     mesh = DeviceMesh(current_device().type, [0, 1])
     elsewhere = nn.Parameter(distribute_tensor(torch.ones(4, device=current_device()), mesh, [Shard(0)]))
@@ -240,5 +162,5 @@ def test_a_parameter_on_other_ranks_has_no_norm_here(clip: Callable[..., Tensor]
     model = fully_shard(nn.Linear(7, 3).to(current_device()))
     model(batch()).square().mean().backward()
     expected = norm_of([full(p.grad).cpu() for p in model.parameters() if p.grad is not None], 2.0)
-    norm = full(clip([*model.parameters(), elsewhere], 0.1))
+    norm = clip_grad_norm_([*model.parameters(), elsewhere], 0.1)
     torch.testing.assert_close(norm.cpu(), expected.float(), rtol=1e-5, atol=0)

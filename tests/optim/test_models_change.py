@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable import fully_shard, remove, step_on_shards
-from composable.device.flat_parameters import in_buffer
 from composable.errors import OptimizerError
 from tests.helpers.world import Pool, current_device, need_devices
-from tests.optim.twins import Block, Twins, local, make_twins, run_lengths, sharded_model, train
+from tests.optim.twins import Block, Twins, local, make_twins, sharded_model, train
 
 ADAMW: Final = ("AdamW", {"foreach": True})
 LOOP: Final = ("AdamW", {"foreach": False})
@@ -44,7 +43,6 @@ def _moved_parameters() -> None:
 
     twins.both(assign)
     _after_steps(twins, 2, 3)
-    assert max(run_lengths(twins.handle)) > 1
 
 
 def _moved_data() -> None:
@@ -68,7 +66,7 @@ def _annotation_removed() -> None:
         remove(model, fully_shard)
     whole = [parameter.detach().clone() for parameter in twins.models[1].parameters()]
     for optimizer in twins.optimizers:
-        with pytest.raises(OptimizerError, match="went when fully_shard was removed"):
+        with pytest.raises(OptimizerError, match="was replaced when the annotation was removed"):
             optimizer.step()
     for parameter, expected in zip(twins.models[1].parameters(), whole, strict=True):
         assert torch.equal(parameter, expected), "a refused step changes nothing"
@@ -85,9 +83,7 @@ def _next_forward_uses_new_values() -> None:
         for _ in range(3):
             before = model(x)
             before.sum().backward()
-            buffer = in_buffer(local([*model.parameters()][-1]))._base
             optimizer.step()
-            assert buffer is not None
             with torch.no_grad():
                 after = model(x)
             plain = nn.Sequential(Block(), Block()).to(current_device())

@@ -14,9 +14,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composable import fully_shard
-from composable.errors import OptimizerError
 from tests.helpers.compare import full
-from tests.helpers.mixtures import NESTED, Mixture, batch, mixture, side_by_side
+from tests.helpers.mixtures import NESTED, Mixture, batch, mixture
 from tests.helpers.world import current_device, spmd
 
 
@@ -77,30 +76,6 @@ def test_a_scaler_asks_all_slices_whatever_gradients_an_expert_has(scheme: str, 
 def _in_two_dtypes(model: Mixture, x: Tensor, *, expert: bool) -> Tensor:
     x = model.router(x)
     return model.head(x + model.expert(x.bfloat16()).float() if expert else x)
-
-
-@spmd(ranks=[2, 4])
-@pytest.mark.beyond_sim("to compare the scales, the host would have to wait")
-def test_scales_that_have_drifted_apart_are_refused() -> None:
-    """Nothing says that experts are parts of a model, if no annotated module contains them and their optimizer is their own."""
-    model, mesh = mixture(side_by_side)
-    shared = torch.optim.SGD([*model.router.parameters(), *model.head.parameters()], lr=0.1)
-    experts = torch.optim.SGD(model.expert.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(current_device().type, init_scale=4.0)
-    for step in range(2):
-        scaler.scale(model(batch()).square().mean()).backward()
-        if mesh.get_local_rank("experts") == 1:
-            assert model.expert.up.weight.grad is not None
-            model.expert.up.weight.grad.mul_(torch.inf)
-        before = full(model.router.weight).clone()
-        if step:
-            with pytest.raises(OptimizerError, match="scaled their losses by different numbers, from 2 to 4"):
-                scaler.step(shared)
-            assert torch.equal(before, full(model.router.weight))
-        else:
-            scaler.step(shared)
-            scaler.step(experts)
-            scaler.update()
 
 
 @spmd(ranks=[2, 4])

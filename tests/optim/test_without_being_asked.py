@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable import ShardStepping, fully_shard, replicate, step_on_shards
-from composable.device.private import step_hooks
+from composable.memory.torch_private import step_hooks
 from tests.helpers.compiled import fresh_compiler
 from tests.helpers.world import Pool, current_device, need_devices, spmd
-from tests.optim.twins import OPTIMIZERS, Twins, groups_of, run_lengths, sharded_model, stepped_by_torch
+from tests.optim.twins import OPTIMIZERS, Twins, groups_of, sharded_model, stepped_by_torch
 
 
 def _stepping_of(optimizer: Optimizer) -> ShardStepping | None:
@@ -38,7 +38,6 @@ def _as_torch_chooses(name: str) -> None:
         twins.check(f"step {number}")
     stepping = _stepping_of(other)
     assert stepping is not None
-    assert max(run_lengths(stepping)) > 1
     assert _stepping_of(one) is None
 
 
@@ -113,21 +112,19 @@ def test_a_refusal_holds_until_it_is_asked_for() -> None:
 
 
 @spmd(ranks=2)
-def test_copies_and_loaded_states_go_on() -> None:
+def test_an_optimizer_that_loads_a_state_goes_on() -> None:
     model = _model()
     optimizer = optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(2):
         _step(model, optimizer)
-    other = copy.deepcopy((model, optimizer))
-    third = _model()
-    third.load_state_dict(model.state_dict())
-    loaded = optim.AdamW(third.parameters(), lr=0.1)
+    other = _model()
+    other.load_state_dict(model.state_dict())
+    loaded = optim.AdamW(other.parameters(), lr=0.1)
     loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each in ((model, optimizer), other, (third, loaded)):
+    for each in ((model, optimizer), (other, loaded)):
         _step(*each)
         assert _stepping_of(each[1]) is not None
-    for mine, copied, read in zip(model.parameters(), other[0].parameters(), third.parameters(), strict=True):
-        assert torch.equal(_local(mine), _local(copied))
+    for mine, read in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(_local(mine), _local(read))
 
 
@@ -221,7 +218,6 @@ def test_state_that_somebody_moves_or_drops_is_gone(how: str) -> None:
 
 @spmd(ranks=2)
 def test_steps_in_inference_mode_come_and_go() -> None:
-    """What is made there cannot be planned with."""
     models = _model(), _model()
     optimizers = [optim.AdamW(model.parameters(), lr=0.1) for model in models]
     stepped_by_torch(optimizers[0])

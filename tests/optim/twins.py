@@ -200,13 +200,6 @@ def plain_copies(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**group, "params": [nn.Parameter(local(p).detach().clone()) for p in group["params"]]} for group in groups]
 
 
-def run_lengths(handle: ShardStepping) -> list[int]:
-    """How many parameters each tensor stood for that was stepped last."""
-    plan = handle._plan
-    assert plan is not None
-    return [len(run.parameters) for run in plan._spans]
-
-
 class Sign(Optimizer):
     """A user's optimizer: numbers as state, new tensors in every step, notes on itself and in its groups."""
 

@@ -43,7 +43,7 @@ total                                        10  1,284  5.02 KiB  5.02 KiB""",
     )
 
 
-def test_one_process_without_a_process_group_describes_what_it_did() -> None:
+def test_without_a_process_group_parameters_are_local_and_nothing_is_gathered() -> None:
     model = _model()
     model[2].half()
     checkpoint(model[0])
@@ -52,16 +52,16 @@ def test_one_process_without_a_process_group_describes_what_it_did() -> None:
         str(describe(model)),
         """\
 unit    module      annotation                params  numel     bytes  per rank  dtype    placement  after fwd  state
------------------------------------------------------------------------------------------------------------------------
-(root)  Sequential  fully_shard                    2     68     136 B     136 B  float16  local      keep       SHARDED
-0       Block       fully_shard + checkpoint       4    608  2.38 KiB  2.38 KiB  float32  local      keep       SHARDED
-1       Block       fully_shard                    4    608  2.38 KiB  2.38 KiB  float32  local      keep       SHARDED
------------------------------------------------------------------------------------------------------------------------
+---------------------------------------------------------------------------------------------------------------------
+(root)  Sequential  fully_shard                    2     68     136 B     136 B  float16  local      keep       -
+0       Block       fully_shard + checkpoint       4    608  2.38 KiB  2.38 KiB  float32  local      keep       -
+1       Block       fully_shard                    4    608  2.38 KiB  2.38 KiB  float32  local      keep       -
+---------------------------------------------------------------------------------------------------------------------
 total                                             10  1,284  4.88 KiB  4.88 KiB""",
     )
 
 
-def test_what_is_replicated_and_what_nobody_annotated_is_told_apart() -> None:
+def test_replicated_sharded_and_other_parameters_have_rows_of_their_own() -> None:
     model = _model()
     replicate(model[0])
     fully_shard([model[1].linear, model[1].norm])
@@ -69,21 +69,21 @@ def test_what_is_replicated_and_what_nobody_annotated_is_told_apart() -> None:
         str(describe(model)),
         """\
 unit             module              annotation   params  numel     bytes  per rank  dtype    placement   after fwd  state
-----------------------------------------------------------------------------------------------------------------------------
+--------------------------------------------------------------------------------------------------------------------------
 0                Block               replicate         4    608  2.38 KiB  2.38 KiB  float32  replicated  -          -
-1.linear         Linear + LayerNorm  fully_shard       4    608  2.38 KiB  2.38 KiB  float32  local       keep last  SHARDED
+1.linear         Linear + LayerNorm  fully_shard       4    608  2.38 KiB  2.38 KiB  float32  local       keep last  -
 (not annotated)  Sequential          -                 2     68     272 B     272 B  float32  local       -          -
-----------------------------------------------------------------------------------------------------------------------------
+--------------------------------------------------------------------------------------------------------------------------
 total                                                 10  1,284  5.02 KiB  5.02 KiB""",
     )
 
 
 @contract()
 def log_calls(module: nn.Module) -> None:
-    """A verb of a user's, which manages no parameters."""
+    """A verb that manages no parameters."""
 
 
-def test_verbs_that_make_no_unit_are_told_of_wherever_they_are() -> None:
+def test_verbs_that_make_no_unit_are_named_with_their_modules() -> None:
     model = _model()
     log_calls(model)
     log_calls(model[0])
@@ -93,10 +93,10 @@ def test_verbs_that_make_no_unit_are_told_of_wherever_they_are() -> None:
         str(describe(model)),
         """\
 unit    module      annotation               params  numel     bytes  per rank  dtype    placement  after fwd  state
-----------------------------------------------------------------------------------------------------------------------
-0       Block       fully_shard + log_calls       4    608  2.38 KiB  2.38 KiB  float32  local      keep last  SHARDED
+--------------------------------------------------------------------------------------------------------------------
+0       Block       fully_shard + log_calls       4    608  2.38 KiB  2.38 KiB  float32  local      keep last  -
 (rest)  Sequential  log_calls                     6    676  2.64 KiB  2.64 KiB  float32  local      -          -
-----------------------------------------------------------------------------------------------------------------------
+--------------------------------------------------------------------------------------------------------------------
 total                                            10  1,284  5.02 KiB  5.02 KiB
 log_calls, on modules that are no unit: (root)
 checkpoint, on modules that are no unit: 0.linear, 1.linear, 2""",
@@ -104,7 +104,7 @@ checkpoint, on modules that are no unit: 0.linear, 1.linear, 2""",
     assert describe(model).to_dict()["elsewhere"] == {"log_calls": ["(root)"], "checkpoint": ["0.linear", "1.linear", "2"]}
 
 
-def test_a_model_that_other_verbs_were_applied_to_is_not_called_unannotated() -> None:
+def test_a_model_with_other_verbs_is_not_called_unannotated() -> None:
     model = checkpoint(_model())
     assert [(row.unit, row.annotation) for row in describe(model).rows] == [("(rest)", "checkpoint")]
 
@@ -123,18 +123,18 @@ def _described() -> tuple[str, str]:
     return str(describe(model)), json.dumps(describe(model).to_dict(), sort_keys=True)
 
 
-def test_sharded_units_say_how_they_are_cut_and_what_each_rank_holds(pool: Pool) -> None:
+def test_sharded_units_have_placements_and_bytes_per_rank(pool: Pool) -> None:
     """Three rows over two ranks: the first rank holds two of them."""
     (first, first_dict), (last, last_dict) = pool.run(2, _described)
     assert_text(
         first,
         """\
-unit    module      annotation   params  numel     bytes  per rank  dtype     placement      after fwd  state
----------------------------------------------------------------------------------------------------------------
-(root)  Sequential  fully_shard       2      8      16 B       8 B  bfloat16  S(0)           keep last  SHARDED
-0       Block       fully_shard       5    609  2.38 KiB  1.19 KiB  float32   R, S(1), S(0)  keep last  SHARDED
+unit    module      annotation   params  numel     bytes  per rank  dtype     placement      after fwd     state
+------------------------------------------------------------------------------------------------------------------
+(root)  Sequential  fully_shard       2      8      16 B       8 B  bfloat16  S(0)           keep last     SHARDED
+0       Block       fully_shard       5    609  2.38 KiB  1.19 KiB  float32   R, S(1), S(0)  keep last     SHARDED
 1       Linear      fully_shard       2     51     204 B     136 B  float32   S(0)           reshard to 2  SHARDED
----------------------------------------------------------------------------------------------------------------
+------------------------------------------------------------------------------------------------------------------
 total                                 9    668  2.59 KiB  1.33 KiB""",
     )
     mine, theirs = json.loads(first_dict), json.loads(last_dict)
@@ -157,7 +157,7 @@ def test_bytes_of_all_ranks_add_up_to_the_bytes_of_the_unit() -> None:
 
 
 @spmd(ranks=2)
-def test_the_state_is_the_present_one() -> None:
+def test_the_state_is_that_of_the_moment() -> None:
     model = _model()
     fully_shard(model, policy={Block})
 
@@ -203,7 +203,7 @@ def test_rows_are_plain_values_in_the_order_of_modules() -> None:
         "reduces_in": ["float32"],
         "placements": ["local"],
         "after_forward": "keep last",
-        "state": "SHARDED",
+        "state": "-",
         "checkpointed": False,
         "grad_reduce": "mean",
         "comm_hook": "",
@@ -230,5 +230,5 @@ def test_a_model_without_parameters_has_an_empty_table() -> None:
         (3 << 40, "3072.00 GiB"),
     ],
 )
-def test_bytes_are_written_as_people_read_them(count: int, text: str) -> None:
+def test_bytes_have_a_unit(count: int, text: str) -> None:
     assert readable_bytes(count) == text

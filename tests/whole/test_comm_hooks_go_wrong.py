@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -62,10 +61,6 @@ def _refusals(which: str) -> str:
         table = nn.Sequential(nn.Embedding(3, 4, sparse=True), nn.Linear(4, 1)).to(current_device())
         register_comm_hook(replicate(table), noop_hook)
 
-    def copied() -> None:
-        register_comm_hook(model, noop_hook)
-        copy.deepcopy(model)
-
     def removed_in_a_window() -> None:
         handle = register_comm_hook(model, noop_hook)
         with no_sync(model):
@@ -84,7 +79,6 @@ def _refusals(which: str) -> str:
         "before backward": before_backward,
         "in a window": in_a_window,
         "sparse": sparse,
-        "copied": copied,
         "removed in a window": removed_in_a_window,
     }
     return refusal(acts[which])
@@ -104,16 +98,13 @@ _TEXTS: Final = {
     "it first, by the handle that registering it returned",
     "before backward": "PhaseError: register_comm_hook: unit '(root)' is between a forward and its backward; what is not "
     "trained on belongs under torch.no_grad(). Do it between two steps",
-    "in a window": "PhaseError: register_comm_hook: unit '(root)' is inside of a window of no_sync, whose gradients would be "
-    "reduced in another way than they were made for. Do it between two steps",
+    "in a window": "PhaseError: register_comm_hook: unit '(root)' is inside of no_sync, or has accumulated gradients, which "
+    "would be reduced in another way than they were made for. Do it between two steps",
     "in backward": "PhaseError: register_comm_hook: unit '(root)' is inside of a backward. Do it between two steps",
     "sparse": "AnnotationError: register_comm_hook: the gradient of parameter '0.weight' of unit '(root)' is sparse, and hooks "
     "take dense ones. Make its embedding with sparse=False, or leave it to a unit without a hook",
-    "copied": "AnnotationError: replicate(unit '(root)'): its communication hook 'noop_hook' cannot be copied with it, since "
-    "what a hook remembers is of one model. Remove the hook by the handle that register_comm_hook returned, copy, and register "
-    "hooks for both",
-    "removed in a window": "PhaseError: remove a communication hook: unit '(root)' is inside of a window of no_sync, whose "
-    "gradients would be reduced in another way than they were made for. Do it between two steps",
+    "removed in a window": "PhaseError: remove a communication hook: unit '(root)' is inside of no_sync, or has accumulated "
+    "gradients, which would be reduced in another way than they were made for. Do it between two steps",
 }
 
 

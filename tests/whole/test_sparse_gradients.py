@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from composable import fully_shard, replicate
-from composable.errors import AnnotationError, TiedParametersError
-from tests.helpers.compare import averaged_gradients
+from composable import MixedPrecisionPolicy, fully_shard, no_sync, reduce_gradients, replicate
+from composable.errors import AnnotationError
+from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import current_device, spmd
 
 pytestmark = pytest.mark.sparse
@@ -53,7 +53,6 @@ def test_sparse_adam_trains_as_with_ddp() -> None:
     ours = Lookups().to(current_device())
     theirs = DistributedDataParallel(copy.deepcopy(ours))
     replicate(ours)
-    ours = copy.deepcopy(ours)  # a copy knows its tables, too
     optimizers = [*_optimizers(ours), *_optimizers(theirs)]
     for step in range(4):
         for model in (ours, theirs):
@@ -151,10 +150,55 @@ def test_tables_with_sparse_gradients_cannot_be_sharded_but_what_does_not_train_
         assert table.weight.grad.is_sparse
 
 
+class Tied(nn.Module):
+    """A head reads the weight of a sparse table, unless a forward leaves it out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Embedding(ROWS, 4, sparse=True), nn.Linear(4, ROWS)
+        self.head.weight = self.table.weight
+
+    def forward(self, x: Tensor, head: bool) -> Tensor:
+        y = self.table(x)
+        return (self.head(y) if head else y).square().sum()  # type: ignore[no-any-return]
+
+
 @spmd(ranks=2)
-def test_a_sparse_table_that_a_sharded_head_is_tied_to_is_refused() -> None:
-    model = nn.Sequential(nn.Embedding(ROWS, 4, sparse=True), nn.Linear(4, ROWS)).to(current_device())
-    model[1].weight = model[0].weight
-    replicate(model[0], sync_module_states="broadcast")
-    with pytest.raises(TiedParametersError, match=r"Annotate both modules alike, as one unit: replicate\(\[a, b\]\)"):
-        fully_shard(model, sync_module_states="broadcast")
+def test_a_table_that_a_sharded_head_is_tied_to_gets_dense_gradients_whichever_of_them_is_used() -> None:
+    plain, ours = Tied().to(current_device()), Tied().to(current_device())
+    replicate(ours.table)
+    fully_shard(ours)
+    for model in (plain, ours):
+        model(_batch(0), head=dist.get_rank() == 1).backward()
+    assert plain.table.weight.grad is not None
+    plain.table.weight.grad = plain.table.weight.grad.to_dense()
+    expected, actual = averaged_gradients(plain)["table.weight"], full_gradients(ours)["table.weight"]
+    assert actual is not None
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@spmd(ranks=2)
+def test_sparse_gradients_with_precision_scaling_and_accumulation(sharded: bool) -> None:
+    plain, ours = Lookups().to(current_device()), Lookups().to(current_device())
+    low = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    replicate(ours.words, mp_policy=low, grad_reduce="sum")
+    called: list[Tensor] = []
+    ours.words.weight.register_post_accumulate_grad_hook(lambda parameter: called.append(parameter.grad.clone()))
+    (fully_shard if sharded else replicate)(ours, ignored_params=["bags.weight"])
+    for step in range(3):
+        with no_sync(ours, enabled=step < 2):
+            ours.words(_batch(step)).sum().backward()
+        plain.words(_batch(step)).sum().backward()
+    plain.words.weight.grad = plain.words.weight.grad.to_dense()
+    expected = averaged_gradients(plain)["words.weight"]
+    assert expected is not None
+    (gradient,) = called
+    assert gradient.is_sparse
+    assert gradient.dtype == torch.float32
+    torch.testing.assert_close(gradient.to_dense(), 2 * expected)
+    with no_sync(ours):
+        ours.words(_batch(3)).sum().backward()
+    reduce_gradients(ours)
+    assert len(called) == 2
