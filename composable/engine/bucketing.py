@@ -189,9 +189,9 @@ class Buckets:
             each.bucket.land()
             each.bucket.decide()
 
-    @property
-    def holds(self) -> bool:
-        return any(each.bucket.holds for each in self._buckets)
+    def holds(self, unit: Unit) -> bool:
+        """Whether gradients of `unit` were accumulated and wait to be reduced."""
+        return any(each.bucket.holds for each in self._buckets if each.unit is unit)
 
     def drop(self) -> None:
         """The step is lost: forget local gradients that were not reduced."""

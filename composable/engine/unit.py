@@ -474,7 +474,9 @@ class Unit:
 
     @property
     def holds(self) -> bool:
-        return any(each.holds for each in (*self.buckets, *self.sparse))
+        if any(each.holds for each in (*self.buckets, *self.sparse)):
+            return True
+        return self.root is not None and self.root.buckets is not None and self.root.buckets.holds(self)
 
     def set_comm_hook(self, stage: str, hook: CommHook | None) -> None:
         """Let `hook` make a stage of the reduction; None: the library makes it again. Between two steps."""
