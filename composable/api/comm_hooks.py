@@ -244,7 +244,7 @@ def _refuse_moment(what: str, unit: Unit) -> None:
         when = "inside of a backward"
     elif unit.depth:
         when = "inside of its forward"
-    elif unit.accumulation.now is not SyncMode.REDUCE or unit.holds:
+    elif unit.accumulation.now is not SyncMode.REDUCE or unit.has_unreduced:
         when = "inside of no_sync, or has accumulated gradients, which would be reduced in another way than they were made for"
     elif unit.root is not None and unit.root.iteration is not None:
         when = "between a forward and its backward; what is not trained on belongs under torch.no_grad()"

@@ -119,7 +119,8 @@ def draw_memory(path: Path, traces: Sequence[tuple[str, MemoryTrace]]) -> None:
             _draw_trace(axes, name, trace, top)
         panels[0].set_ylabel("live bytes of tensors, MiB")
         handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=len(labels))
+        columns = len(labels) if len(traces) > 1 else len(labels) // 2
+        figure.legend(handles[::-1], labels[::-1], loc="outside lower center", ncols=columns)
         figure.suptitle("Memory over one training step", x=0.01, ha="left", weight="bold", size=13)
         figure.savefig(path)
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
+from composable.engine.accumulation import SyncMode
+from composable.engine.comm_hooks import attach_hooks
 from composable.engine.grad_bucket import BucketState, GradBucket
 from composable.engine.layout import Slot
 from composable.engine.param import DeferredHooks, ManagedParam
 from composable.engine.param_group import ParamGroup
-from composable.engine.accumulation import SyncMode
-from composable.engine.comm_hooks import attach_hooks
 from composable.engine.sparse import only_looked_up
 from composable.errors import PhaseError
 from composable.memory.torch_private import hooks_after_accumulation
@@ -165,7 +165,8 @@ class Buckets:
             each.bucket.land()
             each.bucket.decide()
         self.is_open = False
-        if self._ready and all(unit.accumulation.now is SyncMode.REDUCE for unit in self._units):
+        # On ranks without any gradient, too: the order is broadcast.
+        if self._ready is not None and self._members and all(unit.accumulation.now is SyncMode.REDUCE for unit in self._units):
             self._agree_on_order()
 
     def _agree_on_order(self) -> None:
@@ -189,9 +190,9 @@ class Buckets:
             each.bucket.land()
             each.bucket.decide()
 
-    def holds(self, unit: Unit) -> bool:
-        """Whether gradients of `unit` were accumulated and wait to be reduced."""
-        return any(each.bucket.holds for each in self._buckets if each.unit is unit)
+    @property
+    def holds(self) -> bool:
+        return any(each.bucket.holds for each in self._buckets)
 
     def drop(self) -> None:
         """The step is lost: forget local gradients that were not reduced."""

@@ -2,12 +2,12 @@
 
 A hook has the signature of DDP's, `hook(state, bucket)`, and returns the reduced gradients or a future of them:
 
-| unit                   | stage          | the hook gets                                       | and returns the mean over      |
-|------------------------|----------------|-----------------------------------------------------|--------------------------------|
-| `replicate`            | all_reduce     | whole gradients                                     | all ranks                      |
-| `fully_shard`          | reduce_scatter | whole gradients                                     | all ranks; each keeps its shard |
-| `fully_shard`, hybrid  | reduce_scatter | whole gradients                                     | the shard dimension; as above  |
-| `fully_shard`, hybrid  | all_reduce     | this rank's shards, means over the shard dimension  | the replicate dimension        |
+| mesh          | stage          | the hook gets                                      | and returns the mean over |
+|---------------|----------------|----------------------------------------------------|---------------------------|
+| `replicate`   | all_reduce     | whole gradients                                    | all ranks                 |
+| `fully_shard` | reduce_scatter | whole gradients, and this rank keeps its shards    | all ranks                 |
+| hybrid        | reduce_scatter | the same                                           | the shard dimension       |
+| hybrid        | all_reduce     | this rank's shards: means over the shard dimension | the replicate dimension   |
 
 Hooks written for an all-reduce work for shards as well, and see gradients in the shapes of their parameters, which PowerSGD
 needs. It costs the bytes of an all-reduce, before the hook compresses them. The flags of unused parameters are not the hook's:
@@ -21,7 +21,7 @@ relative to the launches of this thread that would come in another order on each
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
@@ -41,31 +41,24 @@ REDUCE_SCATTER: Final = "reduce_scatter"
 ALL_REDUCE: Final = "all_reduce"
 
 
+@dataclass(eq=False)
 class HookBucket:
     """Gradients that are reduced together, as a hook sees them: the methods of `torch.distributed.GradBucket`, and more.
 
     Attributes:
         fqns: names of the parameters, below the module that the hook was registered for.
         scale: what the sum over the ranks is multiplied by where there is no hook.
+        group: the ranks that reduce these gradients.
     """
 
-    def __init__(
-        self, buffer: Tensor, shapes: Sequence[torch.Size], parameters: Sequence[Tensor], fqns: tuple[str, ...], comm: Comm
-    ) -> None:
-        self._buffer = buffer
-        self._shapes = shapes
-        self._parameters = parameters
-        self._comm = comm
-        self._index, self._last = 0, False
-        self.fqns = fqns
-        self.scale = 1.0 / comm.size
-
-    @property
-    def group(self) -> dist.ProcessGroup:
-        """The ranks that reduce these gradients."""
-        group = self._comm.group
-        assert group is not None, "one rank calls no hook"
-        return group
+    fqns: tuple[str, ...]
+    scale: float
+    group: dist.ProcessGroup
+    _buffer: Tensor
+    _shapes: Sequence[torch.Size]
+    _parameters: Sequence[Tensor]
+    _index: int = 0
+    _is_last: bool = False
 
     def index(self) -> int:
         """A number that belongs to these parameters in this order, and to no others, when buckets are filled anew."""
@@ -73,7 +66,7 @@ class HookBucket:
 
     def is_last(self) -> bool:
         """Whether no other bucket of this hook follows in this backward. A backward that leaves out a unit has no last one."""
-        return self._last
+        return self._is_last
 
     def buffer(self) -> Tensor:
         """The gradients, one behind the other, flat. The hook may write to it."""
@@ -85,13 +78,17 @@ class HookBucket:
 
     def gradients(self) -> list[Tensor]:
         """Views of the buffer, each with the shape of its gradient."""
-        sizes = [shape.numel() for shape in self._shapes]
-        pieces = self._buffer[: sum(sizes)].split(sizes)
-        return [piece.view(shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
+        return cut_flat(self._buffer, self._shapes)
 
     def parameters(self) -> list[Tensor]:
         """The at-rest parameters."""
         return list(self._parameters)
+
+
+def cut_flat(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
+    """Views of a flat tensor with these shapes, one behind the other."""
+    sizes = [shape.numel() for shape in shapes]
+    return [piece.view(shape) for piece, shape in zip(flat[: sum(sizes)].split(sizes), shapes, strict=True)]
 
 
 class CommHook:
@@ -123,8 +120,8 @@ class CommHook:
         if stage in self._called:
             self._called = set()  # another backward
         self._called.add(stage)
-        bucket._last = all(each in self._called for stages in self.stages.values() for each in stages if each.takes_part)
-        if bucket._last:
+        bucket._is_last = all(each in self._called for stages in self.stages.values() for each in stages if each.takes_part)
+        if bucket._is_last:
             self._called = set()
         ledger_of(bucket.group).note(f"{label} by hook '{self.name}'")
         state = self._state
@@ -177,8 +174,8 @@ class CommHook:
 
     def _raise_failed(self, bucket: HookBucket, label: str, error: Exception) -> NoReturn:
         raise CommunicationError(
-            f"rank {dist.get_rank()}: the communication hook '{self.name}' failed in the {label}: {first_line(error)}\nLook for "
-            f"the first error among all ranks.\n{ledger_of(bucket.group).report()}"
+            f"rank {dist.get_rank()}: the communication hook '{self.name}' failed in the {label}: {first_line(error)}\n"
+            f"Look for the first error among all ranks.\n{ledger_of(bucket.group).report()}"
         ) from error
 
 
@@ -204,6 +201,7 @@ class HookStage:
         slots = zip(self._bucket.slots, self._bucket.trainable, strict=True)
         return any(trains and (self._whole or slot.local_numel(rank)) for slot, trains in slots)
 
+    @torch.no_grad()
     def launch(
         self, indices: Sequence[int], gradients: Sequence[Tensor], into: Sequence[Tensor], flags: Tensor, label: str
     ) -> Work:
@@ -214,29 +212,29 @@ class HookStage:
             into: this rank's shards. They may be `gradients` themselves.
             flags: their sum over the ranks is computed in place.
         """
-        land = None
+        group = self._comm.group
+        assert group is not None, "one rank calls no hook"
+        land: Callable[[], None] | None = None
         if gradients:
             buffer = torch.cat([gradient.reshape(-1) for gradient in gradients])
             shapes = [gradient.shape for gradient in gradients]
-            parameters = [self._bucket.at_rest[index] for index in indices]
-            handed = HookBucket(buffer, shapes, parameters, tuple(self._fqns[index] for index in indices), self._comm)
+            fqns, parameters = tuple(self._fqns[i] for i in indices), [self._bucket.at_rest[i] for i in indices]
+            handed = HookBucket(fqns, 1.0 / self._comm.size, group, buffer, shapes, parameters)
             returned = self._hook.call(self, handed, label)
-            land = partial(self._land, returned, handed, buffer, indices, shapes, into, label)
-        if land is not None and not self._comm.traits.on_stream:
-            land()
-            land = None
-        return _HookWork(land, self._comm.all_reduce([flags], f"flags of the {label}"))
 
-    def _land(
-        self, returned: Any, handed: HookBucket, like: Tensor, indices: Sequence[int], shapes: Sequence[torch.Size],
-        into: Sequence[Tensor], label: str,
-    ) -> None:  # fmt: skip
-        flat = self._hook.result(returned, handed, like, label)
-        pieces = [piece.view(s) for piece, s in zip(flat.split([s.numel() for s in shapes]), shapes, strict=True)]
-        if self._whole:
-            rank, slots = self._bucket.mesh_info.shard.rank, self._bucket.slots
-            pieces = [cut(piece, slots[index], rank) for piece, index in zip(pieces, indices, strict=True)]
-        torch._foreach_copy_(list(into), pieces)
+            @torch.no_grad()
+            def copy_out() -> None:
+                reduced = cut_flat(self._hook.result(returned, handed, buffer, label), shapes)
+                if self._whole:
+                    rank, slots = self._bucket.mesh_info.shard.rank, self._bucket.slots
+                    reduced = [cut(each, slots[index], rank) for each, index in zip(reduced, indices, strict=True)]
+                torch._foreach_copy_(list(into), reduced)
+
+            if self._comm.traits.on_stream:
+                land = copy_out
+            else:
+                copy_out()
+        return _HookWork(land, self._comm.all_reduce([flags], f"flags of the {label}"))
 
 
 class _HookWork:

@@ -531,14 +531,16 @@ class Root:
         if why:
             logger.warning("unit '%s': %s; the step is lost, and its state was reset", self.name, why)
         launched = [] if iteration is None else [*iteration.over_replicas, *iteration.in_flight]
-        held = [unit.name for unit in self.units if unit.holds]
+        held = [unit.name for unit in self.units if unit.has_unreduced]
         if held:
             logger.warning("gradients that were accumulated under no_sync are dropped (unit '%s' and others)", held[0])
         for unit in dict.fromkeys([*launched, *self.units]):
             unit.drop_calls()
             try:
-                for each in (*unit.buckets, *unit.sparse):
-                    each.drop()
+                for bucket in unit.buckets:
+                    bucket.drop()
+                for sparse in unit.sparse:
+                    sparse.drop()
                 unit.swap_out()
                 unit.kept_by.pop(self, None)
                 unit.reshard()

@@ -4,8 +4,8 @@ How many rows a rank has is known when backward has brought them, and differs fr
 these numbers, and which gradients they have at all. That blocks, which is why it comes after everything else has landed. Then
 the rows of all ranks are gathered, divided by the number of ranks, and the same ones added up.
 
-Parameters that only sparse lookups read have a `ParamGroup` of their own and rest as plain parameters, next to shards as well: a
-`DTensor` has no sparse gradient.
+Parameters that only sparse lookups read have a `ParamGroup` of their own and rest as plain parameters, next to shards as well,
+because a `DTensor` has no sparse gradient.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SparseGradients:
     @torch.no_grad()
     def end_backward(self, *, reduces: bool) -> None:
         """All ranks call this at the end of every backward."""
-        if not any(param.at_rest.requires_grad for param in self.params):
+        if not self.holds and not any(param.at_rest.requires_grad for param in self.params):
             return
         for param in self.params:
             gradient, at_rest = param.compute.grad, param.at_rest
@@ -82,13 +82,12 @@ class SparseGradients:
         self.drop(forget=False)
         here, self._here = self._here, set()
         mine = [_rows_of(param.at_rest, self._precision.gradient) for param in self.params]
-        numbers = [n for param, rows in zip(self.params, mine, strict=True) for n in (int(param in here), rows._nnz())]
-        label = f"exchange of the numbers of rows of sparse gradients of unit '{self.unit}'"
-        every = self._comm.all_gather_ints(numbers, label)
-        for index, (param, rows) in enumerate(zip(self.params, mine, strict=True)):
+        numbers = [n for param, (rows, _) in zip(self.params, mine, strict=True) for n in (int(param in here), len(rows))]
+        every = self._comm.all_gather_ints(numbers, f"exchange of the numbers of sparse rows of unit '{self.unit}'")
+        for index, (param, (rows, values)) in enumerate(zip(self.params, mine, strict=True)):
             if not any(row[2 * index] for row in every):
                 continue
-            mean = self._mean(rows, [row[2 * index + 1] for row in every], param.fqn)
+            mean = self._mean(param, rows, values, [row[2 * index + 1] for row in every])
             gradient = param.at_rest.grad
             if gradient is not None and not gradient.is_sparse:  # another use of the weight made it dense
                 gradient.copy_(mean.to_dense())
@@ -96,20 +95,17 @@ class SparseGradients:
                 param.at_rest.grad = mean
             run_post_accumulate_hooks(param.at_rest)
 
-    def _mean(self, rows: Tensor, counts: Sequence[int], fqn: str) -> Tensor:
-        most, ranks = max(counts), self._comm.size
-        indices = torch.zeros(most, dtype=torch.int64, device=rows.device)
-        values = torch.zeros(most, rows.shape[1:].numel(), dtype=self._precision.reduce, device=rows.device)
-        indices[: rows._nnz()] = rows.indices()[0]
-        values[: rows._nnz()] = rows.values().reshape(rows._nnz(), values.shape[1]) / ranks
-        every_index, every_value = indices.new_empty(ranks * most), values.new_empty(ranks * most, values.shape[1])
+    def _mean(self, param: ManagedParam, rows: Tensor, values: Tensor, counts: Sequence[int]) -> Tensor:
+        most, ranks, width = max(counts), self._comm.size, param.at_rest.shape[1:]
+        padding = most - len(rows)  # ranks send the same number of rows
+        sent = [torch.cat([rows, rows.new_zeros(padding)])]
+        sent.append(torch.cat([values, values.new_zeros(padding, *width)]).to(self._precision.reduce).div_(ranks).view(-1))
+        pairs = [(each.new_empty(ranks * each.numel()), each) for each in sent]
         if most:
-            pairs = [(every_index, indices), (every_value.view(-1), values.view(-1))]
-            self._comm.all_gather(pairs, f"all-gather of the sparse gradient of unit '{self.unit}' ('{fqn}')").wait()
-        there = [rank * most + number for rank, count in enumerate(counts) for number in range(count)]
-        kept = torch.tensor(there, dtype=torch.int64).to(rows.device)
-        found = every_value[kept].to(rows.dtype).view(len(there), *rows.shape[1:])
-        return torch.sparse_coo_tensor(every_index[kept][None], found, rows.shape, check_invariants=False).coalesce()
+            self._comm.all_gather(pairs, f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')").wait()
+        kept = torch.cat([torch.arange(count) + rank * most for rank, count in enumerate(counts)]).to(rows.device)
+        every_row, every_value = pairs[0][0][kept], pairs[1][0].view(-1, *width)[kept].to(values.dtype)
+        return torch.sparse_coo_tensor(every_row[None], every_value, param.at_rest.shape, check_invariants=False).coalesce()
 
     def drop(self, *, forget: bool = True) -> None:
         """Nothing waits to be reduced any more; `forget`: the step is lost, and with it this rank's gradients."""
@@ -126,17 +122,14 @@ class SparseGradients:
         self.holds = False
 
 
-def _rows_of(parameter: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    """The rows of this rank's gradient, each once; none where there is no gradient."""
+def _rows_of(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows of this rank's gradient, each once, and their values; none where there is no gradient."""
     gradient = parameter.grad
     if gradient is None:
-        return torch.sparse_coo_tensor(
-            torch.zeros(1, 0, dtype=torch.int64, device=parameter.device),
-            torch.zeros(0, *parameter.shape[1:], dtype=dtype, device=parameter.device),
-            parameter.shape, check_invariants=False,
-        ).coalesce()  # fmt: skip
-    gradient = gradient.detach()
-    return (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+        numbers = torch.zeros(0, dtype=torch.int64, device=parameter.device)
+        return numbers, torch.zeros(0, *parameter.shape[1:], dtype=dtype, device=parameter.device)
+    gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+    return gradient.indices()[0], gradient.values()
 
 
 def _add(gradient: Tensor, more: Tensor) -> Tensor:

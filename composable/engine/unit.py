@@ -33,6 +33,7 @@ from composable.engine.param import (
     defer_hooks,
     drop_label,
     gradient_like,
+    holds_unreduced,
     is_unreduced,
     keep_gradients_in,
     move_hooks,
@@ -374,6 +375,8 @@ class Unit:
         else:
             root = root_for_call(self, module)
             root.enter_forward(self, module)
+            if call not in self._calls:  # the step before was lost, and its reset has forgotten all calls
+                self._calls.append(call)
             call.root = root
             if not self._to_run:
                 self._to_run = list(self.modules)
@@ -474,9 +477,12 @@ class Unit:
 
     @property
     def holds(self) -> bool:
-        if any(each.holds for each in (*self.buckets, *self.sparse)):
-            return True
-        return self.root is not None and self.root.buckets is not None and self.root.buckets.holds(self)
+        return any(bucket.holds for bucket in self.buckets) or any(sparse.holds for sparse in self.sparse)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether users see gradients that were accumulated under `no_sync` and wait to be reduced."""
+        return any(is_unreduced(param.at_rest.grad) or holds_unreduced(param.at_rest) for param in self.params)
 
     def set_comm_hook(self, stage: str, hook: CommHook | None) -> None:
         """Let `hook` make a stage of the reduction; None: the library makes it again. Between two steps."""
@@ -494,7 +500,7 @@ class Unit:
     def before_removal(units: Sequence[Unit]) -> None:
         """Gather whole parameters and gradients, on all ranks, before anything changes."""
         for unit in units:
-            if unit.holds or any(is_unreduced(param.at_rest.grad) for param in unit.params):
+            if unit.has_unreduced:
                 raise PhaseError(
                     f"remove: unit '{unit.name}' has gradients that were accumulated under no_sync and not reduced. Call "
                     "reduce_gradients(model) first, on all ranks, or zero_grad()"

@@ -160,6 +160,7 @@ class _Gradients:
         self._world = dist.get_world_size() if is_distributed() else 1
         self._whole = _Part((), _NOTHING_AROUND, 1)
         self._parts: dict[tuple[Groups, Around], _Part] = {}
+        self._unit_meshes: dict[int, DeviceMesh | None] = {}
         mesh, placements, last, part = None, None, _NOTHING_AROUND, self._whole
         for parameter in parameters:
             gradient = parameter.grad
@@ -188,6 +189,7 @@ class _Gradients:
         if label_of(parameter) is None:
             return _NOTHING_AROUND
         mesh = unit_mesh_of(parameter)
+        self._unit_meshes[id(mesh)] = mesh
         return (None if mesh is None or mesh.size() == self._world else mesh), model_group_of(parameter)
 
     def _part_of(self, parameter: Tensor, around: Around) -> _Part:
@@ -212,7 +214,7 @@ class _Gradients:
         if part.unit_mesh is None:
             return part.model_group
         ranks = set(part.unit_mesh.mesh.flatten().tolist())
-        meshes = [each.unit_mesh for each in self._parts.values() if each.unit_mesh is not None and each.unit_mesh.ndim == 1]
+        meshes = [mesh for mesh in self._unit_meshes.values() if mesh is not None and mesh.ndim == 1]
         known = [*self.groups, *(mesh.get_group() for mesh in meshes)]
         larger = [group for group in dict.fromkeys(known) if ranks < set(dist.get_process_group_ranks(group))]
         if part.model_group is not None:

@@ -249,7 +249,6 @@ def _fails_and_goes_on(how: str) -> str:
     return fails_and_goes_on(models, how)
 
 
-@pytest.mark.host
 @pytest.mark.parametrize("how", FAILURES)
-def test_where_a_hook_fails_on_one_rank_the_others_are_told_and_all_train_on(pool: Pool, how: str) -> None:
-    assert pool.run(3, _fails_and_goes_on, how, device="cpu") == ["CommunicationError", FAILURES[how], "CommunicationError"]
+def test_after_a_hook_that_failed_on_all_ranks_the_next_step_works(pool: Pool, how: str) -> None:
+    assert pool.run(3, _fails_and_goes_on, how, device="cpu") == [FAILURES[how]] * 3
