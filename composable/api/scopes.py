@@ -91,7 +91,6 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """
     units = _sharded_in("unshard", module)
     for unit in units:
-        unit.drop_stale()
         unit.unshard()
     pending = Unsharding(units)
     if not async_op:

@@ -16,9 +16,10 @@ Memory. The full buffer's storage lives as long as the group and its memory come
 saved any alias of a compute parameter. Packed parameters have a buffer of their own, which gets its memory when their message has
 landed. All writes of the engine go through tensors made from `.data`, whose version counters are their own.
 
-Versions. A compute parameter's version counter moves when its shards are written to between two gathers, so autograd refuses a
-graph that saved the values of before, as it does for a plain parameter. While the memory is gone the counter has a value that no
-graph has: autograd raises its own error before it reads freed memory.
+Versions. A compute parameter's version counter moves when its at-rest parameter is written to, so autograd refuses a graph that
+saved the values of before, as it does for a plain parameter. Two counters tell: the at-rest parameter's own (an operator on a
+`DTensor` does not move its local tensor's) and the shard buffer's, which all local tensors share. While the memory is gone the
+counter has a value that no graph has: autograd raises its own error before it reads freed memory.
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from __future__ import annotations
 import enum
 import logging
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import compress
+from operator import add, attrgetter, ne, or_
 from typing import Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -58,7 +61,15 @@ from composable.errors import few
 from composable.memory.elastic import ElasticBuffer, with_own_storage
 from composable.memory.offload import ComingShards, HostHome
 from composable.memory.streams import has_streams
-from composable.memory.torch_private import innermost, local_of, outside_transforms, set_local, set_versions, take_hooks
+from composable.memory.torch_private import (
+    as_tensors,
+    innermost,
+    local_of,
+    outside_transforms,
+    set_local,
+    set_versions,
+    take_hooks,
+)
 
 logger = logging.getLogger("composable")
 
@@ -334,7 +345,12 @@ class ParamGroup:
         )
         self._versions = tuple(map(version_of, self._coming_params))
         self._absent = (ABSENT,) * len(self._coming_params)
-        self._seen = self.version()
+        apart = any(param.compute is not param.at_rest for param in self.params)
+        memory = (self.shard,) if self.has_shards else self.sources
+        self._counted = (*[param.at_rest for param in self.params], *memory) if apart else ()
+        coming = set(map(id, self._coming_params))
+        self._comes = tuple(id(param.compute) in coming for param in self.params)
+        self._seen = self._gathered = self._versions_now()  # the same object: as gathered
         locals_ = [local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest for p in self.params]
         self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
@@ -397,30 +413,48 @@ class ParamGroup:
 
     # --- unshard and reshard ----------------------------------------------------------------------------------------
 
-    def version(self) -> int:
-        """A number that changes when somebody writes to the shards."""
-        return self.shard._version if self.has_shards else sum(map(version_of, self.sources))
+    def _versions_now(self) -> list[int]:
+        with as_tensors():
+            return list(map(version_of, self._counted))
 
-    @property
-    def is_stale(self) -> bool:
-        """Whether the shards were written to since they were gathered."""
-        return self.gathers and self.state is not ShardedState.SHARDED and self._seen != self.version()
+    def note_writes(self) -> None:
+        """Move the versions of compute parameters whose at-rest parameters were written to."""
+        before, now = self._seen, self._versions_now()
+        if before == now:
+            return
+        self._seen = now
+        number = len(self.params)
+        at_rest = list(map(ne, before[:number], now[:number]))
+        memory = list(map(ne, before[number:], now[number:])) * (number if self.has_shards else 1)
+        written = list(compress(map(or_, at_rest, memory), self._comes))
+        if self.state is ShardedState.UNSHARDED:
+            increment_version(list(compress(self._coming_params, written)))
+        self._versions = tuple(map(add, self._versions, written))
+        apart = [
+            param.compute
+            for param, told, comes, changed in zip(self.params, memory, self._comes, at_rest, strict=True)
+            if changed and not told and not comes and param.compute is not param.at_rest
+        ]
+        if apart:  # over the at-rest parameter's memory, whose counter has not moved
+            increment_version(apart)
+            self._seen[:] = self._versions_now()
 
     def unshard(self) -> None:
-        """Launch the all-gather, unless the parameters are there or on their way."""
+        """Launch the all-gather, unless the parameters are there or on their way, and were not written to since."""
+        if self._counted:
+            self.note_writes()
+        if not self.gathers:
+            return
+        if self._gathered is not self._seen:
+            self.reshard()
+            self._gathered = self._seen
         if self.state is ShardedState.UNSHARDING or self.state is ShardedState.UNSHARDED:
             return
-        nearby = self.state is ShardedState.SHARDED_POST_FORWARD and self._seen == self.version()
-        if nearby:
+        if self.state is ShardedState.SHARDED_POST_FORWARD:
             self._unshard_from_neighbours()
         else:
             for buffer in (*self._messages, *((self.full,) if self.full is not None else ())):
                 buffer.allocate()
-            now = self.version()
-            if now != self._seen:  # written to since the last gather: graphs that saved the old values must not be used
-                moved = now - self._seen
-                self._versions = tuple([version + moved for version in self._versions])
-                self._seen = now
             targets, sources = self._casts
             if self._coming is not None:
                 self._coming.bring(targets, sources)

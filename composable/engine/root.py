@@ -267,10 +267,10 @@ class Root:
 
     def _gather(self, unit: Unit, ahead: Iterable[Unit]) -> None:
         """Have `unit` unshard, and launch the gathers of the units `ahead` before waiting: they travel while it computes."""
-        unit.drop_stale()  # a unit that was gathered ahead may have been written to since
         unit.unshard()
         for other in ahead:
-            other.unshard()
+            if not other.depth:  # what is being computed with is not gathered anew
+                other.unshard()
         unit.wait_for_unshard()
 
     def leave_forward(self, unit: Unit, *, keep: bool, complete: bool) -> None:

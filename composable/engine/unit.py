@@ -322,10 +322,9 @@ class Unit:
         return all(group.state is ShardedState.UNSHARDED for group in self.groups)
 
     def unshard(self) -> None:
-        """Launch the all-gathers, unless the parameters are there or on their way."""
+        """Launch the all-gathers, unless the parameters are there or on their way, and were not written to since."""
         for group in self.groups:
-            if group.gathers:
-                group.unshard()
+            group.unshard()
 
     def wait_for_unshard(self) -> None:
         for group in self.groups:
@@ -334,12 +333,6 @@ class Unit:
     def reshard(self) -> None:
         for group in self.groups:
             group.reshard()
-
-    def drop_stale(self) -> None:
-        """Reshard what was gathered before the shards were written to."""
-        for group in self.groups:
-            if group.is_stale:
-                group.reshard()
 
     def keep(self, reason: object) -> None:
         """Stay unsharded once unsharded, while there is a reason."""
