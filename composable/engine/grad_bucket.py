@@ -183,6 +183,8 @@ class GradBucket:
         if self._alone:
             self._deliver_whole(self._take())
             return
+        if not self.trains:
+            return
         self.holds = True
         self._wanted = tuple(map(or_, self._wanted or self.trainable, self.trainable))
         if self.in_place:  # autograd has added it
@@ -528,12 +530,12 @@ class _Plan:
         self._slots = bucket.slots
         self._ranks = ranks = 1 if bucket._shards is None else bucket._shards.size
         self._device = bucket.device
-        starts = dict(layout.direct) | {index: layout.row_start + start for index, start, _ in layout.columns}
+        begins = dict(layout.direct) | {index: layout.row_start + start for index, start, _ in layout.columns}
         self.places: dict[int, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {}
         for index in layout.trainable:
             slot = bucket.slots[index]
             local = as_parameter(torch.empty(slot.local_shape(bucket._rank), dtype=torch.float32, device="meta"), slot)
-            self.places[index] = (starts.get(index, 0), local.numel(), tuple(local.shape), tuple(local.stride()))
+            self.places[index] = (begins.get(index, 0), local.numel(), tuple(local.shape), tuple(local.stride()))
         # Gradients that are wrapped as their parameters are can be wrapped quickly.
         self.specs: dict[int, Any] = {}
         self.stand_in = torch.empty(0, dtype=precision.gradient, device=bucket.device)
@@ -548,8 +550,8 @@ class _Plan:
         )
         # Zeros between two columns that start at multiples of the alignment.
         ends = [start + numel for _, start, numel in layout.columns]
-        starts_next = [*(start for _, start, _ in layout.columns[1:]), layout.flags_start]
-        self._gaps = [after - end for end, after in zip(ends, starts_next, strict=True)]
+        starts = [*(start for _, start, _ in layout.columns), layout.flags_start]
+        self._gaps = [after - end for end, after in zip(ends, starts[1:], strict=True)]
         self._tail = layout.row_numel - layout.flags_start - len(layout.trainable)
         self._constants: dict[torch.dtype, tuple[Tensor, list[Tensor | None]]] = {}
 

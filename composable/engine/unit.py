@@ -30,6 +30,7 @@ from composable.engine.param import (
     ParameterSwap,
     ParamInfo,
     Place,
+    copy_attributes,
     defer_hooks,
     drop_label,
     gradient_like,
@@ -534,6 +535,7 @@ class Unit:
         assert own is not None
         if at_rest is not own:
             move_hooks(at_rest, own)
+            copy_attributes(at_rest, own)
             gradient = at_rest.grad
             own.grad = local_of(gradient) if isinstance(gradient, DTensor) else gradient
             own.requires_grad_(at_rest.requires_grad)
@@ -575,19 +577,27 @@ def _whole_of(parameter: nn.Parameter, device: torch.device) -> tuple[Tensor, Te
     return whole(parameter), None if parameter.grad is None else whole(parameter.grad)
 
 
+def _laid_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A copy with the strides of the whole parameter; `full_tensor` gives contiguous ones."""
+    strides = parameter.stride()
+    return torch.empty_strided(whole.shape, strides, dtype=whole.dtype, device=whole.device).copy_(whole)
+
+
 @torch.no_grad()
 def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) -> None:
     original, at_rest = param.original(), param.at_rest
-    if original is not None and original.shape == value.shape and original.dtype == value.dtype:
+    fits = original is not None and original.shape == value.shape and original.dtype == value.dtype
+    if original is not None and fits and original.is_meta is value.is_meta:  # torch gives no memory to what was made on meta
         plain = original
         if plain.device == value.device:
             plain.data.copy_(value)
         else:
-            plain.data = value
+            plain.data = _laid_out(value, at_rest)
         plain.requires_grad_(at_rest.requires_grad)
     else:
-        plain = nn.Parameter(value.clone(), requires_grad=at_rest.requires_grad)
-    plain.grad = None if gradient is None else gradient.clone().to(plain.dtype)
+        plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
+    plain.grad = None if gradient is None else _laid_out(gradient, at_rest).to(plain.dtype)
+    copy_attributes(at_rest, plain)
     move_hooks(at_rest, plain)
     if param.registered is at_rest:
         param.register(plain)

@@ -1,9 +1,8 @@
-"""Frozen parameters cost no gradient, no room for one and no reduction; and kept ones are gathered once."""
+"""Frozen parameters cost no gradient, no memory for one and no reduction."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import MixedPrecisionPolicy, checkpoint, fully_shard, no_sync, replicate
-from composable.model.traversal import get_handles
-from composable.plan.phases import Phase
+from composable.engine.param_group import ShardedState
+from composable.engine.root import units_below
+from composable.traversal import get_handles
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 
@@ -131,44 +131,30 @@ def test_adapters_train_in_bfloat16_as_the_casts_mean_written_out() -> None:
 
 
 @spmd(ranks=2)
-def test_what_is_frozen_has_no_gradient_no_room_for_one_and_no_reduction() -> None:
+def test_frozen_parameters_have_no_gradient_no_memory_for_one_and_no_reduction() -> None:
     model = _model()
     _sharded(model)
     for turn in range(2):
         model(_batch(dist.get_rank(), turn)).sum().backward()
-    for handle in get_handles(model):
-        for group in handle.gradients.groups:
-            trained = [p for p, trains in zip(group.sharded, group.trainable, strict=True) if trains]
-            assert bool(group.reductions) == bool(trained), "no reduction"
+    for groups in get_handles(model):
+        for group in groups:
+            assert group.state is ShardedState.SHARDED
+    for unit in units_below([model]):
+        for bucket in unit.buckets:
+            trained = [p for p, trains in zip(bucket.at_rest, bucket.trainable, strict=True) if trains]
+            assert bool(bucket._plans) == bool(trained), "no reduction"
             local = sum(parameter.to_local().numel() for parameter in trained)  # type: ignore[attr-defined]
-            for reduction in group.reductions.values():
-                shards = reduction._shards
-                gaps = 16 * (1 + len(trained))  # between parameters, and flags
-                assert shards.buffer.numel() <= local + gaps
-                assert all(group.trainable) or shards.buffer.numel() < reduction.flat.layout.shard_numel
+            whole = sum(parameter.numel() for parameter in trained)
+            gaps = 16 * (1 + len(trained))  # between parameters, and flags
+            for plan in bucket._plans.values():
+                assert plan.layout.numel <= local + gaps
+                assert plan.message.tensor.numel() <= whole + 2 * gaps
     for parameter in model.parameters():
         assert (parameter.grad is not None) is parameter.requires_grad
 
 
-def _gathers(annotate: Callable[[nn.Module], None], between: Callable[[nn.Module], None]) -> list[int]:
-    """Of each unit, how many steps began with it unsharded."""
-    model = _model()
-    annotate(model)
-    handles = get_handles(model)
-    there = [0] * len(handles)
-    for turn in range(3):
-        there = [count + (handle.phase is Phase.UNSHARDED) for count, handle in zip(there, handles, strict=True)]
-        model(_batch(0, turn)).sum().backward()
-        between(model)
-    return there
-
-
 @spmd(ranks=2)
-def test_a_frozen_unit_that_is_kept_is_gathered_once_and_anew_after_a_write() -> None:
-    adapted, base = 1, 2
-    found = _gathers(_kept, lambda model: None)
-    assert (found[adapted], found[base]) == (0, 2)
-    assert max(_gathers(_sharded, lambda model: None)) == 0
+def test_a_frozen_unit_that_is_kept_after_forward_sees_what_is_written_to_it() -> None:
     model, plain = _model(), _model()
     _kept(model)
     for each in (model, plain):
@@ -180,6 +166,11 @@ def test_a_frozen_unit_that_is_kept_is_gathered_once_and_anew_after_a_write() ->
     for each in (model, plain):
         each.load_state_dict(state)
     torch.testing.assert_close(model(_batch(0, 2)), plain(_batch(0, 2)))
-    model[1].requires_grad_(True)
-    model(_batch(0, 0)).sum().backward()
-    assert get_handles(model)[base].phase is Phase.SHARDED, "it trains"
+    for each in (model, plain):
+        each.zero_grad()
+        each[1].requires_grad_(True)  # type: ignore[index]
+        each(_batch(0, 0)).sum().backward()
+    for (name, expected), actual in zip(plain.named_parameters(), model.parameters(), strict=True):
+        assert (actual.grad is None) == (expected.grad is None), name
+        if expected.grad is not None and actual.grad is not None:
+            torch.testing.assert_close(full(actual.grad), expected.grad, msg=name)
