@@ -126,10 +126,17 @@ class Dispatcher:
         self._calls.pop()
         return output
 
-    def drop_calls(self, module: nn.Module) -> None:
-        """Close calls that a KeyboardInterrupt ended, as if forward had raised: torch does not tell forward hooks of it."""
+    def drop_calls(self, module: nn.Module, keep: int) -> None:
+        """Close calls that a KeyboardInterrupt ended, as if forward had raised: torch does not tell forward hooks of it.
+
+        Args:
+            keep: so many of the newest calls go on.
+        """
+        newest = self._calls[len(self._calls) - keep :]
+        del self._calls[len(self._calls) - keep :]
         while self._calls:
             self._fail(module)
+        self._calls += newest
 
     def _fail(self, module: nn.Module) -> None:
         entered = self._calls[-1].entered
@@ -162,11 +169,11 @@ def detach(module: nn.Module, name: str) -> None:
         dispatcher.drop(name)
 
 
-def drop_calls(module: nn.Module) -> None:
-    """`Dispatcher.drop_calls`, if `module` has a dispatcher. Call it only outside of forwards of `module`."""
+def drop_calls(module: nn.Module, keep: int = 0) -> None:
+    """`Dispatcher.drop_calls`, if `module` has a dispatcher. All but the newest `keep` calls of `module` have ended."""
     dispatcher = dispatcher_of(module)
     if dispatcher is not None:
-        dispatcher.drop_calls(module)
+        dispatcher.drop_calls(module, keep)
 
 
 def hooks_attached(module: nn.Module) -> bool:

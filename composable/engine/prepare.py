@@ -105,6 +105,7 @@ class Preparation:
             return
         known = {id(p) for unit in root.units for param in unit.params for p in (param.at_rest, param.own, param.compute)}
         alone = {(id(place.module), place.name) for unit in root.units if unit.spec for place in unit.spec.left_alone}
+        managed = {(id(place.module), place.name) for unit in root.units for param in unit.params for place in param.info.places}
         for unit in root.units:
             for module in unit.modules:
                 found = [
@@ -115,8 +116,8 @@ class Preparation:
                     and parameter.requires_grad
                     and id(parameter) not in known
                     and (id(below), name) not in alone
+                    and (id(below), name) not in managed  # it takes the place of one that the unit manages
                     and not isinstance(parameter, DTensor)
-                    and not _takes_place_of(unit, below, name)
                 ]
                 if found:
                     raise AnnotationError(
@@ -124,10 +125,6 @@ class Preparation:
                         "after the annotation, and no unit manages it: every rank would train its own. Add modules and parameters "
                         "before annotating, remove and annotate anew, or freeze it"
                     )
-
-
-def _takes_place_of(unit: Unit, module: nn.Module, name: str) -> bool:
-    return any(place.module is module and place.name == name for param in unit.params for place in param.info.places)
 
 
 def _refuse_cleared_hooks(unit: Unit) -> None:

@@ -18,12 +18,15 @@ calls inside it. Only then are the parameters freed, because a frozen parameter 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterable, Sequence
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary, ref
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable.comm.ledger import debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, untraced
@@ -34,7 +37,7 @@ from composable.engine.accumulation import SyncMode
 from composable.engine.bucketing import Buckets
 from composable.engine.param import ManagedParam
 from composable.engine.prepare import Preparation, broadcast_buffers
-from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError, first_line
+from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError, few, first_line
 from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
 from composable.memory.offload import wait_for_traffic
@@ -233,9 +236,6 @@ class Root:
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
         iteration = self.iteration
-        if iteration is not None and iteration.end is not None:
-            self.reset("its backward did not finish")
-            iteration = None
         grad = torch.is_grad_enabled()
         if iteration is None and self._pinned and grad:
             pinned, self._pinned = self._pinned, {}
@@ -512,10 +512,11 @@ class Root:
 
     def on_error(self, unit: Unit) -> None:
         """A forward of `unit`'s module raised; called from the innermost annotated module outwards."""
+        _explain_mixing(sys.exception(), self.units)
         if self.running:
             self.running.pop()
         if not self.running:
-            self.reset("its forward raised")
+            self.reset(f"its forward raised {type(sys.exception()).__name__}")
 
     def on_failed_backward(self) -> None:
         """A backward raised. Modules hold at-rest parameters again; the next forward resets the rest. Waits for nothing."""
@@ -572,6 +573,29 @@ class Root:
         wait_for_traffic()
 
 
+def _explain_mixing(error: BaseException | None, units: Sequence[Unit]) -> None:
+    """Note which parameters a module read at rest, where DTensor says only that it met a plain tensor."""
+    if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error) or hasattr(error, "__notes__"):
+        return
+    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    reader = next((owner for owner in reversed(owners) if isinstance(owner, nn.Module)), None)
+    if reader is None:
+        return
+    below = set(map(id, reader.modules()))
+    for unit in units:
+        names = [
+            f"'{param.fqn}'"
+            for param in unit.params
+            if isinstance(param.registered, DTensor) and any(id(place.module) in below for place in param.info.places)
+        ]
+        if names:
+            kind = type(reader).__name__
+            error.add_note(
+                f"{kind} read a parameter of unit '{unit.name}' ({few(names)}) outside of a call of that unit, where it is a "
+                f"DTensor. Annotate the {kind} as the unit, in place of '{unit.name}'; with a policy, leave that one out"
+            )
+
+
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
     """The units of both verbs on `modules` and below, in `.modules()` order."""
     found: dict[int, Unit] = {}
@@ -589,27 +613,27 @@ def root_for_call(unit: Unit, module: nn.Module) -> Root:
     """The root of a forward of `module` that begins."""
     root = unit.root
     if root is not None and root.running:
-        if root._outermost is module:  # entered again from outside: an interrupt ended the last forward without a word
-            drop_open_calls(root)
-            root.reset("its forward did not end")
-        else:
+        if root._outermost is not module:
             return root
+        # Entered again from outside: an interrupt ended the last forward without a word.
+        drop_open_calls(root, entering=module)
+        root.reset("its forward did not end")
+    elif root is not None and root.iteration is not None and root.iteration.end is not None:
+        root.reset("its backward did not finish")
     if root is None or root._gone or root._tree.changed():
         if root is not None:
-            if root.iteration is not None and root.iteration.end is not None:
-                root.reset("its backward did not finish")
             root.forget()
         root = Root.plan(unit, module)
     return root
 
 
-def drop_open_calls(root: Root) -> None:
+def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:
     """Close what a KeyboardInterrupt left open: torch does not tell forward hooks of it."""
     root.running.clear()
     for unit in root.units:
         unit.drop_calls()
     for module in root.module.modules():
-        drop_calls(module)
+        drop_calls(module, keep=int(module is entering))
     close_interrupted()
 
 

@@ -93,7 +93,7 @@ class Unit:
     """See the top of this file. It is the verb's state in the registry, and the bracket around its modules' forwards.
 
     Attributes:
-        modules, spec, mesh_info: as annotated.
+        modules, spec, mesh_info: as annotated; without modules after `remove`.
         params: the managed parameters.
         groups: of parameters that are unsharded together.
         buckets: their gradients; empty for gradients that the root reduces in buckets of all units (`bucketing.py`).
@@ -361,13 +361,13 @@ class Unit:
         assert self.spec is not None
         recomputes = backward_id() != -1 and self.root is not None and self.root.iteration is not None
         call = _Call(next_node(), recomputes=recomputes)
-        self._calls.append(call)  # before anything that may raise: `on_error` takes it back
-        if recomputes:
+        root = None if recomputes else root_for_call(self, module)  # may reset, which forgets all calls
+        self._calls.append(call)  # before anything else that may raise: `on_error` takes it back
+        if root is None:
             # Checkpointing runs this forward again: no order is recorded and nothing resharded, backward needs it next.
             self.unshard()
             self.wait_for_unshard()
         else:
-            root = root_for_call(self, module)
             root.enter_forward(self, module)
             if call not in self._calls:  # the step before was lost, and its reset has forgotten all calls
                 self._calls.append(call)
@@ -455,8 +455,17 @@ class Unit:
 
     def pre_backward(self) -> None:
         """Backward is about to go through an output of the unit."""
-        if self.root is not None:
-            self.root.enter_backward(self)
+        if not self.modules:
+            if self.is_sharded and self.spec is not None and self.spec.params:
+                raise PhaseError(
+                    f"fully_shard was removed from unit '{self.name}' between a forward and its backward: the parameters that this "
+                    "backward goes to are no longer the module's. Run the backward first, or the forward again"
+                )
+            return
+        root = self.root
+        if root is None:  # a unit came or went since the forward
+            root = Root.plan(self, self.modules[0])
+        root.enter_backward(self)
 
     def drop_calls(self) -> None:
         """After an error: no forward of the unit is under way."""
@@ -529,6 +538,7 @@ class Unit:
                 drop_label(registered)
                 keep_gradients_in(registered.dtype, registered)
         self.groups, self.buckets, self.params, self.root = [], [], [], None
+        self.modules = ()
 
     def _restore_own(self, param: ManagedParam) -> None:
         own, at_rest = param.own, param.at_rest

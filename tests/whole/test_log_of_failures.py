@@ -92,14 +92,14 @@ def _in_backward(clear_by: str, policy: bool) -> list[str]:
 def test_a_failed_step_is_reported_once_with_its_unit_and_the_next_one_is_good(pool: Pool) -> None:
     assert_text(
         "\n".join(pool.run(2, _in_forward)[0]),
-        """WARNING: previous step of unit 'decoder' ended with MemoryError; state was reset""",
+        """WARNING: unit '(root)': its forward raised MemoryError; the step is lost, and its state was reset""",
     )
 
 
 @pytest.mark.parametrize("policy", [True, False])
 @pytest.mark.parametrize("clear_by", ["optimizer", "model"])
 def test_gradients_are_within_reach_as_soon_as_a_backward_has_failed(pool: Pool, clear_by: str, policy: bool) -> None:
-    first = "WARNING: previous step: its backward did not finish; state was reset"
+    first = "WARNING: unit '(root)': its backward did not finish; the step is lost, and its state was reset"
     assert pool.run(2, _in_backward, clear_by, policy)[0] == [first]
 
 

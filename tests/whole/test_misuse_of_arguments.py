@@ -251,7 +251,7 @@ def test_unknown_keywords_are_refused_with_their_equivalent(pool: Pool) -> None:
     )
     assert_text(
         misspelt,
-        """UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, mp_policy, offload_policy, shard_placement_fn, grad_reduce, ignored_params, sync_module_states""",
+        """UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, mp_policy, offload_policy, shard_placement_fn, grad_reduce, ignored_params, sync_module_states, dp_mesh_dims""",
     )
     assert_text(
         later,

@@ -64,75 +64,17 @@ def _step_is_good(model: nn.Module) -> bool:
 # --- calls that are no forward ----------------------------------------------------------------------------------------
 
 
-def _forward_called_by_hand(policy: bool) -> str:
-    model = _model()
-    fully_shard(model, policy={Layer} if policy else None)
-    text = refusal(lambda: model.forward(_batch()))
-    assert _step_is_good(model)
-    return text
+def _uses_outside_of_a_call(policy: bool) -> None:
+    model = fully_shard(_model(), policy={Layer} if policy else None)
+    for use in (model.forward, model.generate, model.head):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+            use(_batch())
+        assert _step_is_good(model)
 
 
-def test_calling_forward_by_hand_is_refused(pool: Pool) -> None:
-    assert_text(
-        pool.run(2, _forward_called_by_hand, False)[1],
-        """ShardedParameterError: parameter 'encoder.up.weight' of unit '(root)' is sharded and was used outside a forward call; call model(x), not model.forward(x), or register_forward_method(model, 'forward')""",
-    )
-    assert_text(
-        pool.run(2, _forward_called_by_hand, True)[1],
-        """ShardedParameterError: parameter 'head.weight' of unit '(root)' is sharded and was used outside a forward call; call model(x), not model.forward(x), or register_forward_method(model, 'forward')""",
-    )
-
-
-def _method() -> list[str]:
-    model = _model()
-    fully_shard(model, policy={Layer})
-    texts = [refusal(lambda: model.generate(_batch()))]
-    outer = _model()
-    fully_shard(outer)
-    texts.append(refusal(lambda: outer.generate(_batch())))
-    texts.append(refusal(lambda: outer.head(_batch())))
-    assert _step_is_good(model)
-    assert _step_is_good(outer)
-    return texts
-
-
-def test_other_methods_are_refused_by_name(pool: Pool) -> None:
-    units, whole, part = pool.run(2, _method)[0]
-    assert_text(
-        units,
-        """ShardedParameterError: parameter 'head.weight' of unit '(root)' is sharded and was used outside a forward call; Model.generate is not a forward: call register_forward_method(module, 'generate') first""",
-    )
-    assert_text(
-        whole,
-        """ShardedParameterError: parameter 'encoder.up.weight' of unit '(root)' is sharded and was used outside a forward call; Model.generate is not a forward: call register_forward_method(module, 'generate') first""",
-    )
-    assert_text(
-        part,
-        """ShardedParameterError: parameter 'head.weight' of unit '(root)' is sharded and was used outside a forward call; call the annotated module (Model) itself, or annotate 'head' as a unit""",
-    )
-
-
-def _peek(model: Model, x: Tensor) -> Tensor:
-    return model.encoder(x)
-
-
-def generate(model: Model, x: Tensor) -> Tensor:
-    """A function that is named like one of the model's methods."""
-    return model.encoder(x)
-
-
-def _functions_of_the_model() -> list[str]:
-    model = fully_shard(_model())
-    return [refusal(lambda: _peek(model, _batch())), refusal(lambda: generate(model, _batch()))]
-
-
-def test_functions_that_take_the_model_first_are_not_taken_for_its_methods(pool: Pool) -> None:
-    peek, namesake = pool.run(2, _functions_of_the_model)[0]
-    assert peek == namesake
-    assert_text(
-        peek,
-        """ShardedParameterError: parameter 'encoder.up.weight' of unit '(root)' is sharded and was used outside a forward call; call the annotated module (Model) itself, or annotate 'encoder.up' as a unit""",
-    )
+@pytest.mark.parametrize("policy", [False, True])
+def test_after_a_use_outside_of_a_call_which_dtensor_refuses_the_model_trains(pool: Pool, policy: bool) -> None:
+    pool.run(2, _uses_outside_of_a_call, policy)
 
 
 class Reading(nn.Module):
@@ -161,7 +103,7 @@ def test_a_parameter_read_outside_of_its_unit_is_named_with_a_cure(pool: Pool) -
     (note,) = pool.run(2, _reading, False)[0]
     assert_text(
         note,
-        """parameter '1.mix.weight' of unit '1.mix' (Linear) is sharded, and a Reading read it outside of a call of that unit: it is whole only inside of one. Annotate the Reading that reads it as the unit, in place of '1.mix'; with a policy, leave that one out""",
+        """Reading read a parameter of unit '1.mix' ('weight', 'bias') outside of a call of that unit, where it is a DTensor. Annotate the Reading as the unit, in place of '1.mix'; with a policy, leave that one out""",
     )
     assert pool.run(2, _reading, True) == [[], []]
 
@@ -236,11 +178,11 @@ def test_removed_hooks_are_noticed_at_the_next_forward(pool: Pool) -> None:
     assert pool.run(2, _clear_hooks, "encoder", True)[0] == first
     assert_text(
         first,
-        """HooksRemovedError: the hooks of unit 'encoder' were removed from its module (Layer); without them its parameters are never gathered. Leave hooks alone that you did not register; to annotate again, call remove(module, fully_shard) first.""",
+        """HooksRemovedError: unit 'encoder': the forward hooks that the annotation needs were removed from its Layer. Remove hooks by their own handles; to take the annotation back, call remove()""",
     )
     assert_text(
         pool.run(2, _clear_hooks, "root", True)[0],
-        """HooksRemovedError: the hooks of unit '(root)' were removed from its module (Model); without them its parameters are never gathered. Leave hooks alone that you did not register; to annotate again, call remove(module, fully_shard) first.""",
+        """HooksRemovedError: unit '(root)': the forward hooks that the annotation needs were removed from its Model. Remove hooks by their own handles; to take the annotation back, call remove()""",
     )
 
 
@@ -276,10 +218,8 @@ def test_ranks_that_run_different_units_are_told_so_by_name(pool: Pool, device: 
     need_devices(device, 2)
     texts = pool.run(2, _other_order, device=device, spoils=True)
     assert_text(
-        "\n".join(texts),
-        """\
-RanksDisagreeError: the ranks run their modules in different orders in the first forward: rank 0 runs 'encoder'; rank 1 runs 'decoder'. All ranks must run the same fully sharded modules in the same order.
-RanksDisagreeError: the ranks run their modules in different orders in the first forward: rank 0 runs 'encoder'; rank 1 runs 'decoder'. All ranks must run the same fully sharded modules in the same order.""",
+        same_on_all(texts),
+        """RanksDisagreeError: the ranks run different units in the first forward: rank 0 runs 'encoder', rank 1 runs 'decoder'. Every rank must run the same annotated modules in the same order. If data decides what runs, annotate a module around it""",
     )
 
 

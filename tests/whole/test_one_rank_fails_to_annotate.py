@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import partial
 from typing import Any, Final
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from composable import fully_shard, replicate
 from composable.errors import ComposableError
-from composable.runtime.handle import UnitSpec
-from composable.runtime.reducer import Reducer
-from tests.helpers.world import Pool, current_device
+from tests.helpers.world import Pool
 
 
 class _Odd(Exception):
@@ -186,54 +180,3 @@ def test_all_ranks_raise_when_replicate_fails_on_one(pool: Pool) -> None:
     for name, (_, here, there) in _REPLICATED.items():
         assert ours[name] == (here, True), name
         assert theirs[name] == (there or here, True), name
-
-
-# --- after the check --------------------------------------------------------------------------------------------------
-
-
-_LATE: Final[dict[str, tuple[Callable[..., Any], Any, str]]] = {
-    "fully_shard": (fully_shard, UnitSpec, "build"),
-    "replicate": (replicate, Reducer, "_make_buckets"),
-}
-
-
-def _run_out_of_memory(verb: str, hybrid: bool = False) -> tuple[str, list[str], bool]:
-    """What this rank ended with, the kinds of parameters afterwards, and whether the right call works then."""
-    annotate, owner, name = _LATE[verb]
-    real = getattr(owner, name)
-    calls = []
-
-    def once(self: Any, *args: Any) -> Any:
-        calls.append(name)
-        if len(calls) == 2:
-            raise MemoryError("as planned")
-        return real(self, *args)
-
-    if hybrid:
-        annotate = partial(annotate, mesh=init_device_mesh(current_device().type, (2, 2)))
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
-    with ExitStack() as stack:
-        if dist.get_rank() == 1:
-            stack.enter_context(mock.patch.object(owner, name, once))
-        try:
-            annotate(model, policy={nn.Linear}, sync_module_states="broadcast")
-            said = "nothing"
-        except (ComposableError, MemoryError) as error:
-            said = f"{type(error).__name__}: {error}"
-    kinds = [type(parameter).__name__ for parameter in model.parameters()]
-    return said, kinds, _works(model, annotate)
-
-
-@pytest.mark.parametrize("verb", _LATE)
-def test_an_annotation_that_fails_half_way_on_one_rank_is_taken_back_on_all(pool: Pool, verb: str) -> None:
-    ours, theirs = pool.run(2, _run_out_of_memory, verb)
-    failed = f"RanksDisagreeError: {verb}: rank 1 failed, so no rank annotates the module: MemoryError: as planned"
-    assert ours == (failed, ["Parameter"] * 6, True)
-    assert theirs == ("MemoryError: as planned", ["Parameter"] * 6, True)
-
-
-def test_it_is_taken_back_in_all_groups_of_a_hybrid_mesh(pool: Pool) -> None:
-    found = pool.run(4, _run_out_of_memory, "fully_shard", hybrid=True)
-    failed = "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: MemoryError: as planned"
-    for rank, seen in enumerate(found):
-        assert seen == ("MemoryError: as planned" if rank == 1 else failed, ["Parameter"] * 6, True)
