@@ -305,7 +305,7 @@ class GradBucket:
         unused = [index for index in self._missing if index not in carried]
         self._means = self._hold_shards or self.first_stage is not None or self.second_stage is not None
         if self.first_stage is not None:
-            self._flat = flat
+            self._flat = flat.zero_()  # the hook does not write to the padding
             plan.put_flags(unused, flat)
             terms = [
                 torch.zeros_like(self.compute[index], dtype=dtype) if (term := gradients[index]) is None else term.to(dtype)
