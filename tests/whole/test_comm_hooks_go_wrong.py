@@ -92,8 +92,8 @@ _TEXTS: Final = {
     "fully_shard(module) first. Of units without a module around them, each takes a hook of its own",
     "state first": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and dict cannot be called. "
     "It stands before its state: register_comm_hook(module, hook, state)",
-    "one argument": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and <lambda> takes (bucket). "
-    "Bind other arguments with functools.partial",
+    "one argument": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and <lambda> takes "
+    "(bucket). Bind other arguments with functools.partial",
     "unknown stage": "AnnotationError: register_comm_hook: stage must be 'all_reduce' or None, got 'all_gather'",
     "stage of shards": "AnnotationError: register_comm_hook: replicated gradients are reduced in one stage, 'all_reduce'; "
     "leave stage= out",
