@@ -16,7 +16,7 @@ from composable.contract.naming import module_name
 from composable.contract.traversal import REPLICATE, SHARD, get_states
 from composable.engine import root
 from composable.engine.param_group import ShardedState
-from composable.engine.root import units_below
+from composable.engine.root import EXPLICIT, units_below
 from composable.engine.unit import Unit
 from composable.errors import NotAnnotatedError, PhaseError, closest
 from composable.memory.elastic import release_idle_memory
@@ -74,7 +74,8 @@ class Unsharding:
 def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """All-gather the parameters of every unit in `module`. Until `reshard(module)`, modules hold whole plain parameters.
 
-    A forward or backward in between uses these parameters, and reshards them as usual. All ranks call this together. Write to
+    A forward with gradients in between uses these parameters, and reshards them as usual; forwards without gradients keep them.
+    All ranks call this together. Write to
     parameters when they are sharded: what is written to unsharded ones is lost when they are resharded.
 
     Args:
@@ -92,6 +93,7 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     units = _sharded_in("unshard", module)
     for unit in units:
         unit.unshard()
+        unit.keep(EXPLICIT)
     pending = Unsharding(units)
     if not async_op:
         pending.wait()
@@ -111,6 +113,7 @@ def reshard(module: nn.Module) -> None:
     if running is not None:
         raise PhaseError(f"reshard was called inside of the forward of unit '{running.name}', which needs its parameters")
     for unit in units:
+        unit.kept_by.pop(EXPLICIT, None)
         unit.swap_out()
         unit.reshard()
 

@@ -43,10 +43,9 @@ class Watched:
 
 def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The tensor, or of a wrapper subclass that autograd knows nothing of, the tensors inside it that have the graph."""
-    if type(tensor) in _PLAIN or tensor.requires_grad:
-        yield innermost(tensor)
+    yield innermost(tensor)
+    if type(tensor) in _PLAIN or tensor.grad_fn is not None:
         return
-    yield tensor
     for inside in vars(tensor).values():
         if isinstance(inside, Tensor):
             yield from _inner_tensors(inside)

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import ref
 
 import torch
@@ -38,6 +38,9 @@ from composable.memory.torch_private import (
     parameter_around,
     set_local,
 )
+
+if TYPE_CHECKING:
+    from composable.engine.unit import Unit
 
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
 trainability: Final = attrgetter("requires_grad")
@@ -116,11 +119,10 @@ _FACTS: Final = "_composable_facts"
 class _Facts:
     """What an at-rest parameter is told of its unit. Copies and files do not take it along: a mesh has process groups."""
 
-    __slots__ = ("holds", "mesh", "model_group")
+    __slots__ = ("holds", "unit")
 
     def __init__(self) -> None:
-        self.mesh: ref[DeviceMesh] | None = None
-        self.model_group: ref[dist.ProcessGroup] | None = None
+        self.unit: ref[Unit] | None = None
         self.holds = False
 
     def __reduce__(self) -> tuple[type[_Facts], tuple[()]]:
@@ -138,18 +140,20 @@ def _facts_of(parameter: Tensor) -> _Facts:
     return facts
 
 
-def set_unit_mesh(parameter: Tensor, mesh: DeviceMesh | None) -> None:
-    _facts_of(parameter).mesh = None if mesh is None else ref(mesh)
+def set_unit(parameter: Tensor, unit: Unit) -> None:
+    _facts_of(parameter).unit = ref(unit)
+
+
+def unit_of(parameter: Tensor) -> Unit | None:
+    """The unit that manages `parameter`."""
+    facts: _Facts | None = getattr(parameter, _FACTS, None)
+    return None if facts is None or facts.unit is None else facts.unit()
 
 
 def unit_mesh_of(parameter: Tensor) -> DeviceMesh | None:
     """The mesh of the unit that manages `parameter`; None for one rank, and for a parameter that no unit manages."""
-    facts: _Facts | None = getattr(parameter, _FACTS, None)
-    return None if facts is None or facts.mesh is None else facts.mesh()
-
-
-def set_model_group(parameter: Tensor, group: dist.ProcessGroup) -> None:
-    _facts_of(parameter).model_group = ref(group)
+    unit = unit_of(parameter)
+    return None if unit is None else unit.mesh_info.mesh
 
 
 def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
@@ -157,8 +161,8 @@ def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
 
     None if the parameter's own mesh has all of them.
     """
-    facts: _Facts | None = getattr(parameter, _FACTS, None)
-    return None if facts is None or facts.model_group is None else facts.model_group()
+    unit = unit_of(parameter)
+    return None if unit is None or unit.model_group is None else unit.model_group()
 
 
 def set_holds_unreduced(parameter: Tensor, *, holds: bool) -> None:

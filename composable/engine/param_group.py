@@ -52,7 +52,6 @@ from composable.engine.param import (
     memory_order,
     move_hooks,
     set_label,
-    set_unit_mesh,
     shard_placements,
     whole_shape,
 )
@@ -402,7 +401,6 @@ class ParamGroup:
             if param.compute is not param.at_rest:
                 set_label(param.compute, unit, param.fqn, "compute")
             set_label(param.at_rest, unit, param.fqn, "at_rest")
-            set_unit_mesh(param.at_rest, self.mesh_info.mesh)
 
     def address_of(self, param: ManagedParam) -> int:
         """Where the memory of an at-rest parameter starts."""

@@ -6,6 +6,8 @@ into unit by unit.
 
 from __future__ import annotations
 
+import logging
+import sys
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.contract.hooks import hooks_attached
-from composable.engine.param import ManagedParam, describe_mesh, set_label, trainability
+from composable.contract.traversal import get_all_sharded_states, get_replicated_states
+from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability
 from composable.errors import AnnotationError, ForeignParameterError, HooksRemovedError, MeshError, PhaseError, few, still_on_meta
 from composable.memory.torch_private import active_ddp, as_tensors, innermost, local_of, outside_transforms
 
@@ -24,12 +27,16 @@ if TYPE_CHECKING:
     from composable.engine.unit import Unit
 
 
+logger = logging.getLogger("composable")
+
+
 class Preparation:
     """The check of one root."""
 
     def __init__(self, root: Root) -> None:
         self._root = root
         self._watched: list[Any] | None = None  # what was found when everything was in order
+        self._looked_around = False
         self._refuse_newcomers()
 
     def prepare(self) -> None:
@@ -40,6 +47,9 @@ class Preparation:
                 f"unit '{root.name}' is called inside DistributedDataParallel, which would average gradients once more. Leave DDP "
                 "out: replicate and fully_shard average gradients themselves"
             )
+        if not self._looked_around and torch.is_grad_enabled():
+            self._looked_around = True
+            _warn_of_unmanaged_around(root)
         if self._watched is not None and self._unchanged():
             return
         self._watched = None
@@ -125,6 +135,45 @@ class Preparation:
                         "after the annotation, and no unit manages it: every rank would train its own. Add modules and parameters "
                         "before annotating, remove and annotate anew, or freeze it"
                     )
+
+
+def _warn_of_unmanaged_around(root: Root) -> None:
+    """In the first forward that trains: trainable parameters of the model around the root which no annotation reaches.
+
+    The model is not known to its blocks; it is the outermost module whose forward is on the stack.
+    """
+    if all(unit.mesh_info.all.size == 1 for unit in root.units):
+        return
+    frame, around = sys._getframe(), root.module
+    while frame is not None:
+        found = frame.f_locals.get("self")
+        if isinstance(found, nn.Module) and frame.f_code.co_name in ("_call_impl", "forward"):
+            around = found
+        frame = frame.f_back  # type: ignore[assignment]
+    if around is root.module:
+        return
+    alone: dict[tuple[int, str], None] = {}
+    for state in (*get_all_sharded_states(around), *get_replicated_states(around)):
+        alone.update({(id(place.module), place.name): None for place in state.spec.left_alone})
+    inside = {id(below) for below in root.module.modules()}
+    names = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, below in around.named_modules()
+        for name, parameter in below._parameters.items()
+        if parameter is not None
+        and parameter.requires_grad
+        and label_of(parameter) is None
+        and not isinstance(parameter, DTensor)
+        and (id(below), name) not in alone
+        and id(below) not in inside
+    ]
+    if names:
+        verb = root.units[0].spec.verb if root.units[0].spec else ""
+        logger.warning(
+            "%s: %s of %s trains, and no annotation reaches it: every rank trains its own. Annotate the model around the "
+            "annotated modules as well, %s(model), or freeze it",
+            verb, few([f"'{name}'" for name in names]), type(around).__name__, verb,
+        )  # fmt: skip
 
 
 def _refuse_cleared_hooks(unit: Unit) -> None:

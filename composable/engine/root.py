@@ -51,6 +51,8 @@ logger = logging.getLogger("composable")
 
 PREFETCHED: Final = 1  # units whose all-gather is launched ahead of need
 IN_FLIGHT: Final = 1  # reductions that stay in flight while the next one is launched
+# The reason to keep a unit unsharded after `composable.unshard`: until `reshard`, or the next forward that trains.
+EXPLICIT: Final = "unshard()"
 _REMEMBERED: Final = 4096  # forwards that no backward follows (an evaluation with gradients) must not fill the memory
 
 
@@ -65,6 +67,7 @@ class Iteration:
         end: of the backward that was opened; it is gone if that raised.
         active: units that backward has entered and not left.
         to_reduce: units that backward has entered since they were last reduced.
+        entered: units that backward has entered.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
         builds_graph: the backward runs with `create_graph=True`.
     """
@@ -77,6 +80,7 @@ class Iteration:
         self.end: ref[BackwardEnd] | None = None
         self.active: list[Unit] = []
         self.to_reduce: dict[Unit, None] = {}
+        self.entered: dict[Unit, None] = {}
         self.in_flight: list[Unit] = []
         self.over_replicas: list[Unit] = []
         self.builds_graph = False
@@ -241,12 +245,19 @@ class Root:
             pinned, self._pinned = self._pinned, {}
             for unit in pinned:
                 unit.release(self)
+        explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
+        for unit in explicit:
+            unit.swap_out()
+            if grad:
+                del unit.kept_by[EXPLICIT]  # this forward uses what was gathered, and frees it as usual
         self._preparation.prepare()
         if iteration is None:
             for unit in self.units:
-                if not unit.kept_by:
+                if not unit.kept_by and unit not in explicit:
                     unit.reshard()
             iteration = self.iteration = Iteration(None)
+        for unit in explicit if not grad else ():
+            unit.swap_in()
         iteration.stream = self._streams.here()
         self._outermost = module
         for unit in self._shown:
@@ -369,7 +380,7 @@ class Root:
             if other not in unit.around and unit not in other.around:
                 self._leave_backward(other)
         iteration.active.append(unit)
-        iteration.to_reduce[unit] = None
+        iteration.to_reduce[unit] = iteration.entered[unit] = None
         finished = iteration.finished
         for position in range(len(finished) - 1, -1, -1):
             if finished[position] is unit:
@@ -384,6 +395,7 @@ class Root:
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
+        unit.fed = True
         iteration = self.iteration
         if iteration is not None and unit in iteration.to_reduce and not unit.reduces_by_arrival:
             return
@@ -492,6 +504,8 @@ class Root:
 
     def _conclude(self, iteration: Iteration) -> None:
         goes_on = bool(self.running) or iteration.builds_graph
+        for unit in iteration.entered:
+            unit.starved = unit.trains and not unit.fed and not iteration.builds_graph
         for unit in self.units:
             if not goes_on:
                 unit.pending = 0  # no backward will come to the forwards that have been
@@ -652,5 +666,7 @@ def reduce_held(units: Sequence[Unit]) -> None:
             Root.plan(unit, unit.modules[0])
     for root in dict.fromkeys(unit.root for unit in units):
         assert root is not None
+        if root.iteration is not None and root.iteration.end is not None:
+            root.reset("its backward did not finish")
         root.reduce_held()
 

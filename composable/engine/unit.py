@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm.mesh import MeshInfo
 from composable.compilation import untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
+from composable.contract.contract import on_undo
 from composable.contract.traversal import SHARD, names_below
 from composable.engine.accumulation import Accumulation, SyncMode
 from composable.engine.comm_hooks import CommHook, attach_hooks
@@ -39,10 +42,11 @@ from composable.engine.param import (
     keep_gradients_in,
     move_hooks,
     set_label,
+    set_unit,
 )
 from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
-from composable.engine.root import Root, root_for_call, units_below
+from composable.engine.root import EXPLICIT, Root, root_for_call, units_below
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, unit_name
 from composable.memory.torch_private import backward_id, in_backward, local_of, next_node
@@ -102,6 +106,7 @@ class Unit:
         pending: forwards whose backward has not come yet.
         kept_by: reasons to stay unsharded: scopes, and graphs of `create_graph=True`.
         rest_mesh: the mesh that a replicated unit's parameters rest on as DTensors, since the tree has shards.
+        model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
         accumulation: the scopes of `no_sync`.
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
@@ -119,11 +124,13 @@ class Unit:
         self.pending = 0
         self.kept_by: dict[object, None] = {}
         self.rest_mesh: DeviceMesh | None = None
+        self.model_group: ref[dist.ProcessGroup] | None = None
         self.accumulation = Accumulation()
         self.comm_hooks: dict[str, CommHook] = {}
         self.sparse: list[SparseGradients] = []
         self.around: dict[Unit, None] = {}  # units that have ever been running when this one was called
         self.trains = False
+        self.fed = self.starved = False  # since the last step: a backward brought gradients; one went through and brought none
         self._calls: list[_Call] = []  # that are under way
         self._to_run: list[nn.Module] = []  # of several modules, those that have not run in this forward
         self._swap = ParameterSwap(())
@@ -281,6 +288,8 @@ class Unit:
 
     def rename(self, fqn: str) -> None:
         """Take the FQN below the root, for messages."""
+        for param in self.params:
+            set_unit(param.at_rest, self)
         self.name = fqn = unit_name(fqn) if fqn != unit_name("") else fqn
         for group in self.groups:
             group.rename(fqn)
@@ -347,12 +356,6 @@ class Unit:
                 self.swap_out()
                 self.reshard()
 
-    @property
-    def stays_after_backward(self) -> bool:
-        """Kept by a scope or a graph; or frozen, and kept after forward: then until the next root forward."""
-        assert self.spec is not None
-        return bool(self.kept_by)
-
     # --- the four hooks ---------------------------------------------------------------------------------------------
 
     @untraced
@@ -397,7 +400,7 @@ class Unit:
         try:
             if grad:
                 output, found, aliases = self._watch(output, since, counted=not recomputes)
-            if not self.depth and not self._shown_in_backward:
+            if not self.depth and not self._stays_shown:
                 self.swap_out()
             if recomputes:
                 return output
@@ -433,8 +436,9 @@ class Unit:
             return False
 
     @property
-    def _shown_in_backward(self) -> bool:
-        return self.root is not None and self.root.shows(self)
+    def _stays_shown(self) -> bool:
+        """Whether modules go on to hold compute parameters when no forward of the unit is under way."""
+        return EXPLICIT in self.kept_by or (self.root is not None and self.root.shows(self))
 
     @untraced
     def on_error(self, module: nn.Module) -> None:
@@ -445,7 +449,7 @@ class Unit:
         if not call.entered:
             return  # what raised in between has cleaned up
         self.depth -= 1
-        if not self.depth and not self._shown_in_backward:
+        if not self.depth and not self._stays_shown:
             self.swap_out()
         if call.recomputes:
             return  # checkpointing stops a recomputation by an exception when it has what it needs
@@ -613,6 +617,18 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
         param.register(plain)
 
 
+def _untie(unit: Unit, param: ManagedParam, info: ParamInfo) -> None:
+    if unit.params:  # it has not been removed itself
+        param.set_info(info)
+
+
+def _rest_as_before(unit: Unit, mesh: DeviceMesh | None) -> None:
+    """The annotation around a replicated unit is removed: its parameters rest as before it."""
+    if unit.params:
+        unit.rest_mesh = mesh
+        unit.build()
+
+
 def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, nn.Parameter, tuple[Place, ...]]] = ()) -> None:
     """At the end of an annotation: decide how replicated parameters in the tree rest, and who owns tied ones.
 
@@ -623,16 +639,23 @@ def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, n
     units = [own, *(unit for unit in units_below(modules) if unit is not own)]
     for unit, parameter, places in tied:
         for param in unit.params:
-            if parameter in (param.at_rest, param.own, param.compute):
+            if any(parameter is form for form in (param.at_rest, param.own, param.compute)):
                 known = param.info.places
+                on_undo(partial(_untie, unit, param, param.info))
                 param.set_info(replace(param.info, places=(*known, *(place for place in places if place not in known))))
     sharded = [unit for unit in units if unit.is_sharded and unit.params]
     mesh = sharded[0].mesh_info.mesh if sharded else None
+    for unit in units:
+        if unit.mesh_info.all.size < own.mesh_info.all.size and own.mesh_info.all.group is not None:
+            on_undo(partial(setattr, unit, "model_group", unit.model_group))
+            unit.model_group = ref(own.mesh_info.all.group)
     tied_units = [unit for unit, _, _ in tied]
     for unit in units:
         if unit.is_sharded or unit.spec is None or unit.mesh_info.mesh is None:
             continue
         if unit.rest_mesh != mesh or unit in tied_units:
+            if unit is not own:
+                on_undo(partial(_rest_as_before, unit, unit.rest_mesh))
             unit.rest_mesh = mesh
             unit.build()
     for module in modules:  # until the first forward plans the tree, units have their FQNs below what was annotated last

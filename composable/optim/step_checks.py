@@ -12,7 +12,7 @@ to see that what it has gathered is out of date.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -24,11 +24,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
-from composable.engine.param import ParamLabel, label_of, unit_mesh_of
+from composable.engine.param import ParamLabel, label_of, unit_mesh_of, unit_of
 from composable.errors import MeshError, OptimizerError
 from composable.memory.torch_private import local_of
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.local_steps import is_stand_in, refuse_unreduced, step_on_shards_unasked
+
+if TYPE_CHECKING:
+    from composable.engine.unit import Unit
 
 _REPLACED: Final = {
     "original": "was replaced on its module, by an annotation, by load_state_dict(assign=True) or by an assignment, after the "
@@ -59,6 +62,9 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     managed = [parameter for parameter, label in zip(parameters, labels, strict=True) if label is not None]
     if not managed:
         return
+    for unit in dict.fromkeys(map(unit_of, managed)):
+        if unit is not None:
+            _refuse_starved(optimizer, unit)
     sharded = [parameter for parameter in managed if isinstance(parameter, DTensor)]
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:
@@ -83,6 +89,17 @@ def _refuse_replaced(optimizer: Optimizer, label: ParamLabel | None, gradient: T
         f"{type(optimizer).__name__}.step: parameter '{label.fqn}' of unit '{label.unit}' {_REPLACED[label.form]}, from "
         f"model.parameters(). The step would train nothing. {_NO_CHANGE}"
     )
+
+
+def _refuse_starved(optimizer: Optimizer, unit: Unit) -> None:
+    """Zero-bubble schedules ask autograd for gradients of inputs and of weights, and assign `.grad` themselves."""
+    if unit.starved and not unit.fed and unit.mesh_info.all.size > 1:
+        raise OptimizerError(
+            f"{type(optimizer).__name__}.step: backward went through unit '{unit.name}', and brought no gradient to any of its "
+            "parameters: torch.autograd.grad() was asked for other gradients, as zero-bubble pipeline schedules do, which assign "
+            f".grad themselves. Such gradients are not reduced over the ranks. Use a schedule that calls backward(). {_NO_CHANGE}"
+        )
+    unit.fed = unit.starved = False
 
 
 def _refuse_annotated_alone(optimizer: Optimizer, parameters: list[Tensor]) -> None:
