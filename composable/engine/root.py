@@ -421,6 +421,8 @@ class Root:
         if at_end or (unit.pending <= 0 and unit not in iteration.untracked):
             iteration.to_reduce.pop(unit, None)
             self._reduce(unit)
+            if not at_end:
+                self._make_room()
 
     def _reduce(self, unit: Unit) -> None:
         iteration = self.iteration
@@ -444,6 +446,11 @@ class Root:
         for bucket in unit.buckets:
             bucket.reduce(shards_only=unit.accumulation.now is SyncMode.HOLD_SHARDS)
         iteration.in_flight.append(unit)
+
+    def _make_room(self) -> None:
+        """Wait for the oldest reductions."""
+        iteration = self.iteration
+        assert iteration is not None
         while len(iteration.in_flight) > IN_FLIGHT + 1:
             oldest = iteration.in_flight.pop(0)
             if [bucket for bucket in oldest.buckets if bucket.advance()]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -17,12 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable import MixedPrecisionPolicy, checkpoint, fully_shard, replicate
-from composable.device.collectives import Communicator, communicators_wrapped_by
-from composable.errors import CommunicationError, MeshError, RanksDisagreeError
+from composable.comm import Comm, comms_wrapped_by
+from composable.errors import RanksDisagreeError
 from tests.helpers.battery import BATTERY, Case
-from tests.helpers.communicators import LastMoment, Log, Recording, Slow, all_ordered, all_sockets
+from tests.helpers.communicators import LastMoment, Log, Recording, Slow, all_ordered
 from tests.helpers.compare import assert_same_gradients, assert_same_training, averaged_gradients, full_gradients
-from tests.helpers.leaving import Layer, Layers, Planned, in_the_third_layer
 from tests.helpers.schemes import outermost_units_of
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
@@ -99,20 +97,20 @@ def test_it_trains_as_one_process() -> None:
             assert_same_training(BATTERY[case], annotate)
 
 
-_WRAPPERS: Final[dict[str, tuple[Callable[[Communicator], Communicator], ...]]] = {
-    "sockets, late on one rank": (all_sockets, partial(Slow, rank=0, seconds=0.002)),
-    "told apart by order": (all_ordered,),
+_WRAPPERS: Final[dict[str, tuple[Callable[[Comm], Comm], ...]]] = {
+    "late on one rank": (partial(Slow, rank=0, seconds=0.002),),
+    "the backend's own collectives": (all_ordered,),
     "at the last moment": (LastMoment,),
 }
 
 
 @pytest.mark.parametrize("how", _WRAPPERS)
 @spmd(ranks=4)
-def test_it_does_not_depend_on_when_collectives_arrive_or_how_they_are_told_apart(how: str) -> None:
+def test_it_does_not_depend_on_when_collectives_arrive_or_which_ones_are_launched(how: str) -> None:
     def annotate(model: nn.Module, case: Case) -> None:
         with ExitStack() as stack:
             for wrapper in _WRAPPERS[how]:
-                stack.enter_context(communicators_wrapped_by(wrapper))
+                stack.enter_context(comms_wrapped_by(wrapper))
             _plain_around_hybrid(mesh)(model, case)
 
     mesh = _mesh(2, 2)
@@ -148,8 +146,8 @@ def _train_branches(*shape: int, ordered: bool) -> list[str]:
     model, log = copy.deepcopy(plain), Log()
     with ExitStack() as stack:
         if ordered:
-            stack.enter_context(communicators_wrapped_by(all_ordered))
-        stack.enter_context(communicators_wrapped_by(lambda inner: Recording(inner, log)))
+            stack.enter_context(comms_wrapped_by(all_ordered))
+        stack.enter_context(comms_wrapped_by(lambda inner: Recording(inner, log)))
         fully_shard(model, policy={Block}, mesh=_mesh(*shape))
     for step in range(2):
         log.events.clear()
@@ -163,7 +161,7 @@ def _train_branches(*shape: int, ordered: bool) -> list[str]:
     return log.labels()
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["by tag", "by order"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["pairs", "collectives"])
 def test_launches_do_not_depend_on_which_gradients_a_rank_has(pool: Pool, ordered: bool, device: str) -> None:
     need_devices(device, 4)
     logs = pool.run(4, _train_branches, 2, 2, ordered=ordered, device=device)
@@ -192,7 +190,7 @@ def test_whole_replicas_tell_each_other_who_has_a_gradient() -> None:
     _train_branches(1, 4, ordered=False)
 
 
-# --- uses and errors of a program -------------------------------------------------------------------------------------
+# --- uses of a program ------------------------------------------------------------------------------------------------
 
 
 def _two_backwards(model: nn.Module, x: Tensor) -> None:
@@ -243,34 +241,7 @@ def test_both_hops_sum_in_the_dtype_that_the_policy_says() -> None:
             assert gradient.unique().tolist() == [1 + 1.5 * 2.0**-7], (shape, name)
 
 
-# --- one rank leaves --------------------------------------------------------------------------------------------------
-
-
-def _leave_on_the_last_rank() -> str:
-    model = Layers()
-    fully_shard(model, mesh=_mesh(2, 2), policy={Layer}, reshard_after_forward=True, sync_module_states="broadcast")
-    x = torch.ones(2, 8)
-    for step in range(3):
-        try:
-            if step == 1 and dist.get_rank() == 3:
-                in_the_third_layer(model, x)
-            model(x).sum().backward()
-        except (Planned, CommunicationError) as error:
-            assert step == 1
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-    return said
-
-
-@pytest.mark.host
-def test_who_waits_for_a_rank_that_left_is_told_by_its_number_among_all(pool: Pool) -> None:
-    diagonal, copy_of_it, other_half, planned = pool.run(4, _leave_on_the_last_rank)
-    assert planned == "Planned: as planned"
-    left = "rank 3 has left this step: unit '2' raised Planned: as planned"
-    assert other_half == f"CommunicationError: rank 2: the all-gather of unit '3' failed: {left}"
-    assert copy_of_it == f"CommunicationError: rank 1: the gradient reduction of unit '3' over replicas failed: {left}"
-    # It waits for nothing of rank 3: one of the other two, who have left the step, tells it.
-    assert diagonal.startswith("CommunicationError: rank 0: the ")
-    assert re.search(r"failed: rank [12] has left this step: ", diagonal)
+# --- errors of a program ----------------------------------------------------------------------------------------------
 
 
 class EitherOrder(nn.Module):
@@ -299,9 +270,9 @@ def test_replicas_that_run_their_units_in_another_order_are_named(pool: Pool, de
     assert (
         pool.run(4, _run_in_either_order, device=device)
         == [
-            "the ranks run their modules in different orders in the first forward: rank 0 runs 'blocks.0'; rank 1 runs "
-            "'blocks.0'; rank 2 runs 'blocks.1'; rank 3 runs 'blocks.1'. All ranks must run the same fully sharded modules in "
-            "the same order."
+            "the ranks run different units in the first forward: rank 0 runs 'blocks.0', rank 1 runs 'blocks.0', rank 2 runs "
+            "'blocks.1', rank 3 runs 'blocks.1'. Every rank must run the same annotated modules in the same order. If data "
+            "decides what runs, annotate a module around it"
         ]
         * 4
     )
@@ -331,23 +302,15 @@ def test_parameters_are_replicated_over_one_dimension_and_cut_over_the_other() -
         assert model.scale.placements == (same, same)  # type: ignore[union-attr]
 
 
-def _with_different_replicas() -> str:
-    model = nn.Sequential(Block(4, 4), Block(4, 4)).to(current_device())
-    fully_shard(model[0], mesh=_mesh(2, 2), sync_module_states="broadcast")
-    fully_shard(model[1], mesh=_mesh(2, 2, names=("shard", "replicate")), sync_module_states="broadcast")
-    fully_shard(model)
-    with pytest.raises(MeshError) as refused:
-        model(torch.ones(2, 4, device=current_device()))
-    return str(refused.value)
+@spmd(ranks=4)
+def test_units_of_one_model_may_be_replicated_over_different_ranks() -> None:
+    other = _mesh(2, 2, names=("shard", "replicate"))
+    for case in _CASES:
+        assert_same_training(BATTERY[case], _plain_around_hybrid(other))
 
+        def annotate(model: nn.Module, case: Case) -> None:
+            for unit in outermost_units_of(model, case)[::2]:
+                fully_shard(unit, mesh=other)
+            fully_shard(model, policy=set(case.units), mesh=_mesh(2, 2))
 
-def test_units_that_are_replicated_over_other_ranks_are_refused_by_name(pool: Pool, device: str) -> None:
-    need_devices(device, 4)
-    assert (
-        pool.run(4, _with_different_replicas, device=device)
-        == [
-            "the mesh of unit '1' has the replicas [[0, 2], [1, 3]] (ranks that hold one copy together), that of unit '0' has "
-            "[[0, 1], [2, 3]]; units of one model that are sharded and replicated must have the same. Pass one mesh to both"
-        ]
-        * 4
-    )
+        assert_same_training(BATTERY[case], annotate)
