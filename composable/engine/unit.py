@@ -123,7 +123,10 @@ class Unit:
         self.depth = 0
         self.pending = 0
         self.kept_by: dict[object, None] = {}
+        self.beside: DeviceMesh | None = None
         self.rest_mesh: DeviceMesh | None = None
+        self.found: dict[Unit, None] = {}
+        self.within: dict[Unit, None] = {}
         self.model_group: ref[dist.ProcessGroup] | None = None
         self.accumulation = Accumulation()
         self.comm_hooks: dict[str, CommHook] = {}
@@ -212,7 +215,7 @@ class Unit:
     @property
     def reduces_by_arrival(self) -> bool:
         """Autograd accumulates on the parameters that users see, and the root reduces them in buckets of all its units."""
-        return not self.is_sharded and self.rest_mesh is None
+        return not self.is_sharded and self.beside is None
 
     def _build_buckets(self) -> None:
         assert self.spec is not None
@@ -228,12 +231,10 @@ class Unit:
                 if factor != 1.0:
                     self._multiply_gradients(group.params, factor)
                 continue
-            if in_place and self.reduces_by_arrival:
-                if factor != 1.0:
-                    self._multiply_gradients(group.params, factor)
-                continue
-            if not self.is_sharded and self.reduces_by_arrival and ranks > 1:
-                continue  # casts of a replicated model: the root reduces them in buckets, too
+            if in_place and factor != 1.0:
+                self._multiply_gradients(group.params, factor)
+            if in_place and ranks == 1 or self.reduces_by_arrival and (in_place or ranks > 1):
+                continue  # autograd has done everything, or the root reduces them in buckets of all units
             members = list(zip(group.params, group.slots, strict=True))
             self.buckets.append(
                 GradBucket(members, group.precision, group.device, self.mesh_info, factor=factor, home=group.home)
@@ -543,6 +544,34 @@ class Unit:
                 keep_gradients_in(registered.dtype, registered)
         self.groups, self.buckets, self.params, self.root = [], [], [], None
         self.modules = ()
+        self._leave_tree()
+
+    def _leave_tree(self) -> None:
+        """Replicated units around which there are no shards any more rest as plain parameters again."""
+        around, found = [*self.within], [*self.found]
+        self.within, self.found = {}, {}
+        for unit in found:
+            unit.within.pop(self, None)
+        for unit in around:
+            unit.found.pop(self, None)
+        for other in dict.fromkeys([*found, *around, *(other for unit in around for other in unit.found)]):
+            other.choose_rest()
+
+    def choose_rest(self) -> None:
+        """Decide how replicated parameters rest: next to shards, as their optimizers and clipping expect, as `DTensor`s."""
+        if self.is_sharded or not self.params or self.mesh_info.mesh is None:
+            return
+        meshes = [mesh for unit in self.within if (mesh := unit._mesh_of_shards()) is not None]
+        beside = meshes[-1] if meshes else None
+        if beside != self.beside:
+            alike = beside is not None and sorted(beside.mesh.flatten().tolist()) == sorted(self.mesh_info.mesh.mesh.tolist())
+            self.beside, self.rest_mesh = beside, beside if alike else None
+            self.build()
+            if self.root is not None:
+                self.root.forget()
+
+    def _mesh_of_shards(self) -> DeviceMesh | None:
+        return next((unit.mesh_info.mesh for unit in (self, *self.found) if unit.is_sharded and unit.params), None)
 
     def _restore_own(self, param: ManagedParam) -> None:
         own, at_rest = param.own, param.at_rest
@@ -622,13 +651,6 @@ def _untie(unit: Unit, param: ManagedParam, info: ParamInfo) -> None:
         param.set_info(info)
 
 
-def _rest_as_before(unit: Unit, mesh: DeviceMesh | None) -> None:
-    """The annotation around a replicated unit is removed: its parameters rest as before it."""
-    if unit.params:
-        unit.rest_mesh = mesh
-        unit.build()
-
-
 def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, nn.Parameter, tuple[Place, ...]]] = ()) -> None:
     """At the end of an annotation: decide how replicated parameters in the tree rest, and who owns tied ones.
 
@@ -643,21 +665,18 @@ def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, n
                 known = param.info.places
                 on_undo(partial(_untie, unit, param, param.info))
                 param.set_info(replace(param.info, places=(*known, *(place for place in places if place not in known))))
-    sharded = [unit for unit in units if unit.is_sharded and unit.params]
-    mesh = sharded[0].mesh_info.mesh if sharded else None
     for unit in units:
         if unit.mesh_info.all.size < own.mesh_info.all.size and own.mesh_info.all.group is not None:
             on_undo(partial(setattr, unit, "model_group", unit.model_group))
             unit.model_group = ref(own.mesh_info.all.group)
-    tied_units = [unit for unit, _, _ in tied]
+    own.found = dict.fromkeys(units[1:])
+    on_undo(own._leave_tree)  # before ties are undone: all places of a tied parameter get its form
     for unit in units:
-        if unit.is_sharded or unit.spec is None or unit.mesh_info.mesh is None:
-            continue
-        if unit.rest_mesh != mesh or unit in tied_units:
-            if unit is not own:
-                on_undo(partial(_rest_as_before, unit, unit.rest_mesh))
-            unit.rest_mesh = mesh
-            unit.build()
+        unit.within[own] = None
+    for unit in units:
+        unit.choose_rest()
+    for unit in dict.fromkeys(unit for unit, _, _ in tied):
+        unit.build()
     for module in modules:  # until the first forward plans the tree, units have their FQNs below what was annotated last
         names = names_below(module)
         for unit in units:
