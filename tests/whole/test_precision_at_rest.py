@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Final
 
@@ -26,7 +25,6 @@ from tests.helpers import compiled
 from tests.helpers.compare import full, full_gradients
 from tests.helpers.world import Pool
 from tests.whole.test_precision import Block, loss_of, model_of, tokens_of
-from tests.whole.test_precision_at_the_edge import Buffered
 
 BF16: Final = torch.bfloat16
 
@@ -222,23 +220,6 @@ def test_two_ranks(pool: Pool, body: Callable[[], None]) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit(pool: Pool, ranks: int) -> None:
     pool.run(ranks, _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit)
-
-
-@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: torch.load(_saved(model), weights_only=False)])
-def test_copies_compute_as_the_original_does_where_there_is_no_group(make: Callable[[nn.Module], nn.Module]) -> None:
-    model = fully_shard(Buffered(), mp_policy=MixedPrecisionPolicy("bf16", buffer_dtype="bf16", output_dtype="fp32"))
-    twin = make(model)
-    assert torch.equal(model(torch.ones(1, 4)), twin(torch.ones(1, 4)))
-    assert twin.seen["table"] is BF16
-    assert twin.inner.weight is not model.inner.weight
-    assert twin.inner.weight.dtype is torch.float32
-
-
-def _saved(model: nn.Module) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return file
 
 
 def test_gradients_that_were_there_are_kept_in_the_dtype_that_is_asked_for_and_back_where_there_is_no_group() -> None:

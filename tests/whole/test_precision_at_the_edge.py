@@ -148,7 +148,7 @@ class Buffered(nn.Module):
         self.register_buffer("steps", torch.tensor(0))
         self.register_buffer("nothing", None)
 
-    def forward(self, x: Tensor, fail: type[BaseException] | None = None) -> Tensor:
+    def forward(self, x: Tensor, fail: type[Exception] | None = None) -> Tensor:
         self.seen = {name: buffer.dtype for name, buffer in self.named_buffers()}
         self.is_one = self.inner.table is self.table
         self.sums += 1
@@ -173,12 +173,10 @@ def test_buffers_are_computed_with_in_their_dtype_and_rest_in_their_own() -> Non
         assert module.sums is sums
         assert (module.sums[0], module.last[0], module.steps) == (step, 2 * step, step)
         assert {buffer.dtype for buffer in module.state_dict().values()} == {torch.float32, torch.int64}
-    for fail in (ValueError, KeyboardInterrupt):
-        with pytest.raises(fail, match="as planned"):
-            module(torch.ones(2, 4), fail=fail)
-        assert {buffer.dtype for buffer in module.state_dict().values()} == {torch.float32, torch.int64}
-        assert module.table is table
-        module.zero_grad()
+    with pytest.raises(ValueError, match="as planned"):
+        module(torch.ones(2, 4), fail=ValueError)
+    assert {buffer.dtype for buffer in module.state_dict().values()} == {torch.float32, torch.int64}
+    assert module.table is table
     module.to(torch.float64)
     module(torch.ones(2, 4)).float().sum().backward()
     assert module.seen["table"] is BF16
@@ -271,7 +269,7 @@ def test_a_policy_that_is_none_is_refused_and_names_what_would_be_one() -> None:
 
 
 def test_gradients_in_another_dtype_are_refused_where_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composable.api.mp_policy.CAN_KEEP", False)
+    monkeypatch.setattr("composable.api.arguments.CAN_KEEP", False)
     model = nn.Linear(2, 2)
     policy = MixedPrecisionPolicy("bf16", keep_grads_in_reduce_dtype=True)
     text = refused(model, lambda: fully_shard(model, mp_policy=policy))
