@@ -98,12 +98,12 @@ def by_hand(model: Model, policy: MixedPrecisionPolicy, ranks: int, steps: Seque
         sums: list[Tensor | None] = [None] * len(list(model.parameters()))
         for step in steps:
             loss_of(low(tokens_of(step, rank))).backward()
-            # One alone is summed as it comes, several are added up in the parameters' own dtypes.
-            fresh = [
-                None if p.grad is None else p.grad.to(p.grad.dtype if len(steps) == 1 else own.dtype)
-                for p, own in zip(low.parameters(), model.parameters(), strict=True)
-            ]
-            sums = [more if held is None else held + more for held, more in zip(sums, fresh, strict=True)]  # type: ignore[operator]
+            for index, (lowered, own) in enumerate(zip(low.parameters(), model.parameters(), strict=True)):
+                # One alone is summed as it comes, several are added up in the parameters' own dtypes.
+                fresh, held = lowered.grad, sums[index]
+                if fresh is not None:
+                    first = fresh.to(fresh.dtype if len(steps) == 1 else own.dtype)
+                    sums[index] = first if held is None else held.add_(fresh)
             low.zero_grad()
         gradients.append(sums)
     for parameter, *of_ranks in zip(model.parameters(), *gradients, strict=True):
