@@ -381,6 +381,9 @@ class ParamGroup:
     def _compute_form(self, param: ManagedParam, slot: Slot) -> nn.Parameter:
         if not self.has_shards and not self.precision.casts:
             assert param.own is not None
+            if self.precision.changes and param.at_rest is param.own:
+                # Sums in another dtype: what is there already must not be rounded again, so gradients come apart from it.
+                return nn.Parameter(param.own.detach(), requires_grad=self._differentiable)
             return param.own
         if self.has_shards and self._aliased(slot):  # shares the shards' version counter
             return nn.Parameter(self._shard_view(slot), requires_grad=self._differentiable)

@@ -6,9 +6,11 @@ gradients summed) and, for a model that is only replicated, in when gradients ar
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 from weakref import ref
 
@@ -48,7 +50,7 @@ from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
 from composable.engine.root import EXPLICIT, Root, root_for_call, units_below
 from composable.engine.sparse import SparseGradients, only_looked_up
-from composable.errors import AnnotationError, OutputError, PhaseError, unit_name
+from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
 from composable.memory.torch_private import backward_id, in_backward, local_of, next_node
 
 @dataclass(frozen=True, slots=True)
@@ -449,6 +451,7 @@ class Unit:
         call = self._calls.pop()
         if not call.entered:
             return  # what raised in between has cleaned up
+        _explain(self, module, sys.exception())
         self.depth -= 1
         if not self.depth and not self._stays_shown:
             self.swap_out()
@@ -596,6 +599,43 @@ class Unit:
             f"the annotated unit '{self.name}' stands on process groups and cannot be pickled; save its state_dict() "
             "(torch.distributed.checkpoint writes it from all ranks), or call remove() with its module and verb first"
         )
+
+
+def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None:
+    """Add a note to torch's error if tensors of two dtypes, or plain and sharded ones, met in the forward of `module`.
+
+    Hooks after a forward that raised cannot raise anything else.
+    """
+    noted = error is None or any("unit '" in note for note in getattr(error, "__notes__", ()))  # by a unit inside
+    if noted or not isinstance(error, RuntimeError) or unit.root is None or unit.spec is None:
+        return
+    names = {below: name for name, below in module.named_modules()}
+    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    reader = next((owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names), module)
+    text, kind, low = str(error), type(reader).__name__, unit.spec.mp_policy.param_dtype
+    if "mixed torch.Tensor and DTensor" in text:
+        below = list(reader.modules())
+        read = [f"'{other.name}'" for other in unit.root.units if other.is_sharded and not other.depth and other.modules[0] in below]
+        error.add_note(
+            f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another unit ({few(read)}) outside of that unit's "
+            f"forward, where it is sharded. Annotate the {kind} as the unit in its place; with a policy, leave that one out"
+        )
+    elif "dtype" in text or "scalar type" in text:
+        held = [*reader.named_parameters(recurse=False), *reader.named_buffers(recurse=False)]
+        odd = [(name, t.dtype) for name, t in held if low is not None and t.is_floating_point() and t.dtype != low]
+        others = [other for other in unit.root.units if other.spec is not None and other.spec.mp_policy.param_dtype not in (None, low)]
+        if odd:
+            fqn, dtype = f"{names[reader]}.{odd[0][0]}".lstrip("."), odd[0][1]
+            error.add_note(
+                f"'{fqn}' of a {kind} is {dtype}, where unit '{unit.name}' computes in {low}. Buffers are cast by "
+                f"MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({kind},) keeps the module's dtype; ignored "
+                "parameters are not cast"
+            )
+        elif others:
+            error.add_note(
+                f"unit '{others[0].name}' computes in {others[0].spec.mp_policy.param_dtype}, and unit '{unit.name}' does not. What "
+                "one returns to the other is cast by MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
+            )
 
 
 def _leave_in_place() -> None:

@@ -276,25 +276,33 @@ def test_parts_that_are_compiled_keep_it_too(pool: Pool) -> None:
 # --- what does not go together ----------------------------------------------------------------------------------------
 
 
+def _note(model: nn.Module, x: Tensor, error: str) -> list[str]:
+    with pytest.raises(RuntimeError, match=error) as raised:
+        model(x)
+    return getattr(raised.value, "__notes__", [])
+
+
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
-def test_a_buffer_or_parameter_in_another_dtype_is_named_where_a_forward_fails_for_it(verb: Any) -> None:
+def test_what_has_another_dtype_is_named_where_a_forward_fails_for_it(verb: Any) -> None:
     ones = torch.ones(2, 3)
+    cure = (
+        "Buffers are cast by MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({0},) keeps the module's dtype; "
+        "ignored parameters are not cast"
+    )
     model = verb(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), mp_policy="bf16")
-    with pytest.raises(RuntimeError, match="BFloat16 but found Float") as raised:
-        model(ones)
-    assert raised.value.__notes__ == [
-        "buffer '1.running_mean' of a BatchNorm1d is torch.float32, where unit '(root)' computes in torch.bfloat16. Give "
-        "MixedPrecisionPolicy buffer_dtype='bfloat16', or let the module keep its dtype with "
-        "full_precision_classes=(BatchNorm1d,)"
+    assert _note(model, ones, "BFloat16 but found Float") == [
+        "'1.running_mean' of a BatchNorm1d is torch.float32, where unit '(root)' computes in torch.bfloat16. "
+        + cure.format("BatchNorm1d")
     ]
     model = verb(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), mp_policy="bf16", ignored_params=["1.*"])
-    with pytest.raises(RuntimeError, match="same dtype") as raised:
-        model(ones)
-    assert raised.value.__notes__ == [
-        "parameter '1.weight' of a Linear is torch.float32, where unit '(root)' computes in torch.bfloat16. It is not the "
-        "unit's, so nothing casts it: do not ignore it, or cast what meets it in forward"
+    assert _note(model, ones, "same dtype") == [
+        "'1.weight' of a Linear is torch.float32, where unit '(root)' computes in torch.bfloat16. " + cure.format("Linear")
     ]
-    model = verb(nn.Linear(3, 3), mp_policy="bf16")
-    with pytest.raises(RuntimeError) as raised:
-        model(torch.ones(2, 4))
-    assert not getattr(raised.value, "__notes__", ()), "it has nothing to do with dtypes"
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    verb(model[0], mp_policy="bf16")
+    verb(model)
+    assert _note(model, ones, "same dtype") == [
+        "unit '0' computes in torch.bfloat16, and unit '(root)' does not. What one returns to the other is cast by "
+        "MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
+    ]
+    assert _note(verb(nn.Linear(3, 3), mp_policy="bf16"), torch.ones(2, 4), "shapes") == [], "it has nothing to do with dtypes"
