@@ -42,6 +42,7 @@ from composable.engine.param import (
     gradient_like,
     gradient_of,
     gradient_of_shards,
+    holds_unreduced,
     is_unreduced,
     run_gradient_hooks,
     run_post_accumulate_hooks,
@@ -123,6 +124,8 @@ class GradBucket:
         self.compute = tuple(param.compute for param in self.params)
         # Autograd accumulates on the very parameter that users see: what is there already is part of the gradient.
         self.in_place = all(map(lambda a, b: a is b, self.at_rest, self.compute))
+        # What is accumulated on users' own parameters is a plain local gradient, which is marked; others say so by `Partial`.
+        self._marks = all(param.at_rest is param.own for param in self.params)
         self._factor = 1.0 if self.in_place else factor  # in place, a tensor hook of the unit multiplies what arrives
         self._home = home
         self._shards = mesh_info.shard if mesh_info.shard.size > 1 else None
@@ -187,9 +190,8 @@ class GradBucket:
             return
         self.holds = True
         self._wanted = tuple(map(or_, self._wanted or self.trainable, self.trainable))
-        if self.in_place:  # autograd has added it
-            for at_rest in self.at_rest:
-                set_holds_unreduced(at_rest, holds=True)
+        if self._marks:
+            self._hold_marked()
             return
         dtype = self.precision.gradient
         for index, gradient in enumerate(self._take()):
@@ -212,6 +214,16 @@ class GradBucket:
                 mine.add_(local_of(before).to(gradient.device), alpha=ranks)
             at_rest.grad = unreduced_gradient(gradient, at_rest)
 
+    def _hold_marked(self) -> None:
+        gradients = [None] * len(self.at_rest) if self.in_place else self._take()  # in place autograd has added them
+        for index, (at_rest, gradient) in enumerate(zip(self.at_rest, gradients, strict=True)):
+            held = at_rest.grad
+            if gradient is not None:
+                if held is not None and not holds_unreduced(at_rest):
+                    self._refuse_hooks_twice(index)
+                at_rest.grad = gradient.to(self.precision.gradient) if held is None else held.add_(gradient)
+            set_holds_unreduced(at_rest, holds=True)
+
     def _refuse_hooks_twice(self, index: int) -> None:
         if gradient_hooks(self.at_rest[index]):
             raise PhaseError(
@@ -221,7 +233,7 @@ class GradBucket:
             )
 
     def _hold_no_more(self) -> None:
-        if self.holds and self.in_place:
+        if self.holds and self._marks:
             for at_rest in self.at_rest:
                 set_holds_unreduced(at_rest, holds=False)
         self.holds = False
@@ -232,14 +244,14 @@ class GradBucket:
         if not self.holds or self.in_place:
             self._hold_no_more()
             return gradients, False
-        self.holds = False
+        self._hold_no_more()
         for index, at_rest in enumerate(self.at_rest):
             held = at_rest.grad
-            if not isinstance(held, DTensor) or not is_unreduced(held):
+            if held is None or not (self._wanted[index] if self._marks else is_unreduced(held)):
                 continue
             at_rest.grad = None
-            local = local_of(held)
-            if not all(placement.is_partial() for placement in held.placements):
+            local = held if self._marks else local_of(held)
+            if isinstance(held, DTensor) and not (self._marks or all(each.is_partial() for each in held.placements)):
                 self._carried.append((index, local))  # reduced over the shard dimension already
             else:
                 fresh = gradients[index]
@@ -493,7 +505,7 @@ class GradBucket:
                 for parameter in self.compute:
                     parameter.grad = None
             for parameter in self.at_rest:
-                if is_unreduced(parameter.grad):
+                if is_unreduced(parameter.grad) or holds_unreduced(parameter):
                     parameter.grad = None
             self._hold_no_more()
             self._wanted = ()
