@@ -168,15 +168,15 @@ class Unit:
             self._undo += [module.register_load_state_dict_pre_hook(hook).remove for module in holders]
         for module in holders:
             self._undo.append(module.register_state_dict_pre_hook(self._before_state_dict).remove)
-            if isinstance(module, nn.RNNBase) and (self.is_sharded or self._casts):
+            if isinstance(module, nn.RNNBase) and (self.is_sharded or self.param_dtype):
                 # cuDNN's weights are moved next to each other by `flatten_parameters`, away from the buffers that are filled.
                 module.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
                 self._undo.append(partial(module.__dict__.pop, "flatten_parameters", None))
 
     @property
-    def _casts(self) -> bool:
-        assert self.spec is not None
-        return self.spec.mp_policy.param_dtype is not None
+    def param_dtype(self) -> torch.dtype | None:
+        """What the policy casts parameters to, if it does."""
+        return None if self.spec is None else self.spec.mp_policy.param_dtype
 
     @untraced
     def _before_state_dict(self, *_: object) -> None:
@@ -602,39 +602,34 @@ class Unit:
 
 
 def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None:
-    """Add a note to torch's error if tensors of two dtypes, or plain and sharded ones, met in the forward of `module`.
-
-    Hooks after a forward that raised cannot raise anything else.
-    """
-    noted = error is None or any("unit '" in note for note in getattr(error, "__notes__", ()))  # by a unit inside
-    if noted or not isinstance(error, RuntimeError) or unit.root is None or unit.spec is None:
+    """Add a note to torch's error if plain and sharded tensors, or tensors of two dtypes, met in the forward of `module`."""
+    if not isinstance(error, RuntimeError) or unit.root is None or any("unit '" in note for note in getattr(error, "__notes__", ())):
         return
     names = {below: name for name, below in module.named_modules()}
     owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     reader = next((owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names), module)
-    text, kind, low = str(error), type(reader).__name__, unit.spec.mp_policy.param_dtype
+    text, kind, low, units = str(error), type(reader).__name__, unit.param_dtype, unit.root.units
     if "mixed torch.Tensor and DTensor" in text:
         below = list(reader.modules())
-        read = [f"'{other.name}'" for other in unit.root.units if other.is_sharded and not other.depth and other.modules[0] in below]
+        read = [f"'{other.name}'" for other in units if other.is_sharded and not other.depth and other.modules[0] in below]
         error.add_note(
-            f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another unit ({few(read)}) outside of that unit's "
-            f"forward, where it is sharded. Annotate the {kind} as the unit in its place; with a policy, leave that one out"
+            f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another unit ({few(read)}) outside of that "
+            f"unit's forward, where it is sharded. Annotate the {kind} as the unit in its place; with a policy, leave that one out"
         )
     elif "dtype" in text or "scalar type" in text:
         held = [*reader.named_parameters(recurse=False), *reader.named_buffers(recurse=False)]
         odd = [(name, t.dtype) for name, t in held if low is not None and t.is_floating_point() and t.dtype != low]
-        others = [other for other in unit.root.units if other.spec is not None and other.spec.mp_policy.param_dtype not in (None, low)]
+        others = [other for other in units if other.param_dtype not in (None, low)]
         if odd:
-            fqn, dtype = f"{names[reader]}.{odd[0][0]}".lstrip("."), odd[0][1]
             error.add_note(
-                f"'{fqn}' of a {kind} is {dtype}, where unit '{unit.name}' computes in {low}. Buffers are cast by "
-                f"MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({kind},) keeps the module's dtype; ignored "
-                "parameters are not cast"
+                f"'{f'{names[reader]}.{odd[0][0]}'.lstrip('.')}' of a {kind} is {odd[0][1]}, where unit '{unit.name}' computes in "
+                f"{low}. Buffers are cast by MixedPrecisionPolicy(buffer_dtype=...); full_precision_classes=({kind},) keeps the "
+                "module's dtype; ignored parameters are not cast"
             )
         elif others:
             error.add_note(
-                f"unit '{others[0].name}' computes in {others[0].spec.mp_policy.param_dtype}, and unit '{unit.name}' does not. What "
-                "one returns to the other is cast by MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
+                f"unit '{others[0].name}' computes in {others[0].param_dtype}, and unit '{unit.name}' does not. What one returns to "
+                "the other is cast by MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
             )
 
 

@@ -132,6 +132,25 @@ def test_torchs_own_policy_means_the_same(policy: Any) -> None:
     assert module.got[0][0].dtype is BF16
 
 
+class Router(nn.Module):
+    """Casts its parameters in forward, as routers of some mixtures of experts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer.to(torch.float64)(x.double()).to(x.dtype)
+
+
+def test_a_forward_that_casts_parameters_finds_nothing_to_do_where_that_was_done_before() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), Router())
+    model[1].to(torch.float64)
+    fully_shard(model)
+    model(torch.ones(2, 4)).sum().backward()
+    assert [p.grad.dtype for p in model.parameters()] == [torch.float32] * 2 + [torch.float64] * 2  # type: ignore[union-attr]
+
+
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
