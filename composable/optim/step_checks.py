@@ -49,7 +49,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if is_stand_in(optimizer):
         return  # a step that calls the step of its base class: the optimizer itself was checked
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not is_part_of_backward(optimizer) and (name := stepped_in_backward(parameters)) is not None:
+    runs_in_backward = is_part_of_backward(optimizer)
+    if not runs_in_backward and (name := stepped_in_backward(parameters)) is not None:
         raise OptimizerError(
             f"{type(optimizer).__name__}.step: {name} is stepped in backward already, since apply_optimizer_in_backward. Give "
             f"this optimizer other parameters, or call remove() on what that returned. {_NO_CHANGE}"
@@ -62,7 +63,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     managed = [parameter for parameter, label in zip(parameters, labels, strict=True) if label is not None]
     if not managed:
         return
-    for unit in dict.fromkeys(map(unit_of, managed)):
+    for unit in () if runs_in_backward else dict.fromkeys(map(unit_of, managed)):
         if unit is not None:
             _refuse_starved(optimizer, unit)
     sharded = [parameter for parameter in managed if isinstance(parameter, DTensor)]
