@@ -30,7 +30,7 @@ class _StreamWork:
         self._kept = kept
 
     def wait(self) -> None:
-        with range_label(self._label):
+        with range_label(self._label, "wait for the "):
             self._mark.join()
         self._kept = None
 

@@ -178,15 +178,15 @@ class GroupComm(ABC):
     def _launch(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call what launches a collective. All collectives go through here."""
         self._ledger.note(label)
-        return self.guarded(label, call, *args, **kwargs)
+        if not profiled():
+            return self.guarded(label, call, *args, **kwargs)
+        with range_label(label):
+            return self.guarded(label, call, *args, **kwargs)
 
     def guarded(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call what launches a collective or waits for it. Labels it in traces, and in errors of the backend's."""
+        """Call what launches a collective or waits for it, and name it in errors of the backend's."""
         try:
-            if not profiled():
-                return call(*args, **kwargs)
-            with range_label(label):
-                return call(*args, **kwargs)
+            return call(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise  # of this rank alone
         except (RuntimeError, OSError) as error:

@@ -19,6 +19,7 @@ from torch import Tensor
 from composable.comm.base import GroupComm, Pairs, Traits, Work, scale_sums
 from composable.errors import CommunicationError
 from composable.memory.elastic import borrow, give_back
+from composable.memory.streams import range_label
 from composable.memory.torch_private import Launcher, as_real, launchers
 
 _FIRST_TAG: Final = 1 << 30  # apart from the small tags that users choose for messages of their own; a tag is a C int
@@ -42,7 +43,8 @@ class _HostWork:
         if not self._works and self._finish is None:
             return
         try:
-            self._comm.guarded(self._label, self._complete)
+            with range_label(self._label, "wait for the "):
+                self._comm.guarded(self._label, self._complete)
         except CommunicationError as error:
             self._failure = str(error)
             raise

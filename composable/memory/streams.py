@@ -26,9 +26,9 @@ LABEL_PREFIX: Final = "composable: "
 _NO_LABEL: Final = nullcontext()
 
 
-def range_label(name: str) -> AbstractContextManager[Any]:
-    """Label the body as `composable: <name>` in a trace, if a profiler runs."""
-    return record_function(LABEL_PREFIX + name) if profiled() else _NO_LABEL
+def range_label(name: str, before: str = "") -> AbstractContextManager[Any]:
+    """Label the body as `composable: <before><name>` in a trace, if a profiler runs."""
+    return record_function(LABEL_PREFIX + before + name) if profiled() else _NO_LABEL
 
 
 class Mark(Protocol):

@@ -59,22 +59,6 @@ def test_a_unit_inside_is_refused_though_the_root_was_annotated_in_time(verb: st
         model(torch.ones(2, 3, device=current_device()))
 
 
-@spmd(ranks=2)
-@pytest.mark.parametrize("verb", _VERBS)
-def test_a_step_is_refused_if_no_forward_of_the_unit_was(verb: str) -> None:
-    """Its modules were called one by one, or a method of it was."""
-    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5)).to(current_device())
-    with mock.patch.object(dist, "is_initialized", return_value=False):
-        _VERBS[verb](model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model[0](torch.ones(2, 3, device=current_device())).sum().backward()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    with pytest.raises(MeshError, match=r"unit '\(root\)' was annotated before there was a process group"):
-        optimizer.step()
-    for parameter, then in zip(model.parameters(), before, strict=True):
-        assert torch.equal(parameter, then)
-
-
 @spmd(ranks=1)
 @pytest.mark.parametrize("verb", _VERBS)
 def test_one_rank_may_go_on(verb: str) -> None:

@@ -11,8 +11,8 @@ from torch.autograd import profiler
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, replicate
-from composable.device import labels
-from composable.device.labels import PREFIX
+from composable.memory import streams
+from composable.memory.streams import LABEL_PREFIX
 from tests.helpers.world import Pool, current_device
 
 
@@ -25,16 +25,16 @@ def _labels(verb: str) -> list[str]:
         mesh = init_device_mesh(current_device().type, (2, 2)) if verb == "hybrid" else None
         fully_shard(model, policy={nn.Linear}, mesh=mesh)
     x = torch.ones(2, 4)
-    with mock.patch.object(labels, "record_function", side_effect=AssertionError):
+    with mock.patch.object(streams, "record_function", side_effect=AssertionError):
         model(x).sum().backward()
     with profiler.profile() as found:
         model(x).sum().backward()
     events = sorted(found.function_events, key=lambda event: event.time_range.start)
-    return list(dict.fromkeys(event.name.removeprefix(PREFIX) for event in events if event.name.startswith(PREFIX)))
+    return list(dict.fromkeys(event.name.removeprefix(LABEL_PREFIX) for event in events if event.name.startswith(LABEL_PREFIX)))
 
 
-def _around(unit: str, what: str) -> list[str]:
-    return [f"{what} of unit '{unit}'", f"wait for the {what} of unit '{unit}'"]
+def _around(what: str) -> list[str]:
+    return [what, f"wait for the {what}"]
 
 
 @pytest.mark.parametrize(("verb", "ranks"), [("fully_shard", 2), ("hybrid", 4), ("replicate", 2)])
@@ -42,11 +42,12 @@ def test_a_profiler_shows_launches_and_waits_by_unit(pool: Pool, verb: str, rank
     for found in pool.run(ranks, _labels, verb):
         if verb == "replicate":
             what = "gradient all-reduce of unit '(root)' ('1.bias' to '0.weight')"
-            assert found == [what, f"wait for the {what}"]
+            assert found == _around(what)
             continue
-        gathers = [_around(unit, "all-gather") for unit in "01"]
-        reductions = [_around(unit, "gradient reduction") for unit in "10"]
-        over_replicas = [f"gradient reduction of unit '{unit}' over replicas" for unit in "10" if verb == "hybrid"]
-        assert sorted(found) == sorted([*gathers[0], *gathers[1], *reductions[0], *reductions[1], *over_replicas])
+        gathers = [_around(f"all-gather of unit '{unit}'") for unit in "01"]
+        reductions = [_around(f"gradient reduction of unit '{unit}'") for unit in "10"]
+        if verb == "hybrid":
+            reductions += [_around(f"{launch} over replicas") for launch, _ in reductions]
+        assert sorted(found) == sorted(label for pair in (*gathers, *reductions) for label in pair)
         for launch, wait in (*gathers, *reductions):
             assert found.index(launch) < found.index(wait)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import checkpoint, describe, fully_shard
-from composable.device.collectives import communicators_wrapped_by
+from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import Pool
@@ -69,7 +69,7 @@ def unsharded_units(model: nn.Module) -> list[str]:
 
 def recorded(model: nn.Module, **options: Any) -> Log:
     log = Log()
-    with communicators_wrapped_by(partial(Recording, log=log)):
+    with comms_wrapped_by(partial(Recording, log=log)):
         fully_shard(model, policy={Layer, Pair}, **options)
     return log
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
-from types import SimpleNamespace
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
@@ -14,10 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import describe, fully_shard, keep_unsharded, unshard
-from composable.device.collectives import communicators_wrapped_by
-from composable.runtime import last_units
-from tests.helpers.communicators import Log, Recording
-from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import Pool
 from tests.whole.test_last_units import LAYERS, WIDTH, Layer, batch, gathers, layers_and_head, recorded, unsharded_units
 
@@ -159,35 +153,6 @@ def test_nothing_stays_where_no_backward_can_come(pool: Pool) -> None:
     assert pool.run(2, _frozen) == [([], [])] * 2
 
 
-def _roots() -> tuple[list[list[str]], list[str], list[bool]]:
-    """Layers that were annotated one by one, without the module around them, and a second model over the same ranks."""
-    model, other = layers_and_head(), layers_and_head()
-    plain = copy.deepcopy(model)
-    log = Log()
-    with communicators_wrapped_by(partial(Recording, log=log)):
-        for layer in model:
-            fully_shard(layer)
-        fully_shard(other, policy={Layer})
-    seen = []
-    losses = [plain(batch()).sum(), model(batch()).sum()]
-    seen.append([row.unit for row in describe(model).rows if row.state == "UNSHARDED"])
-    second = other(batch()).sum()
-    seen.append([row.unit for row in describe(model).rows if row.state == "UNSHARDED"])
-    log.events.clear()
-    for loss in (*losses, second):
-        loss.backward()
-    expected, actual = averaged_gradients(plain), full_gradients(model)
-    equal = [torch.allclose(expected[name], actual[name]) for name in expected]  # type: ignore[arg-type]
-    return seen, gathers(log), equal
-
-
-def test_of_several_models_over_the_same_ranks_only_the_one_that_ran_last_keeps_some(pool: Pool) -> None:
-    seen, gathered, equal = pool.run(2, _roots)[0]
-    assert seen == [["4"], []]
-    assert gathered == ["(root)"] * (LAYERS + 1) + ["2", "1", "0"]
-    assert all(equal)
-
-
 class Routed(nn.Module):
     """What runs last is an expert over a few ranks, and on the first of these groups only."""
 
@@ -223,12 +188,3 @@ def _experts() -> float:
 def test_units_over_other_ranks_which_not_all_ranks_run_free_nothing(pool: Pool) -> None:
     for difference in pool.run(4, _experts):
         assert difference < 1e-6
-
-
-def test_a_place_that_no_root_is_at_any_more_is_forgotten() -> None:
-    device = torch.device("cpu", 7)
-    mesh_info: Any = SimpleNamespace(group=None, device=device)
-    place = last_units.last_units_of(mesh_info)
-    assert last_units.last_units_of(mesh_info) is place, "units there free each other"
-    del place
-    assert all(other != device for _, other in last_units._PLACES)

@@ -86,10 +86,10 @@ def _removed_after_a_step(reshard: Reshard) -> None:
     model(_batch()).sum().backward()
     model(_batch()).detach().sum().item()  # somebody looks at the loss once more
     optimizer.step()
-    stepped = copy.deepcopy(model)
+    stepped = [full(parameter).detach().clone() for parameter in model.parameters()]
     remove(model, fully_shard)
-    for one, other in zip(model.parameters(), stepped.parameters(), strict=True):
-        torch.testing.assert_close(one, full(other))
+    for one, other in zip(model.parameters(), stepped, strict=True):
+        assert torch.equal(one, other)
 
 
 def _kept_by_a_scope(reshard: Reshard) -> None:
@@ -218,29 +218,6 @@ def _teacher_looked_at_in_a_scope(reshard: Reshard) -> None:
     _same_gradients(student, plain)
 
 
-def _after_one_rank_has_raised(then: Callable[[nn.Module], object]) -> Callable[[Reshard], None]:
-    def program(reshard: Reshard) -> None:
-        model, plain = _pair(reshard)
-        model(_batch()).sum().backward()
-        model.zero_grad()
-        hook = model[-1].register_forward_hook(_raise) if dist.get_rank() == 1 else None
-        if hook is not None:
-            with pytest.raises(ZeroDivisionError):
-                model(_batch())
-            hook.remove()
-        else:
-            model(_batch())
-        dist.barrier()
-        then(model)
-        _same_outputs(model, plain)
-
-    return program
-
-
-def _raise(*_: object) -> None:
-    raise ZeroDivisionError
-
-
 def _with_grad_on_one_rank(reshard: Reshard) -> None:
     model, plain = _pair(reshard)
     with torch.set_grad_enabled(dist.get_rank() == 0):
@@ -260,8 +237,6 @@ _PROGRAMS: Final[dict[str, Callable[[Reshard], None]]] = {
     "a unit that each rank has whole, looked at by one rank": _one_that_each_rank_has_whole_looked_at,
     "another model that is unsharded, looked at by one rank": _teacher_looked_at,
     "another model in a scope, looked at by one rank": _teacher_looked_at_in_a_scope,
-    "unsharded after one rank has raised": _after_one_rank_has_raised(unshard),
-    "removed after one rank has raised": _after_one_rank_has_raised(lambda model: remove(model, fully_shard)),
     "unsharded after a forward with grad on one rank": _with_grad_on_one_rank,
 }
 
@@ -300,35 +275,19 @@ def _write_in_the_last_one(reshard: Reshard) -> None:
     writing = _Writing()
     model = nn.Sequential(Layer(), writing)
     fully_shard(model, policy={Layer, _Writing}, reshard_after_forward=reshard)
-    other, plain = _pair(reshard)
     writing.writes = True
-    with pytest.raises(PhaseError, match="parameter 'weight' of unit '1' was written to in place while it was unsharded"):
+    with warns_of("unit '1': 'weight' was written to in place while it was unsharded"):
         model(_batch())
+        model(_batch())  # the units that stayed are resharded
     writing.writes = False
-    assert _unsharded(model) == []
-    _same_outputs(other, plain)
     model(_batch()).sum().backward()
+    assert _unsharded(model) == []
+    assert torch.equal(full(writing.weight), torch.ones(WIDTH))
 
 
 @pytest.mark.parametrize("reshard", [True, None])
-def test_a_write_to_the_last_unit_is_an_error_of_the_forward_that_wrote(pool: Pool, reshard: Reshard) -> None:
+def test_a_write_to_the_last_unit_is_warned_of_and_lost(pool: Pool, reshard: Reshard) -> None:
     pool.run(2, _write_in_the_last_one, reshard)
-
-
-# --- who frees whom -------------------------------------------------------------------------------------------------
-
-
-def _groups_of_the_same_ranks() -> list[str]:
-    model = _layers()
-    for layer in model[:-1]:
-        fully_shard(layer, mesh=dist.new_group([0, 1]))
-    fully_shard(model)
-    model(_batch())
-    return _unsharded(model)
-
-
-def test_units_over_the_same_ranks_free_each_other_whatever_their_groups(pool: Pool) -> None:
-    assert pool.run(2, _groups_of_the_same_ranks) == [["", "2"]] * 2
 
 
 def _planned_anew_alone() -> None:
