@@ -74,9 +74,9 @@ class Unsharding:
 def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """All-gather the parameters of every unit in `module`. Until `reshard(module)`, modules hold whole plain parameters.
 
-    A forward with gradients in between uses these parameters, and reshards them as usual; forwards without gradients keep them.
-    All ranks call this together. Write to
-    parameters when they are sharded: what is written to unsharded ones is lost when they are resharded.
+    A forward with gradients, or a backward, in between uses these parameters, and reshards them as usual; forwards without
+    gradients keep them. All ranks call this together. Write to parameters when they are sharded: what is written to unsharded
+    ones is lost when they are resharded.
 
     Args:
         module: an annotated module, or one that contains some.
@@ -92,8 +92,8 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """
     units = _sharded_in("unshard", module)
     for unit in units:
-        unit.unshard()
         unit.keep(EXPLICIT)
+        unit.unshard()
     pending = Unsharding(units)
     if not async_op:
         pending.wait()

@@ -51,7 +51,7 @@ logger = logging.getLogger("composable")
 
 PREFETCHED: Final = 1  # units whose all-gather is launched ahead of need
 IN_FLIGHT: Final = 1  # reductions that stay in flight while the next one is launched
-# The reason to keep a unit unsharded after `composable.unshard`: until `reshard`, or the next forward that trains.
+# The reason to keep a unit unsharded after `composable.unshard`: until `reshard`, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
 _REMEMBERED: Final = 4096  # forwards that no backward follows (an evaluation with gradients) must not fill the memory
 
@@ -225,10 +225,8 @@ class Root:
         try:
             iteration = self.iteration
             assert iteration is not None
-            for other in iteration.last:
-                if other is not unit and not other.depth and not other.kept_by:
-                    other.reshard()
-            iteration.last = [unit] if unit in iteration.last else []
+            if not unit.is_unsharded:
+                self._free_last(unit)
             self._record(unit)
             if not self._verified:
                 self._check_order(unit)
@@ -251,10 +249,10 @@ class Root:
             if grad:
                 del unit.kept_by[EXPLICIT]  # this forward uses what was gathered, and frees it as usual
         self._preparation.prepare()
+        for unit in self.units:
+            if unit not in explicit:
+                unit.drop_leftover()
         if iteration is None:
-            for unit in self.units:
-                if not unit.kept_by and unit not in explicit:
-                    unit.reshard()
             iteration = self.iteration = Iteration(None)
         for unit in explicit if not grad else ():
             unit.swap_in()
@@ -266,6 +264,15 @@ class Root:
             unit.swap_in()
         if grad:
             broadcast_buffers(self.units)
+
+    def _free_last(self, unit: Unit) -> None:
+        """`unit` is gathered, by all of its ranks: they free what ran last. Units over other ranks stay: not all run `unit`."""
+        iteration, comm = self.iteration, unit.mesh_info.all
+        assert iteration is not None
+        for other in iteration.last:
+            if other is not unit and other.mesh_info.all is comm and not other.depth and not other.kept_by:
+                other.reshard()
+        iteration.last = [other for other in iteration.last if other is unit or other.mesh_info.all is not comm]
 
     def _record(self, unit: Unit) -> None:
         """Note the order; the record of the last forward predicts what comes next, wherever `unit` stands in it."""
@@ -302,11 +309,14 @@ class Root:
                 iteration.untracked[unit] = None
         after = unit.spec.reshard_after_forward
         if complete and not keep and not unit.depth and not unit.kept_by:
-            if after is None and grad:
-                iteration.last.append(unit)
-            elif after is True or (after is None or not grad):
+            # A call without gradients leaves what an earlier one left unsharded: one rank alone may look once more.
+            if after is None and (grad or unit in iteration.last):
+                iteration.last = [*(other for other in iteration.last if other is not unit), unit]
+            elif after is False and (grad or unit in iteration.finished):
+                pass
+            elif not grad or after in (None, True):
                 unit.reshard()
-            elif after is not False:
+            else:
                 for group in unit.groups:
                     group.reshard_after_forward()
         if not self.running:
@@ -324,9 +334,9 @@ class Root:
             for unit in self._shown:
                 unit.swap_out()
         waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
-        prefetched = [unit for unit in self.units if not unit.kept_by and unit not in iteration.finished]
-        for unit in prefetched if waits and grad else self.units:
-            if not unit.kept_by and not (iteration.end is not None and unit in iteration.active):
+        stay = {**dict.fromkeys(self.order), **iteration.untracked} if waits and grad else {}
+        for unit in self.units:
+            if unit not in stay and not unit.kept_by and not (iteration.end is not None and unit in iteration.active):
                 unit.reshard()
         if not waits and iteration.end is None:
             self.iteration = None  # no backward will come
@@ -360,6 +370,8 @@ class Root:
         if iteration.end is None:
             end = _end_of_backward(self)
             iteration.end = ref(end)
+            for unit in self.units:
+                unit.kept_by.pop(EXPLICIT, None)
             for unit in self._shown:
                 unit.unshard()
                 unit.wait_for_unshard()

@@ -347,8 +347,16 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
+    def drop_leftover(self) -> None:
+        """Reshard what a forward left unsharded for its backward: the shards may have been written to without a trace."""
+        iteration = None if self.root is None else self.root.iteration
+        if self.kept_by or self.depth or (iteration is not None and (self in iteration.untracked or self in iteration.active)):
+            return
+        self.reshard()
+
     def keep(self, reason: object) -> None:
         """Stay unsharded once unsharded, while there is a reason."""
+        self.drop_leftover()
         self.kept_by[reason] = None
 
     def release(self, reason: object) -> None:

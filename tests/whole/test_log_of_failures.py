@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 
 import pytest
@@ -14,25 +13,8 @@ from torch import Tensor, nn
 from composable import fully_shard
 from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.logged import logged
 from tests.helpers.world import Pool, current_device, spmd
-
-
-class _Log(logging.Handler):
-    """What the library logs within a `with`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(f"{record.levelname}: {record.getMessage()}")
-
-    def __enter__(self) -> list[str]:
-        logging.getLogger("composable").addHandler(self)
-        return self.lines
-
-    def __exit__(self, *_: object) -> None:
-        logging.getLogger("composable").removeHandler(self)
 
 
 def _model() -> nn.Module:
@@ -64,7 +46,7 @@ def _in_forward() -> list[str]:
     model = _model()
     fully_shard(model, policy={Layer})
     inside = model.get_submodule("decoder.up")
-    with _Log() as lines:
+    with logged() as lines:
         with inside.register_forward_pre_hook(_no_room), pytest.raises(MemoryError, match="no room"):
             model(_batch())
         _step(model)
@@ -76,7 +58,7 @@ def _in_backward(clear_by: str, policy: bool) -> list[str]:
     fully_shard(model, policy={Layer} if policy else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     _step(model)
-    with _Log() as lines:
+    with logged() as lines:
         output = model(_batch())
         assert output.grad_fn is not None
         with output.grad_fn.register_hook(_no_room), pytest.raises(MemoryError, match="no room"):
@@ -107,7 +89,7 @@ def test_gradients_are_within_reach_as_soon_as_a_backward_has_failed(pool: Pool,
 def test_gradients_from_before_the_annotation_are_told_of_when_they_go() -> None:
     model = _model()
     model(_batch()).sum().backward()
-    with _Log() as lines:
+    with logged() as lines:
         fully_shard(model, policy={Layer})
     (line,) = lines
     assert line.startswith("WARNING: fully_shard: 'head.weight', 'head.bias', 'encoder.up.weight', ")
@@ -115,7 +97,7 @@ def test_gradients_from_before_the_annotation_are_told_of_when_they_go() -> None
         " had gradients from before the annotation, which are dropped: nothing tells whether they were averaged over the "
         "ranks. Run backward after annotating"
     )
-    with _Log() as lines:
+    with logged() as lines:
         _step(model)
         fully_shard(_model())
     assert lines == []
