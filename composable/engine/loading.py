@@ -1,4 +1,4 @@
-"""How a state dict comes into the parameters of a sharded unit.
+"""How a state dict comes into parameters that rest as DTensors.
 
 `load_state_dict` hands every module its entries, after a hook that may exchange them. There a plain full tensor becomes the
 `DTensor` of this rank's shard, without a message, and one with other placements is redistributed. What cannot be taken is
@@ -57,7 +57,8 @@ class StateDictHook:
 
     def _take(self, index: int, key: str, value: Tensor, *, assign: bool) -> Tensor:
         at_rest = self._unit.params[index].at_rest
-        assert isinstance(at_rest, DTensor)
+        if not isinstance(at_rest, DTensor):
+            return value  # a replicated parameter without shards around it
         if value.shape == (1,) and not at_rest.shape:
             value = value[0]  # as torch does, for files from before there were tensors without dimensions
         if value.shape != at_rest.shape:

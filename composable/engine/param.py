@@ -84,7 +84,8 @@ class ParamLabel(NamedTuple):
     """Plain strings, since copies and files may take them along.
 
     Attributes:
-        form: "at_rest", "compute", "original" (replaced by the annotation) or "removed" (replaced by `remove`).
+        form: "at_rest", "compute", "original" (replaced by the annotation), "replaced" (by the user, afterwards) or "removed"
+            (replaced by `remove`).
     """
 
     unit: str

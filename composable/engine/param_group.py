@@ -208,8 +208,8 @@ class ParamGroup:
                     move_hooks(param.at_rest, own)
                     if isinstance(param.at_rest.grad, DTensor):
                         own.grad = local_of(param.at_rest.grad)
-            elif known and isinstance(param.at_rest, DTensor) and param.at_rest.device_mesh == rest_mesh:
-                at_rest = self._at_home(param.at_rest, own.detach())
+            elif isinstance(registered, DTensor) and registered.device_mesh == rest_mesh:
+                at_rest = self._at_home(registered, own.detach())
             else:
                 at_rest = dtensor_parameter(
                     own.detach(), rest_mesh, [Replicate()] * rest_mesh.ndim, own.shape, own.stride(),

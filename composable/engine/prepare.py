@@ -221,7 +221,7 @@ def _adopt(unit: Unit) -> bool:
     newcomers = [_newcomer(unit, param) for param in unit.params]  # whatever is refused is refused before anything changes
     for param, newcomer in zip(unit.params, newcomers, strict=True):
         if newcomer is not None:
-            set_label(param.at_rest, unit.name, param.fqn, "original")
+            set_label(param.at_rest, unit.name, param.fqn, "replaced")
             param.register(newcomer)
             changed = True
     for group in unit.groups:
@@ -287,18 +287,18 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
         return None
     if len(others) > 1:
         raise ForeignParameterError(
-            f"parameter '{name}' is tied: it has {len(param.info.places)} places, and different parameters were registered at "
+            f"parameter '{name}' of unit '{unit.name}' is tied: it has {len(param.info.places)} places, and different parameters were registered at "
             "them. Register one parameter at all of them; to untie them, call remove(module, fully_shard) first"
         )
     (other,) = others.values()
     if unit.is_sharded and type(other) is not nn.Parameter and not isinstance(other, DTensor):
         raise ForeignParameterError(
-            f"parameter '{name}' was replaced by a {type(other).__name__}; only an nn.Parameter can be sharded"
+            f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__}; only an nn.Parameter can be sharded"
         )
     if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
         if (at_rest.device_mesh, at_rest.placements) != (other.device_mesh, other.placements):
             raise ForeignParameterError(
-                f"parameter '{name}' was replaced by a DTensor that is spread otherwise: {other.placements} over "
+                f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is spread otherwise: {other.placements} over "
                 f"{describe_mesh(other.device_mesh)}, where the unit has {at_rest.placements} over "
                 f"{describe_mesh(at_rest.device_mesh)}. Register its full_tensor() as a parameter, or load it with "
                 "load_state_dict(), which spreads it anew"

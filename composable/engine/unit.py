@@ -163,7 +163,7 @@ class Unit:
     def _watch_modules(self) -> None:
         """Hooks on modules that hold parameters: loading of plain state dicts, and RNN weights that must stay in place."""
         holders = list(dict.fromkeys(place.module for param in self.params for place in param.info.places))
-        if self.is_sharded:
+        if self.mesh_info.mesh is not None:
             hook = StateDictHook(self)
             self._undo += [module.register_load_state_dict_pre_hook(hook).remove for module in holders]
         for module in holders:

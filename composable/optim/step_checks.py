@@ -33,11 +33,15 @@ from composable.optim.local_steps import is_stand_in, refuse_unreduced, step_on_
 if TYPE_CHECKING:
     from composable.engine.unit import Unit
 
+_OTHER: Final = (
+    "was replaced on its module, by an annotation, by load_state_dict(assign=True) or by an assignment, after the optimizer was "
+    "made. Make the optimizer after that"
+)
 _REPLACED: Final = {
-    "original": "was replaced on its module, by an annotation, by load_state_dict(assign=True) or by an assignment, after the "
-    "optimizer was made. Make the optimizer after that",
-    "compute": "is registered only while modules compute: the optimizer was made inside a forward or backward. Make it between "
-    "steps",
+    "original": _OTHER,
+    "replaced": _OTHER,
+    "compute": "is what modules compute with: the optimizer was made inside a forward or backward, or before an annotation came "
+    "around both replicated and sharded modules. Make it after annotating, and between steps",
     "removed": "was replaced when the annotation was removed. Make the optimizer anew",
 }
 _NO_CHANGE: Final = "No parameter was changed."

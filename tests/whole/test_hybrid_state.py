@@ -1,11 +1,11 @@
-"""What users do with the parameters and gradients of hybrid models beside training them: save, load, clip, step, copy, undo."""
+"""What users do with the parameters and gradients of hybrid models beside training them: save, load, clip, step, undo."""
 
 from __future__ import annotations
 
 import copy
 import pickle
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -16,11 +16,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composable import clip_grad_norm_, describe, fully_shard, no_sync, remove, replicate, step_on_shards
-from composable.device.collectives import Communicator, communicators_wrapped_by
+from composable import clip_grad_norm_, describe, fully_shard, remove, replicate, step_on_shards
 from composable.errors import AnnotationError, RanksDisagreeError
-from tests.helpers.communicators import OwnTags
-from tests.helpers.compare import full_gradients, full_parameters
+from tests.helpers.compare import full_parameters
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 NAMES = ("dp_shard", "dp_replicate")  # not in the order that a mesh without names has
@@ -153,18 +151,12 @@ def test_a_norm_counts_every_gradient_once() -> None:
 
 
 @spmd(ranks=4)
-def test_copies_and_steps_on_shards_train_as_the_original_does() -> None:
+def test_steps_on_shards_train_as_steps_of_the_whole() -> None:
     plain, model = _plain(), _hybrid(reshard_after_forward=2)
-    twin = copy.deepcopy(model)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model, twin)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
     step_on_shards(optimizers[1])
-    _train(plain, model, *optimizers[:2])
-    for parameter in plain.parameters():
-        parameter.grad = None
-    again = _plain()
-    _train(again, twin, torch.optim.AdamW(again.parameters(), lr=0.1), optimizers[2])
+    _train(plain, model, *optimizers)
     _assert_same(model, plain)
-    _assert_same(twin, again)
 
 
 @spmd(ranks=4)
@@ -177,29 +169,6 @@ def test_removing_gives_whole_parameters_and_gradients_back() -> None:
             assert type(one) is nn.Parameter
             torch.testing.assert_close(one, other, msg=name)
             torch.testing.assert_close(one.grad, other.grad, msg=name)
-
-
-@spmd(ranks=4)
-def test_nothing_is_sent_under_tags_of_another_group() -> None:
-    """Each numbers its own: two units of one model took each other's gradients and values when they were removed."""
-    for blocks in (1, 2):
-        for precision in (None, "bf16"):
-            torch.manual_seed(0)
-            plain = nn.Sequential(*[nn.Sequential(nn.Linear(7, 7)) for _ in range(blocks)], nn.Linear(7, 3)).to(
-                current_device()
-            )
-            model = copy.deepcopy(plain)
-            with communicators_wrapped_by(lambda communicator: cast("Communicator", OwnTags(communicator))):
-                fully_shard(model, policy={nn.Sequential}, mesh=_mesh(2, 2), mp_policy=precision)
-            for _ in range(2):
-                with no_sync(model, level="replicate"):
-                    model(torch.ones(4, 7, device=current_device())).float().square().mean().backward()
-                model(torch.ones(4, 7, device=current_device())).float().square().mean().backward()
-            gradients = full_gradients(model)
-            remove(model, fully_shard)
-            for (name, parameter), before in zip(model.named_parameters(), plain.parameters(), strict=True):
-                assert torch.equal(parameter, before), name
-                assert torch.equal(cast("Tensor", parameter.grad), cast("Tensor", gradients[name])), name
 
 
 @spmd(ranks=4)

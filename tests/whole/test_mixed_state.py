@@ -41,21 +41,17 @@ from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
 @spmd(ranks=2)
-def test_gradients_stay_in_their_buckets_and_kept_ones_do_not_change() -> None:
+def test_gradients_that_a_user_keeps_do_not_change() -> None:
     _, mixed = twins("in_the_readme")
     weight = mixed.tok_emb.weight
-    addresses, kept, copies = [], [], []
-    for step in range(6):
+    kept, copies = [], []
+    for step in range(3):
         mixed(batch_of(step)).square().mean().backward()
         assert isinstance(weight.grad, DTensor)
-        addresses.append(weight.grad.to_local().data_ptr())
-        if step == 3:
-            kept.append(weight.grad)
-            copies.append(full(weight.grad))
+        kept.append(weight.grad)
+        copies.append(full(weight.grad))
         mixed.zero_grad()
-    assert addresses[0] == addresses[1] == addresses[3]
-    assert addresses[4] != addresses[3]
-    assert torch.equal(full(kept[0]), copies[0])
+    assert all(torch.equal(full(gradient), copied) for gradient, copied in zip(kept, copies, strict=True))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -147,9 +143,9 @@ def test_an_optimizer_made_before_an_annotation_came_to_cover_both_is_refused() 
     with pytest.raises(OptimizerError) as caught:
         early.step()
     assert str(caught.value) == (
-        "SGD.step: parameter 'weight' of unit 'tok_emb' is what modules compute with. A DTensor stands in its place since one "
-        "annotation covers both replicated and sharded modules. Make the optimizer after annotating, and between steps, from "
-        "model.parameters(). The step would train nothing; no parameter was changed."
+        "SGD.step: parameter 'weight' of unit 'tok_emb' is what modules compute with: the optimizer was made inside a forward or "
+        "backward, or before an annotation came around both replicated and sharded modules. Make it after annotating, and between "
+        "steps, from model.parameters(). The step would train nothing. No parameter was changed."
     )
 
 
@@ -195,21 +191,18 @@ def test_a_checkpoint_of_one_mix_loads_into_another(pool: Pool, device: str, tmp
 
 @pytest.mark.parametrize("mix", MIXES)
 @spmd(ranks=2)
-def test_copies_moved_and_loaded_models_train_on(mix: str) -> None:
+def test_moved_and_loaded_models_train_on(mix: str) -> None:
     plain, mixed = twins(mix)
-    twin = copy.deepcopy(mixed)
-    assert kinds(twin) == kinds(mixed)
-    train(copy.deepcopy(plain), twin, RECIPES["AdamW"])
-    assert_alike(plain, mixed, "the original")
     for model in (plain, mixed):
         model.float().double()
-    train(copy.deepcopy(plain), mixed, RECIPES["SGD(foreach=True)"])
+    train(plain, mixed, RECIPES["SGD(foreach=True)"])
     assert "plain" not in kinds(mixed)
+    other = twins(mix)[1]
     for assign in (False, True):
-        twin.load_state_dict(copy.deepcopy(mixed.state_dict()), assign=assign)
+        other.load_state_dict(copy.deepcopy(mixed.state_dict()), assign=assign)
         reference = make_model()
         reference.load_state_dict({name: full(tensor) for name, tensor in mixed.state_dict().items()})
-        train(reference, twin, RECIPES["AdamW(fused=True)"])
+        train(reference, other, RECIPES["AdamW(fused=True)"])
 
 
 def _mesh_of_this_rank() -> DeviceMesh:

@@ -197,14 +197,11 @@ def _load_full_state(optimizer: str) -> None:
     first = _OPTIMIZERS[optimizer](model.parameters())
     _train(model, first)
     weights, state = copy.deepcopy(get_state_dict(model, first, options=options))
-    kinds = {key: type(value) for key, value in first.state[model.scale].items()}
-    assert DTensor in kinds.values()
     expected = _train(model, first)
     fresh = _model()
     for each, stepping in ((fresh, _OPTIMIZERS[optimizer](fresh.parameters())), (model, first)):
         set_state_dict(each, stepping, model_state_dict=weights, optim_state_dict=copy.deepcopy(state), options=options)
         torch.testing.assert_close(_train(each, stepping), expected)
-        assert {key: type(value) for key, value in stepping.state[each.scale].items()} == kinds
 
 
 @pytest.mark.parametrize("optimizer", _OPTIMIZERS)
