@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import chain
 from operator import attrgetter, is_
@@ -160,34 +160,43 @@ class _LocalStep:
             return  # an error ended the step, and other state was loaded since
         for group, shown, before in zip(optimizer.param_groups, self.groups, self._before, strict=False):
             group.update({key: value for key, value in shown.items() if value is not before.get(key, _NOTHING)})
-        users.update({parameter: self.state[parameter] for parameter in self._new if parameter in self.state})
+        fresh = {id(parameter): self.state[parameter] for parameter in self._new if parameter in self.state}
         values = self._values()
-        if len(values) == len(self._handed) and all(map(is_, values, self._handed)):
-            return  # state was written to in place, as in most steps
-        handed = iter(self._handed)
-        for parameter, local, shown in zip(self._parameters, self._locals, self._shown, strict=True):
-            before = dict(zip(users.get(parameter, ()), handed))  # noqa: B905  # `handed` goes on to the next parameter
-            if not shown:
-                continue
-            state = users[parameter]
-            for key in [key for key in state if key not in shown]:
-                del state[key]
-            for key, value in shown.items():
-                if value is not before.get(key, _NOTHING):
-                    state[key] = _as_state(key, value, parameter, local)
+        # State is written to in place in most steps.
+        changed = len(values) != len(self._handed) or not all(map(is_, values, self._handed))
+        if changed:
+            pairs = zip(self._parameters, self._shown, strict=True)
+            fresh.update({id(parameter): {} for parameter, shown in pairs if shown and parameter not in users})
+        for parameter in chain.from_iterable(group["params"] for group in optimizer.param_groups) if fresh else ():
+            if id(parameter) in fresh:  # in the order in which torch enters them
+                users[parameter] = fresh[id(parameter)]
+        if changed:
+            handed = iter(self._handed)
+            for parameter, local, shown in zip(self._parameters, self._locals, self._shown, strict=True):
+                _tell(users.get(parameter, {}), shown, handed, parameter, local)
 
 
-def _as_state(key: str, value: object, parameter: DTensor, stepped: Tensor) -> object:
-    """What a step has left as state of `stepped`, as state of the parameter."""
-    if not isinstance(value, Tensor) or not value.dim():
-        return value
-    if value.shape != stepped.shape:
-        raise OptimizerError(
-            f"step_on_shards: the optimizer keeps '{key}' of shape {tuple(value.shape)} as state of a parameter, which is "
-            "neither one value per element nor one number; so it does not step element by element. Call remove() on what "
-            "step_on_shards returned, and make a new optimizer"
-        )
-    return gradient_like(value.view(local_of(parameter).shape), parameter)
+def _tell(state: State, shown: State, handed: Iterator[Any], parameter: DTensor, stepped: Tensor) -> None:
+    """Let the state of a parameter say what a step has left in that of `stepped`, to which the next of `handed` were given."""
+    before, known = dict(state), dict(zip(state, handed))  # noqa: B905  # `handed` goes on to the next parameter
+    by_id = {id(value): before[key] for key, value in known.items()}
+    for key in [key for key in state if key not in shown]:
+        del state[key]
+    for key, value in shown.items():
+        if value is known.get(key, _NOTHING):
+            continue
+        if id(value) in by_id:  # tensors changed places
+            state[key] = by_id[id(value)]
+        elif isinstance(value, Tensor) and (value.dim() or isinstance(before.get(key), DTensor)):
+            if value.shape != stepped.shape:
+                raise OptimizerError(
+                    f"step_on_shards: the optimizer keeps '{key}' of shape {tuple(value.shape)} as state of a parameter, which "
+                    "is neither one value per element nor one number; so it does not step element by element. Call remove() on "
+                    "what step_on_shards returned, and make a new optimizer"
+                )
+            state[key] = gradient_like(value.view(local_of(parameter).shape), parameter)
+        else:
+            state[key] = value
 
 
 def refuse_unreduced(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
