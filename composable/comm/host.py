@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.comm.base import GroupComm, Pairs, Traits, Work, scale_sums
+from composable.comm.ledger import checksum
 from composable.errors import CommunicationError
 from composable.memory.elastic import borrow, give_back
 from composable.memory.streams import range_label
@@ -97,7 +98,8 @@ def _scaling(tensors: Sequence[Tensor], scale: float) -> Callable[[], None] | No
 class PointToPointComm(GenericComm):
     """gloo, up to 8 ranks: each pair of ranks exchanges the bytes that it must, and no others.
 
-    Ranks count messages alike, and each has a tag of its own in its pair of ranks.
+    Ranks count messages alike, and each has a tag of its own in its pair of ranks. The tag says the label, too: ranks that
+    launched different collectives must not get each other's bytes. They wait for the timeout, and say what they launched.
     """
 
     traits = Traits(direct_bytes=512 << 10, max_direct=512, align=1, on_stream=False)
@@ -108,14 +110,14 @@ class PointToPointComm(GenericComm):
         # Each rank starts with its right neighbour; if all started with rank 0, that would be the bottleneck.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
-    def _next_tag(self) -> int:
-        return _FIRST_TAG | next(self._messages) & (_FIRST_TAG - 1)
+    def _next_tag(self, label: str) -> int:
+        return _FIRST_TAG | (next(self._messages) ^ checksum(label)) & (_FIRST_TAG - 1)
 
     def _all_gather(self, pairs: Pairs, label: str) -> Work:
         group, own = self.group, []
         works, sends = [], []
         for whole, shard in pairs:
-            tag = self._next_tag()
+            tag = self._next_tag(label)
             if not shard.numel():
                 continue
             parts = whole.split(shard.numel())
@@ -132,7 +134,7 @@ class PointToPointComm(GenericComm):
         group, received = self.group, []
         works, sends = [], []
         for out, whole in pairs:
-            tag = self._next_tag()
+            tag = self._next_tag(label)
             if not out.numel():
                 continue
             lent = borrow(len(self._peers) * out.numel(), whole.dtype)

@@ -40,7 +40,7 @@ def debug_enabled() -> bool:
 
 
 @cache
-def _checksum(label: str) -> int:
+def checksum(label: str) -> int:
     return crc32(label.encode())
 
 
@@ -63,7 +63,7 @@ class Ledger:
 
     def note(self, label: str) -> None:
         self.count += 1
-        self.digest = (self.digest * 1_000_003 ^ _checksum(label)) & _DIGEST_BITS
+        self.digest = (self.digest * 1_000_003 ^ checksum(label)) & _DIGEST_BITS
         self._labels.append(label)
 
     def describe(self) -> str:

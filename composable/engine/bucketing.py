@@ -131,7 +131,10 @@ class Buckets:
             )
         if each.missing.pop(param, param) is None and self._ready is not None:
             self._ready.append(param)
+        iteration = self._root.iteration
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            if self._next == len(self._buckets) - 1 and iteration is not None and iteration.forwards_left:
+                return  # the last bucket says whether this backward leaves forwards out, and it may still come to them
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -144,6 +147,8 @@ class Buckets:
         if each.unit.accumulation.now is not SyncMode.REDUCE:
             each.bucket.hold()
             return
+        if each is self._buckets[-1] and iteration is not None:
+            each.bucket.forwards = (iteration.forwards, int(iteration.forwards_left > 0))
         each.bucket.reduce()
         # Optimizers in backward free gradients as they step: land the bucket before this one now, in place of at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
@@ -183,7 +188,7 @@ class Buckets:
 
     def reduce_held(self) -> None:
         """Reduce what was accumulated, outside of backward."""
-        held = [each for each in self._buckets if each.bucket.holds]
+        held = [each for each in self._buckets if each.bucket.held]
         for each in held:
             each.bucket.reduce()
         for each in held:
@@ -191,14 +196,15 @@ class Buckets:
             each.bucket.decide()
 
     @property
-    def holds(self) -> bool:
-        return any(each.bucket.holds for each in self._buckets)
+    def held(self) -> int:
+        """The most backwards that a bucket accumulated."""
+        return max(each.bucket.held for each in self._buckets)
 
     def drop(self) -> None:
         """The step is lost: forget local gradients that were not reduced."""
         for each in self._buckets:
             if self.is_open and not each.launched and each.bucket.in_place:
-                each.bucket.holds = True  # autograd may have left local gradients there
+                each.bucket.held = 1  # autograd may have left local gradients there
             each.bucket.drop()
         self.is_open = False
 

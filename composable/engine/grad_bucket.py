@@ -18,6 +18,9 @@ arrived. The sum of the flags says whether any rank had one: if none had, `.grad
 Accumulation. What backwards under `no_sync` leave *is* the gradient of the at-rest parameter: a `DTensor` with a `Partial`
 placement around this rank's whole gradient, or the plain local gradient of a plain parameter. So users see it, `zero_grad`
 clears it, and there is no other copy.
+
+Ranks that ran other backwards. Behind the flags a message says how many backwards were accumulated since the last reduction. A
+host compares the ranks when the message lands, since it has nothing to wait for; other devices in debug mode only.
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ import enum
 import math
 from collections.abc import Sequence
 from operator import or_
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Work
+from composable.comm.ledger import debug_enabled
 from composable.comm.mesh import MeshInfo
 from composable.engine.layout import ReduceLayout, Route, Slot, plan_reduction
 from composable.engine.param import (
@@ -42,7 +46,6 @@ from composable.engine.param import (
     gradient_like,
     gradient_of,
     gradient_of_shards,
-    holds_unreduced,
     is_unreduced,
     run_gradient_hooks,
     run_post_accumulate_hooks,
@@ -52,13 +55,30 @@ from composable.engine.param import (
 )
 from composable.engine.precision import Precision
 from composable.engine.sparse import is_sparse_lookup
-from composable.errors import PhaseError
+from composable.errors import PhaseError, RanksDisagreeError
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome, wait_for_traffic
 from composable.memory.torch_private import as_tensors, chunk_cat, dtensor_around, gradient_hooks, hooks_after_accumulation, local_of
 
 if TYPE_CHECKING:
     from composable.engine.comm_hooks import HookStage
+
+
+# Behind the flags: the low bits of two counts, each as a pair of numbers, which a rank sets one of. So sums tell in any dtype.
+_HELD_BITS: Final = 4
+_FORWARDS_BITS: Final = 2
+_NUMBERS: Final = 2 * (_HELD_BITS + _FORWARDS_BITS) + 1
+
+
+def _numbers_of(held: int, forwards: int, incomplete: int) -> list[float]:
+    counts = ((held, _HELD_BITS), (forwards, _FORWARDS_BITS))
+    return [*(float(count >> bit & 1 == value) for count, bits in counts for bit in range(bits) for value in (0, 1)), incomplete]
+
+
+def _agree(sums: Sequence[float]) -> bool:
+    """Whether the ranks accumulated equally often, and none left out a forward that others did not run."""
+    held, forwards = sums[: 2 * _HELD_BITS], sums[2 * _HELD_BITS : -1]
+    return held.count(0.0) == _HELD_BITS and (not sums[-1] or forwards.count(0.0) == _FORWARDS_BITS)
 
 
 class BucketState(enum.Enum):
@@ -96,7 +116,8 @@ class GradBucket:
 
     Attributes:
         trains: whether any of its parameters gets a gradient.
-        holds: whether gradients of earlier backwards wait to be reduced.
+        held: the backwards whose gradients wait to be reduced.
+        forwards: since the backward before, and 1 if this backward leaves some of them out; set where it is compared.
         first_stage, second_stage: communication hooks in place of the collectives, see `composable.engine.comm_hooks`.
     """
 
@@ -118,7 +139,8 @@ class GradBucket:
         self.state = BucketState.EMPTY
         self.first_stage: HookStage | None = None
         self.second_stage: HookStage | None = None
-        self.holds = False
+        self.held = 0
+        self.forwards = (0, 0)
         self.label = "gradient reduction"
         self.at_rest = tuple(param.at_rest for param in self.params)
         self.compute = tuple(param.compute for param in self.params)
@@ -140,6 +162,8 @@ class GradBucket:
         self._flat: Tensor | None = None
         self._kept: object = None  # memory that a collective in flight reads
         self._missing: Sequence[int] = ()
+        self._compares = debug_enabled() or not mesh_info.all.traits.on_stream
+        self._counts = (0, 0, 0)  # that the message says
         self._undecided: list[tuple[_Plan, list[int], Tensor, Tensor]] = []
         self._hold_shards = False
         self._means = False  # the first stage makes means over the shard dimension, in place of sums
@@ -188,41 +212,44 @@ class GradBucket:
             return
         if not self.trains:
             return
-        self.holds = True
+        first = not self.held
+        self.held += 1
         self._wanted = tuple(map(or_, self._wanted or self.trainable, self.trainable))
         if self._marks:
-            self._hold_marked()
+            self._hold_marked(first)
             return
-        dtype = self.precision.gradient
         for index, gradient in enumerate(self._take()):
             at_rest = self.at_rest[index]
             before = at_rest.grad
-            if gradient is None:
-                if not isinstance(before, DTensor) or is_unreduced(before) or not self.trainable[index]:
-                    continue
-                # A reduced gradient from before goes into the sum on all ranks, or on none.
-                gradient = torch.zeros_like(self.compute[index], dtype=dtype)
-            if isinstance(before, DTensor) and is_unreduced(before):
-                local_of(before).add_(gradient)
+            reduced = before is not None and not is_unreduced(before)
+            if gradient is None and not (reduced and self.trainable[index]):
                 continue
-            gradient = gradient.to(dtype)
-            if isinstance(before, DTensor):
+            if reduced:
                 self._refuse_hooks_twice(index)
-                # It is the mean over ranks of one that has n times the shard in this rank's place, and zeros elsewhere.
+            if gradient is None:
+                gradient = torch.zeros_like(self.compute[index])
+            if before is None:
+                at_rest.grad = unreduced_gradient(gradient.to(self.precision.gradient), at_rest)
+            elif _is_whole(before):
+                local_of(before).add_(gradient)
+            else:
+                # A mean over ranks: that of a gradient with n times the shard in this rank's place, and zeros elsewhere. It goes
+                # into the sum on all ranks, also on those that have no gradient.
+                whole = gradient.to(self.precision.gradient)
                 ranks = 1 if self.slots[index].route is Route.WHOLE else self.slots[index].num_shards
-                mine = cut(gradient, self.slots[index], self._rank)
-                mine.add_(local_of(before).to(gradient.device), alpha=ranks)
-            at_rest.grad = unreduced_gradient(gradient, at_rest)
+                cut(whole, self.slots[index], self._rank).add_(local_of(before).to(whole.device), alpha=ranks)
+                at_rest.grad = unreduced_gradient(whole, at_rest)
 
-    def _hold_marked(self) -> None:
+    def _hold_marked(self, first: bool) -> None:
         gradients = [None] * len(self.at_rest) if self.in_place else self._take()  # in place autograd has added them
         for index, (at_rest, gradient) in enumerate(zip(self.at_rest, gradients, strict=True)):
             held = at_rest.grad
             if gradient is not None:
-                if held is not None and not holds_unreduced(at_rest):
+                if held is not None and first:
                     self._refuse_hooks_twice(index)
                 at_rest.grad = gradient.to(self.precision.gradient) if held is None else held.add_(gradient)
-            set_holds_unreduced(at_rest, holds=True)
+            if first:
+                set_holds_unreduced(at_rest, holds=True)
 
     def _refuse_hooks_twice(self, index: int) -> None:
         if gradient_hooks(self.at_rest[index]):
@@ -233,31 +260,29 @@ class GradBucket:
             )
 
     def _hold_no_more(self) -> None:
-        if self.holds and self._marks:
+        if self.held and self._marks:
             for at_rest in self.at_rest:
                 set_holds_unreduced(at_rest, holds=False)
-        self.holds = False
+        self.held, self._wanted = 0, ()
 
-    def _take_held(self) -> tuple[list[Tensor | None], bool]:
-        """What was accumulated and this backward's gradients together; nothing is accumulated afterwards."""
+    def _take_held(self, *, shards: bool) -> list[Tensor | None]:
+        """This backward's gradients together with what was accumulated; `shards`: also what is reduced over that dimension."""
         gradients = self._take()
-        if not self.holds or self.in_place:
-            self._hold_no_more()
-            return gradients, False
-        self._hold_no_more()
+        if not self.held or self.in_place:
+            return gradients
         for index, at_rest in enumerate(self.at_rest):
             held = at_rest.grad
             if held is None or not (self._wanted[index] if self._marks else is_unreduced(held)):
                 continue
-            at_rest.grad = None
-            local = held if self._marks else local_of(held)
-            if isinstance(held, DTensor) and not (self._marks or all(each.is_partial() for each in held.placements)):
-                self._carried.append((index, local))  # reduced over the shard dimension already
-            else:
-                fresh = gradients[index]
+            if self._marks or _is_whole(held):
+                fresh, local = gradients[index], held if self._marks else local_of(held)
                 gradients[index] = local if fresh is None else local.add_(fresh)
-        dtype = self.precision.gradient
-        return [None if gradient is None else gradient.to(dtype) for gradient in gradients], True
+            elif shards:
+                self._carried.append((index, local_of(held)))
+            else:
+                continue
+            at_rest.grad = None
+        return [None if gradient is None else gradient.to(self.precision.gradient) for gradient in gradients]
 
     # --- the message ------------------------------------------------------------------------------------------------
 
@@ -274,20 +299,21 @@ class GradBucket:
             shards_only: reduce over the shard dimension only, and accumulate the result (`no_sync(level="replicate")`).
         """
         assert self.state is BucketState.EMPTY
-        if not self.trains and not self.holds:
+        if not self.trains and not self.held:
             return
-        if shards_only and (self._shards is None or self._replicas is None):
+        if shards_only and self._shards is None:
             self.hold()
             return
+        shards_only = shards_only and self._replicas is not None
         self._hold_shards = shards_only
         trainable = tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
+        if self._compares:
+            self._counts = (self.held, *self.forwards)
+        gradients = self._take_held(shards=not shards_only)
         if shards_only:
-            # What is accumulated whole goes into this reduction; shards that are accumulated wait for the last one.
-            gradients, _ = (self._take_held_whole()) if self.holds else (self._take(), False)
-            self._wanted, self.holds = trainable, True
+            self._wanted, self.held = trainable, self.held + 1
         else:
-            gradients, _ = self._take_held()
-            self._wanted = ()
+            self._hold_no_more()
         if self._alone:
             self._deliver_whole(gradients)
             return
@@ -296,17 +322,6 @@ class GradBucket:
             gradients = [None if gradient is None else gradient / self._before for gradient in gradients]
         self.state = BucketState.REDUCING
         self._launch(plan, gradients)
-
-    def _take_held_whole(self) -> tuple[list[Tensor | None], bool]:
-        gradients = self._take()
-        for index, at_rest in enumerate(self.at_rest):
-            held = at_rest.grad
-            if isinstance(held, DTensor) and all(placement.is_partial() for placement in held.placements):
-                at_rest.grad = None
-                fresh = gradients[index]
-                gradients[index] = local_of(held) if fresh is None else local_of(held).add_(fresh)
-        dtype = self.precision.gradient
-        return [None if gradient is None else gradient.to(dtype) for gradient in gradients], True
 
     def _launch(self, plan: _Plan, gradients: list[Tensor | None]) -> None:
         layout, dtype = plan.layout, self.precision.reduce
@@ -318,7 +333,7 @@ class GradBucket:
         self._means = self._hold_shards or self.first_stage is not None or self.second_stage is not None
         if self.first_stage is not None:
             self._flat = flat.zero_()  # the hook does not write to the padding
-            plan.put_flags(unused, flat)
+            plan.put_flags(unused, self._counts, flat)
             terms = [
                 torch.zeros_like(self.compute[index], dtype=dtype) if (term := gradients[index]) is None else term.to(dtype)
                 for index in layout.trainable
@@ -327,7 +342,7 @@ class GradBucket:
             self._work = self.first_stage.launch(layout.trainable, terms, into, plan.flags_of(flat), self.label)
             return
         if self._shards is None:
-            plan.copy_in(gradients, unused, flat.view(1, -1))
+            plan.copy_in(gradients, unused, self._counts, flat.view(1, -1))
             self._flat = flat
             assert self._replicas is not None
             self._work = self._replicas.all_reduce([flat], self.label, 1.0 / self._after)
@@ -343,7 +358,7 @@ class GradBucket:
             pairs.append((flat[start : start + slot.chunk_numel], kept[-1]))
         message = plan.message
         message.allocate()
-        plan.copy_in(gradients, unused, message.tensor.data.view(self._shards.size, -1))
+        plan.copy_in(gradients, unused, self._counts, message.tensor.data.view(self._shards.size, -1))
         pairs.append((flat[layout.row_start :], message.tensor.data))
         self._flat, self._kept = flat, kept
         scale = 1.0
@@ -396,18 +411,21 @@ class GradBucket:
         if self.state is BucketState.EMPTY:
             return
         self.advance()
+        plan, missing = self._plan, self._missing
+        delivered: Sequence[int] = plan.layout.trainable
         try:
             self._wait()
+            assert self._flat is not None
+            flags = plan.flags_of(self._flat)
+            said = flags.tolist() if self._compares else []
+            if said and not _agree(said[len(delivered) :]):
+                self._refuse_ranks()
         except BaseException:
             self.drop()
             raise
         self.state = BucketState.EMPTY
         flat, self._flat = self._flat, None
-        assert flat is not None
-        plan, missing = self._plan, self._missing
-        delivered: Sequence[int] = plan.layout.trainable
         if missing:
-            flags = plan.flags_of(flat)
             if self._hold_shards:
                 delivered = [i for i in delivered if i not in missing or self.at_rest[i].grad is not None or _said(plan, flags, i)]
             elif self.mesh_info.all.traits.on_stream:
@@ -415,8 +433,7 @@ class GradBucket:
                 delivered = [index for index in delivered if index not in missing]
                 self._undecided.append((plan, list(missing), flags.clone(), flat))
             else:
-                said = flags.tolist()
-                used = dict(zip(plan.layout.trainable, said, strict=True))
+                used = dict(zip(delivered, said, strict=False))
                 delivered = [index for index in delivered if index not in missing or used[index]]
         self._deliver(plan, flat, delivered)
 
@@ -424,8 +441,21 @@ class GradBucket:
         """At the end of a backward: read the flags that `land` did not wait for."""
         undecided, self._undecided = self._undecided, []
         for plan, missing, flags, flat in undecided:
-            used = dict(zip(plan.layout.trainable, flags.tolist(), strict=True))
+            used = dict(zip(plan.layout.trainable, flags.tolist(), strict=False))
             self._deliver(plan, flat, [index for index in missing if used[index]])
+
+    def _refuse_ranks(self) -> None:
+        comm = self._shards if self._hold_shards and self._shards is not None else self.mesh_info.all
+        said = []
+        for rank, counts in enumerate(comm.all_gather_ints(self._counts, f"exchange of what preceded the {self.label}")):
+            held, forwards, incomplete = counts
+            ran = f" and ran {forwards} forwards{', not all with a backward' * incomplete}" if forwards else ""
+            said.append(f"rank {rank} accumulated {held} backwards{ran}")
+        raise RanksDisagreeError(
+            f"{self.label}: the ranks brought gradients of different steps. Before it, {'; '.join(said)}. Every rank must run the "
+            "same backwards, and the same of them under no_sync; forwards that are not trained on belong under torch.no_grad() "
+            "or in evaluation mode. These gradients are dropped"
+        )
 
     def _deliver(self, plan: _Plan, flat: Tensor, indices: Sequence[int]) -> None:
         if self.precision.gradient != flat.dtype:
@@ -501,14 +531,17 @@ class GradBucket:
             self._work = self._flat = self._kept = None
             self.state = BucketState.EMPTY
             self._undecided, self._carried = [], []
-            if not self.in_place or self.holds:
-                for parameter in self.compute:
-                    parameter.grad = None
+            for parameter in self.compute if not self.in_place else ():
+                parameter.grad = None
             for parameter in self.at_rest:
-                if is_unreduced(parameter.grad) or holds_unreduced(parameter):
+                if is_unreduced(parameter.grad) or (self.held and self._marks):
                     parameter.grad = None
             self._hold_no_more()
-            self._wanted = ()
+
+
+def _is_whole(gradient: Tensor | None) -> TypeGuard[DTensor]:
+    """Whether `gradient` was accumulated before any stage of its reduction."""
+    return isinstance(gradient, DTensor) and all(placement.is_partial() for placement in gradient.placements)
 
 
 def _said(plan: _Plan, flags: Tensor, index: int) -> bool:
@@ -536,7 +569,8 @@ class _Plan:
         traits, precision = bucket.mesh_info.all.traits, bucket.precision
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         layout: ReduceLayout = plan_reduction(
-            bucket.slots, trainable, align=max(1, 64 // smallest), packed_align=max(1, traits.align // smallest)
+            bucket.slots, trainable, align=max(1, 64 // smallest), packed_align=max(1, traits.align // smallest),
+            numbers=_NUMBERS,
         )
         self.layout = layout
         self._slots = bucket.slots
@@ -564,20 +598,32 @@ class _Plan:
         ends = [start + numel for _, start, numel in layout.columns]
         starts = [*(start for _, start, _ in layout.columns), layout.flags_start]
         self._gaps = [after - end for end, after in zip(ends, starts[1:], strict=True)]
-        self._tail = layout.row_numel - layout.flags_start - len(layout.trainable)
-        self._constants: dict[torch.dtype, tuple[Tensor, list[Tensor | None]]] = {}
+        self._tail = layout.row_numel - layout.flags_start - len(layout.trainable) - _NUMBERS
+        self._rows: dict[tuple[torch.dtype, int, int, int], Tensor] = {}
+        self._zeros: dict[torch.dtype, list[Tensor | None]] = {}
 
-    def _constants_in(self, dtype: torch.dtype) -> tuple[Tensor, list[Tensor | None]]:
-        """Flags that are all one, with the padding behind them; and the zeros behind each column."""
-        found = self._constants.get(dtype)
+    def _flags_in(self, dtype: torch.dtype, counts: tuple[int, int, int]) -> Tensor:
+        """Flags that are all one, with the numbers and the padding behind them, in each row."""
+        key = dtype, counts[0] % (1 << _HELD_BITS), counts[1] % (1 << _FORWARDS_BITS), counts[2]
+        found = self._rows.get(key)
         if found is None:
             with torch.inference_mode(False):
-                flags = torch.ones(self._ranks, len(self.layout.trainable) + self._tail, dtype=dtype, device=self._device)
-                gaps = [
-                    torch.zeros(self._ranks, gap, dtype=dtype, device=self._device) if gap else None for gap in self._gaps
-                ]
-            found = self._constants[dtype] = flags, gaps
+                found = torch.tensor(self._flags((), counts), dtype=dtype).to(self._device).repeat(self._ranks, 1)
+            self._rows[key] = found
         return found
+
+    def _gaps_in(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """The zeros behind each column."""
+        found = self._zeros.get(dtype)
+        if found is None:
+            with torch.inference_mode(False):
+                found = [torch.zeros(self._ranks, gap, dtype=dtype, device=self._device) if gap else None for gap in self._gaps]
+            self._zeros[dtype] = found
+        return found
+
+    def _flags(self, unused: Sequence[int], counts: tuple[int, int, int]) -> list[float]:
+        flags = [0.0 if index in unused else 1.0 for index in self.layout.trainable]
+        return [*flags, *_numbers_of(*counts), *[1.0] * self._tail]
 
     def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
@@ -585,25 +631,29 @@ class _Plan:
         return [flat.as_strided(places[index][2], places[index][3], offset + places[index][0]) for index in indices]
 
     def flags_of(self, flat: Tensor) -> Tensor:
-        """The flags in a flat gradient buffer, one for each trainable parameter."""
-        return flat[self.layout.row_start + self.layout.flags_start :][: len(self.layout.trainable)]
+        """The flags in a flat gradient buffer, one for each trainable parameter, and the numbers behind them."""
+        return flat[self.layout.row_start + self.layout.flags_start :][: len(self.layout.trainable) + _NUMBERS]
 
-    def put_flags(self, unused: Sequence[int], flat: Tensor) -> None:
+    def put_flags(self, unused: Sequence[int], counts: tuple[int, int, int], flat: Tensor) -> None:
         """Write the flags where no row of a message is copied in."""
-        flags = self.flags_of(flat).fill_(1.0)
+        flags = self.flags_of(flat)
         if unused:
-            said = [0.0 if index in unused else 1.0 for index in self.layout.trainable]
-            flags.copy_(torch.tensor(said, dtype=flat.dtype), non_blocking=True)
+            flags.copy_(torch.tensor(self._flags(unused, counts)[: flags.numel()], dtype=flat.dtype), non_blocking=True)
+        else:
+            flags.copy_(self._flags_in(flat.dtype, counts)[0, : flags.numel()])
 
-    def copy_in(self, gradients: Sequence[Tensor | None], unused: Sequence[int], rows: Tensor) -> None:
+    def copy_in(
+        self, gradients: Sequence[Tensor | None], unused: Sequence[int], counts: tuple[int, int, int], rows: Tensor
+    ) -> None:
         """Fill the rows, one per rank, with that rank's chunk of every gradient, and the flags."""
         source = next((gradient.dtype for gradient in gradients if gradient is not None), rows.dtype)
-        flags, gaps = self._constants_in(source)
         if unused:
-            said = [0.0 if index in unused else 1.0 for index in self.layout.trainable] + [1.0] * self._tail
-            flags = torch.tensor(said, dtype=source).to(self._device, non_blocking=True).expand_as(flags)
+            flags = torch.tensor(self._flags(unused, counts), dtype=source).to(self._device, non_blocking=True)
+            flags = flags.expand(self._ranks, -1)
+        else:
+            flags = self._flags_in(source, counts)
         pieces: list[Tensor] = []
-        for (index, _, _), gap in zip(self.layout.columns, gaps, strict=True):
+        for (index, _, _), gap in zip(self.layout.columns, self._gaps_in(source), strict=True):
             gradient = gradients[index]
             if gradient is None:
                 gradient = torch.zeros(self._slots[index].shape, dtype=source, device=self._device)

@@ -218,7 +218,7 @@ class ReduceLayout:
         direct: of these, those that travel as they are, with where their sum lands in the flat gradient buffer.
         columns: slot index, start and length in a row, in the order of the row.
         row_start: where the reduced row lands in the flat gradient buffer.
-        flags_start: where in a row the flags are; they fill it to `row_numel`.
+        flags_start: where in a row the flags are; they and the numbers behind them fill it to `row_numel`.
         numel: of the flat gradient buffer.
     """
 
@@ -231,8 +231,14 @@ class ReduceLayout:
     numel: int
 
 
-def plan_reduction(slots: Sequence[Slot], trainable: Sequence[bool], *, align: int = 16, packed_align: int = 1) -> ReduceLayout:
-    """Lay out the message of the gradients that are wanted, and the buffer that their sums land in."""
+def plan_reduction(
+    slots: Sequence[Slot], trainable: Sequence[bool], *, align: int = 16, packed_align: int = 1, numbers: int = 0
+) -> ReduceLayout:
+    """Lay out the message of the gradients that are wanted, and the buffer that their sums land in.
+
+    Args:
+        numbers: how many travel behind the flags.
+    """
     wanted = tuple(index for index, want in enumerate(trainable) if want)
     direct, cursor = [], 0
     for index in wanted:
@@ -245,5 +251,5 @@ def plan_reduction(slots: Sequence[Slot], trainable: Sequence[bool], *, align: i
         if slots[index].route is not Route.DIRECT and slots[index].chunk_numel:
             columns.append((index, cursor, slots[index].chunk_numel))
             cursor = round_up(cursor + slots[index].chunk_numel, packed_align)
-    row_numel = round_up(cursor + len(wanted), packed_align)
+    row_numel = round_up(cursor + len(wanted) + numbers, packed_align)
     return ReduceLayout(wanted, tuple(direct), tuple(columns), row_start, cursor, row_numel, row_start + row_numel)

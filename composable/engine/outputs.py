@@ -103,12 +103,18 @@ def _announce(tensors: Iterable[Tensor], entry: Callable[..., None], made_here: 
 
 
 class Entry:
-    """Called before backward goes through the outputs of one call; several outputs count once."""
+    """Called before backward goes through the outputs of one call; several outputs count once.
 
-    __slots__ = ("_counted", "_unit")
+    Args:
+        trained: the iteration, of a call of the outermost module in training mode.
+        counted: it is a forward, and no recomputation.
+    """
 
-    def __init__(self, unit: Any, *, counted: bool) -> None:
+    __slots__ = ("_counted", "_trained", "_unit")
+
+    def __init__(self, unit: Any, trained: Any, *, counted: bool) -> None:
         self._unit = unit
+        self._trained = trained
         self._counted = counted
 
     @untraced
@@ -116,4 +122,6 @@ class Entry:
         if self._counted:
             self._counted = False
             self._unit.pending -= 1
+            if self._trained is not None:
+                self._trained.forwards_left -= 1
         self._unit.pre_backward()

@@ -70,6 +70,7 @@ class Iteration:
         entered: units that backward has entered.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
         builds_graph: the backward runs with `create_graph=True`.
+        forwards, forwards_left: of the outermost module in training mode, and how many of them backward has not come to.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -84,6 +85,7 @@ class Iteration:
         self.in_flight: list[Unit] = []
         self.over_replicas: list[Unit] = []
         self.builds_graph = False
+        self.forwards = self.forwards_left = 0
 
 
 class BackwardEnd:
@@ -237,8 +239,7 @@ class Root:
 
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
-        iteration = self.iteration
-        grad = torch.is_grad_enabled()
+        iteration, grad = self.iteration, torch.is_grad_enabled()
         if iteration is None and self._pinned and grad:
             pinned, self._pinned = self._pinned, {}
             for unit in pinned:
@@ -487,7 +488,7 @@ class Root:
         if iteration is None or iteration.end is None:
             return
         with self._streams.on(iteration.stream):
-            due = [unit for unit in self.units if unit.holds and unit.accumulation.now is SyncMode.REDUCE]
+            due = [unit for unit in self.units if unit.accumulation.now is SyncMode.REDUCE and any(b.held for b in unit.buckets)]
             sent = [*iteration.in_flight, *iteration.over_replicas]
             for unit in dict.fromkeys([*iteration.active, *iteration.to_reduce, *iteration.untracked, *due]):
                 if unit in iteration.active or unit in iteration.to_reduce or unit not in sent or unit.has_gradients:
@@ -587,6 +588,7 @@ class Root:
     @torch.no_grad()
     def reduce_held(self) -> None:
         """Reduce what was accumulated under `no_sync`, without a backward."""
+        self._compare_held()
         units = [unit for unit in self.units if unit.holds]
         for unit in units:
             for bucket in unit.buckets:
@@ -604,6 +606,22 @@ class Root:
                 if sparse.holds:
                     sparse.reduce()
         wait_for_traffic()
+
+    def _compare_held(self) -> None:
+        """On hosts, all ranks have accumulated equally often: a rank without gradients would launch nothing."""
+        for comm in dict.fromkeys(unit.mesh_info.all for unit in self.units):
+            if comm.size == 1 or (comm.traits.on_stream and not debug_enabled()):
+                continue
+            held = [bucket.held for unit in self.units if unit.mesh_info.all is comm for bucket in unit.buckets]
+            mine = max([0, *held, *([] if self.buckets is None else [self.buckets.held])])
+            said = comm.all_gather_ints([mine], f"comparison of accumulated backwards of unit '{self.name}'")
+            if said != [said[0]] * len(said):
+                self.reset()
+                raise RanksDisagreeError(
+                    f"reduce_gradients: the ranks accumulated gradients of different numbers of backwards below unit '{self.name}': "
+                    f"{', '.join(f'rank {rank} {count}' for rank, (count,) in enumerate(said))}. Every rank must run the same "
+                    "backwards under no_sync. What was accumulated is dropped on all ranks"
+                )
 
 
 def _explain_mixing(error: BaseException | None, units: Sequence[Unit]) -> None:

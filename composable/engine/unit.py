@@ -48,7 +48,7 @@ from composable.engine.param import (
 )
 from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
-from composable.engine.root import EXPLICIT, Root, root_for_call, units_below
+from composable.engine.root import EXPLICIT, Iteration, Root, root_for_call, units_below
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
 from composable.memory.torch_private import backward_id, in_backward, local_of, next_node
@@ -247,8 +247,11 @@ class Unit:
     def _multiply_gradients(self, params: Iterable[ManagedParam], factor: float) -> None:
         """`grad_reduce` where autograd itself adds to what users see: multiply each gradient as it comes."""
         for param in params:
-            if param.compute.requires_grad:
-                handle = param.compute.register_hook(untraced(lambda gradient: gradient * factor))
+            parameter, trains = param.compute, param.compute.requires_grad
+            if parameter.is_floating_point() or parameter.is_complex():
+                parameter.requires_grad_(True)  # a frozen one takes no hook, and may be unfrozen later
+                handle = parameter.register_hook(untraced(lambda gradient: gradient * factor))
+                parameter.requires_grad_(trains)
                 self._rebuild_undo.append(handle.remove)
 
     def _hear_of_gradients(self, param: ManagedParam) -> None:
@@ -383,8 +386,6 @@ class Unit:
             self.wait_for_unshard()
         else:
             root.enter_forward(self, module)
-            if call not in self._calls:  # the step before was lost, and its reset has forgotten all calls
-                self._calls.append(call)
             call.root = root
             if not self._to_run:
                 self._to_run = list(self.modules)
@@ -410,7 +411,8 @@ class Unit:
         grad = torch.is_grad_enabled()
         try:
             if grad:
-                output, found, aliases = self._watch(output, since, counted=not recomputes)
+                trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
+                output, found, aliases = self._watch(output, since, trained, counted=not recomputes)
             if not self.depth and not self._stays_shown:
                 self.swap_out()
             if recomputes:
@@ -425,10 +427,14 @@ class Unit:
             raise
         return output
 
-    def _watch(self, output: Any, since: int, *, counted: bool) -> tuple[Any, bool, bool]:
-        seen = watch(output, since, Entry(self, counted=counted), self._aliases, counted=counted and bool(self.params))
+    def _watch(self, output: Any, since: int, trained: Iteration | None, *, counted: bool) -> tuple[Any, bool, bool]:
+        entry = Entry(self, trained, counted=counted)
+        seen = watch(output, since, entry, self._aliases, counted=counted and bool(self.params))
         if seen.found and counted:
             self.pending += 1
+            if trained is not None:
+                trained.forwards += 1
+                trained.forwards_left += 1
         if seen.opaque and not seen.found and self.trains and self.is_sharded:
             raise OutputError(
                 f"unit '{self.name}': forward returned {', '.join(seen.opaque)}, in which no tensor that requires grad was "
@@ -496,7 +502,7 @@ class Unit:
 
     @property
     def holds(self) -> bool:
-        return any(bucket.holds for bucket in self.buckets) or any(sparse.holds for sparse in self.sparse)
+        return any(bucket.held for bucket in self.buckets) or any(sparse.holds for sparse in self.sparse)
 
     @property
     def has_unreduced(self) -> bool:
