@@ -1,15 +1,15 @@
-"""Keeps the generated parts of these pages true: diagrams, and what programs print. Knows marks, not what pages say.
+"""Keep the generated parts of the pages true: diagrams, the reference, and what programs print.
 
     python -m docs.generate            # rewrite the pages
     python -m docs.generate --check    # change nothing; name the pages that are out of date
-    python -m docs.generate --measure docs/decisions/0002-flat-storages.md     # repeat a measurement
+    python -m docs.generate --measure docs/decisions/0003-elastic-buffers.md     # repeat a measurement
 
-Between `<!-- phases:begin -->` and `<!-- phases:end -->` stand the diagrams of `composable.plan.phases`, between the same
-with `reference` what `docs.reference` makes of the docstrings. A code block that
-opens with "```python run" is a program: the programs of a page run one after the other and share their variables, and a
-block "```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two ranks, which share
-variables of their own; `raises` says that it ends with an error, whose name and message are printed. Programs that open with
-"```python measure" take times, which differ from run to run: they are run, and their output is replaced, on demand only.
+Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the top of `param_group.py` and
+`grad_bucket.py`; between the same marks with `reference`, what `docs.reference` makes of the docstrings. A code block that opens
+with "```python run" is a program: the programs of a page run one after the other and share their variables, and a block
+"```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two ranks, each with variables of
+its own; `raises` says that it ends with an error, whose name and message are printed. Programs that open with
+"```python measure" take times, which differ from run to run; their output is replaced on demand only (`--measure`).
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from composable.plan.phases import GradPhase, diagram
+from composable.engine import grad_bucket, param_group
 from docs.reference import reference
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 _PROGRAM: Final = re.compile(r"^```python (run|measure)([^\n]*)\n(.*?)^```\n(?:\n```text output\n(.*?)^```\n)?", re.M | re.S)
-_MADE: Final = re.compile(r"(<!-- (phases|reference):begin -->\n).*?(<!-- \2:end -->)", re.S)
+_MADE: Final = re.compile(r"(<!-- (states|reference):begin -->\n).*?(<!-- \2:end -->)", re.S)
 
 
 @dataclass(frozen=True)
@@ -130,19 +131,32 @@ def regenerated(text: str, on_ranks: OnRanks, kind: str = "run") -> str:
         if program.output is not None:
             start, end = program.output
             text = text[:start] + printed + text[end:]
-    makers = {"phases": _diagrams, "reference": reference}
+    makers = {"states": diagrams, "reference": reference}
     return _MADE.sub(lambda match: f"{match[1]}{makers[match[2]]()}{match[3]}", text)
 
 
-def _diagrams() -> str:
-    """The tables' diagram, cut in two: parameters and gradients change state on their own."""
-    header, *lines = diagram().splitlines()
-    gradients = [line for line in lines if line.split()[0] in GradPhase.__members__]
-    parameters = [line for line in lines if line not in gradients]
-    return "".join(
-        f"{title}:\n\n```mermaid\n" + "\n".join([header, *part]) + "\n```\n\n"
-        for title, part in (("Parameters", parameters), ("Gradients", gradients))
-    )
+def transitions(table_of: ModuleType) -> list[tuple[str, str, str]]:
+    """The rows (state, next state, event) of the state table in a module's docstring. A cell `-` means that nothing changes."""
+    lines = [line for line in (table_of.__doc__ or "").splitlines() if line.startswith("|")]
+    header, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    events = [cell.strip("`") for cell in header]
+    found = []
+    for state, *cells in rows:
+        for event, cell in zip(events[1:], cells, strict=True):
+            names = re.findall(r"[A-Z][A-Z_]{3,}", cell)
+            if names:
+                rest = re.sub(rf",? ?(then )?{names[0]},?", "", cell).strip()
+                found.append((state, names[0], f"{event}: {rest}" if rest else event))
+    return found
+
+
+def diagrams() -> str:
+    """Parameters and gradients change state on their own, so there are two diagrams."""
+    parts = []
+    for title, module in (("Parameters of a `ParamGroup`", param_group), ("Gradients of a `GradBucket`", grad_bucket)):
+        lines = [f"    {state} --> {after}: {event}" for state, after, event in transitions(module)]
+        parts.append(f"{title}:\n\n```mermaid\n" + "\n".join(["stateDiagram-v2", *lines]) + "\n```\n\n")
+    return "".join(parts)
 
 
 # --- ranks of this script's own; tests bring theirs -------------------------------------------------------------------
