@@ -195,8 +195,11 @@ class ParamGroup:
             assert registered is not None
             if param.own is not None and registered is param.at_rest:
                 own, known = param.own, True
-                if isinstance(registered, DTensor) and local_of(registered).data_ptr() != own.data_ptr():
-                    own.data = local_of(registered)  # the at-rest parameter was moved
+                local = local_of(registered) if isinstance(registered, DTensor) else own
+                if own.is_meta and not local.is_meta:  # torch gives no memory to what was made on the meta device
+                    own = nn.Parameter(local.detach(), requires_grad=registered.requires_grad)
+                elif local.data_ptr() != own.data_ptr():
+                    own.data = local  # the at-rest parameter was moved
             elif isinstance(registered, DTensor):  # loaded with assign=True
                 own = nn.Parameter(local_of(registered), requires_grad=registered.requires_grad)
             else:

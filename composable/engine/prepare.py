@@ -258,7 +258,7 @@ def _refuse_resized(unit: Unit) -> None:
                 raise ForeignParameterError(
                     f"parameter '{param.fqn}' of unit '{unit.name}': its shard was resized by an operator with out=, as "
                     "torch.nn.init.eye_ calls one, which cannot work on shards. The shard has its shape again, and the values "
-                    "from before. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor"
+                    "from before. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor, which is sharded then"
                 )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from composable import fully_shard, remove, replicate
-from composable.errors import ForeignParameterError
+from composable.errors import AnnotationError
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
@@ -105,7 +105,7 @@ def _refusals(change: str, steps: int) -> list[str]:
     CHANGES[change][0](model)
     said = []
     for _ in range(2):  # nothing is half done after the first
-        with pytest.raises(ForeignParameterError) as caught:
+        with pytest.raises(AnnotationError) as caught:
             model(x)
         said.append(str(caught.value))
     return said
@@ -129,7 +129,7 @@ def _new_in_replicas(change: str, annotate: str) -> list[str]:
     CHANGES[change][0](model)
     said = []
     for _ in range(2):
-        with pytest.raises(ForeignParameterError) as caught:
+        with pytest.raises(AnnotationError) as caught:
             model(x)
         said.append(str(caught.value))
     return said
@@ -169,7 +169,7 @@ def test_what_does_no_harm_may_come_into_replicas() -> None:
     model.head.weight = model.emb.weight  # tied: its gradient is averaged where it was
     model(x).sum().backward()
     model.block[0].up.requires_grad_(True)
-    with pytest.raises(ForeignParameterError, match=r"'block\.0\.up\.weight' of unit '\(root\)'"):
+    with pytest.raises(AnnotationError, match=r"'block\.0\.up\.weight' of unit '\(root\)'"):
         model(x)
     remove(model, replicate)
     replicate(copy.deepcopy(model), ignored_params=())(x).sum().backward()
@@ -206,7 +206,7 @@ def test_what_is_frozen_ignored_or_without_parameters_may_come_and_go() -> None:
     model(x).sum().backward()
     assert model.scale.grad is not None
     model.block[2].weight.requires_grad_()  # type: ignore[operator, union-attr]
-    with pytest.raises(ForeignParameterError, match=r"^parameter 'block\.2\.weight' \(Linear\) came into the model"):
+    with pytest.raises(AnnotationError, match=r"^parameter 'block\.2\.weight' \(Linear\) came into the model"):
         model(x)
     del model.block[2:]
     model(x).sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -89,11 +88,10 @@ def _trains(scheme: str, how: str, steps: int) -> None:
         _step(model)
     model.zero_grad()
     change(model)
-    twin = copy.deepcopy(model)
-    for each in (model, twin, model):
-        each.zero_grad()
-        _step(each)
-        torch.testing.assert_close(full_gradients(each), wanted)
+    for _ in range(2):
+        model.zero_grad()
+        _step(model)
+        torch.testing.assert_close(full_gradients(model), wanted)
     with no_sync(model):
         _step(model)
     other = nn.Linear(4, 2).to(current_device())
@@ -137,15 +135,14 @@ def test_the_other_parameters_of_a_replicated_module_keep_their_names_dtypes_and
     replicate(model, mp_policy=MixedPrecisionPolicy("bf16", full_precision_classes=nn.LayerNorm))
     model.first.bias = None  # type: ignore[assignment]
     index = torch.tensor([0, 1, 1 + dist.get_rank()], device=current_device())
-    for each in (model, copy.deepcopy(model)):
-        each(index).float().square().mean().backward()
-        assert each.table.weight.grad is not None
-        assert each.table.weight.grad.is_sparse
-        (gradient, other) = (layer.weight.grad for layer in (each.norm, each.last))
-        assert gradient is not None
-        assert other is not None
-        assert not torch.equal(gradient, gradient.bfloat16().float())  # it was summed in its own dtype
-        assert torch.equal(other, other.bfloat16().float())
+    model(index).float().square().mean().backward()
+    assert model.table.weight.grad is not None
+    assert model.table.weight.grad.is_sparse
+    gradient, other = model.norm.weight.grad, model.last.weight.grad
+    assert gradient is not None
+    assert other is not None
+    assert not torch.equal(gradient, gradient.bfloat16().float())  # it was summed in its own dtype
+    assert torch.equal(other, other.bfloat16().float())
     model.zero_grad()
     with no_sync(model):
         model(index).float().square().mean().backward()
