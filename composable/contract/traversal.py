@@ -153,14 +153,12 @@ def _units(root: nn.Module, verb: str, stop: Collection[str] = ()) -> list[tuple
 
 
 class TreeWatch:
-    """Tells whether modules below `root` were added, removed or exchanged, whether their number of parameters changed, or
-    whether `replicate` was removed from one. The comparison runs in C: the engine makes it before every root forward.
+    """Tells whether modules below `root` were added, removed or exchanged, or whether their number of parameters changed. The
+    comparison runs in C: the engine makes it before every root forward.
     """
 
     def __init__(self, root: nn.Module) -> None:
-        modules = [module for _, module in walk(root, stop=(REPLICATE,))]
-        below = {id(child): child for module in modules for child in module.children()}
-        self._replicated = [child for child in below.values() if REPLICATE in registry(child)]
+        modules = [module for _, module in walk(root)]
         self._children = [module._modules.values() for module in modules]  # live views
         self._parameters = [module._parameters for module in modules]
         self._before = self._now()
@@ -169,4 +167,4 @@ class TreeWatch:
         return list(chain.from_iterable(self._children)), sum(map(len, self._parameters))
 
     def changed(self) -> bool:
-        return self._before != self._now() or not all(REPLICATE in registry(module) for module in self._replicated)
+        return self._before != self._now()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Mapping
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -37,7 +38,8 @@ class Preparation:
         self._root = root
         self._watched: list[Any] | None = None  # what was found when everything was in order
         self._looked_around = False
-        self._refuse_newcomers()
+        self._owners: dict[int, tuple[Unit, ManagedParam]] = {}  # by the id of a form
+        self._strangers: list[nn.Parameter] = []  # frozen, and managed by no unit: refused once they train
 
     def prepare(self) -> None:
         """Raise for what cannot be computed with; rebuild the groups of units whose parameters changed."""
@@ -53,6 +55,7 @@ class Preparation:
         if self._watched is not None and self._unchanged():
             return
         self._watched = None
+        self._look_for_newcomers()
         for unit in root.units:
             self._look_into(unit)
         self._note()
@@ -76,7 +79,7 @@ class Preparation:
 
     def _look(self) -> list[Any]:
         with as_tensors():
-            trains = list(map(trainability, self._at_rest))
+            trains = list(map(trainability, (*self._at_rest, *self._strangers)))
         # A shard's memory is the engine's; that of users' own parameters may be exchanged (`param.data = ...`).
         return [trains, list(map(Tensor.numel, self._locals)), list(map(Tensor.data_ptr, self._own)), [p.dtype for p in self._own]]
 
@@ -95,7 +98,7 @@ class Preparation:
         _refuse_optimizers_of_torch(unit)
         if _is_functional_call(unit):
             return
-        if _adopt(unit):
+        if _adopt(unit, self._owners):
             if self._root.iteration is None:
                 unit.reshard()
             unit.build()
@@ -108,33 +111,50 @@ class Preparation:
         if self._root.buckets is not None:
             self._root.buckets.follow()
 
-    def _refuse_newcomers(self) -> None:
-        """Trainable parameters that were added below a unit after its annotation: each rank would train its own."""
+    def _look_for_newcomers(self) -> None:
+        """Refuse trainable parameters below a unit that no unit manages, and ties that came after the annotation."""
         root = self._root
-        if all(unit.mesh_info.all.size == 1 for unit in root.units):
-            return
-        known = {id(p) for unit in root.units for param in unit.params for p in (param.at_rest, param.own, param.compute)}
-        alone = {(id(place.module), place.name) for unit in root.units if unit.spec for place in unit.spec.left_alone}
-        managed = {(id(place.module), place.name) for unit in root.units for param in unit.params for place in param.info.places}
+        self._owners = {
+            id(form): (unit, param)
+            for unit in root.units
+            for param in unit.params
+            for form in (param.at_rest, param.own, param.compute)
+            if form is not None
+        }
+        self._strangers = []
+        known = {(id(place.module), place.name) for unit in root.units for param in unit.params for place in param.info.places}
+        known |= {(id(place.module), place.name) for unit in root.units if unit.spec for place in unit.spec.left_alone}
+        alone = all(unit.mesh_info.all.size == 1 for unit in root.units)
         for unit in root.units:
+            found = []
             for module in unit.modules:
-                found = [
-                    f"{prefix}.{name}" if prefix else name
-                    for prefix, below in module.named_modules()
-                    for name, parameter in below._parameters.items()
-                    if parameter is not None
-                    and parameter.requires_grad
-                    and id(parameter) not in known
-                    and (id(below), name) not in alone
-                    and (id(below), name) not in managed  # it takes the place of one that the unit manages
-                    and not isinstance(parameter, DTensor)
-                ]
-                if found:
-                    raise AnnotationError(
-                        f"unit '{unit.name}' ({unit.spec.verb if unit.spec else ''}): {few([repr(n) for n in found])} was added "
-                        "after the annotation, and no unit manages it: every rank would train its own. Add modules and parameters "
-                        "before annotating, remove and annotate anew, or freeze it"
-                    )
+                for prefix, below in module.named_modules():
+                    for name, parameter in below._parameters.items():
+                        if parameter is None or (id(below), name) in known:
+                            continue
+                        fqn = f"{prefix}.{name}" if prefix else name
+                        if id(parameter) in self._owners:
+                            _refuse_late_tie(f"'{fqn}' below unit '{unit.name}'", *self._owners[id(parameter)])
+                        elif parameter.requires_grad and not isinstance(parameter, DTensor):
+                            found.append(f"'{fqn}'")
+                        elif not parameter.requires_grad:
+                            self._strangers.append(parameter)
+            if found and not alone:
+                verb = unit.spec.verb if unit.spec else ""
+                raise AnnotationError(
+                    f"unit '{unit.name}' ({verb}): no unit manages {few(found)}, added below it, or left by remove(), after the "
+                    "annotation: every rank would train its own. To have all parameters managed, call "
+                    f"remove(module, {verb}) and annotate again; to train them as they are, name them in ignored_params then"
+                )
+
+
+def _refuse_late_tie(where: str, unit: Unit, param: ManagedParam) -> None:
+    if param.compute is param.at_rest:
+        return  # modules compute with what is registered, and its gradient is reduced wherever it is used
+    raise ForeignParameterError(
+        f"{where} was tied to parameter '{param.fqn}' of unit '{unit.name}' after the annotation, and would not be gathered or "
+        "cast with it. Call remove() with the module and its verb, tie the parameters, and annotate again"
+    )
 
 
 def _warn_of_unmanaged_around(root: Root) -> None:
@@ -214,16 +234,21 @@ def _is_functional_call(unit: Unit) -> bool:
     return any(tensor is not None and not isinstance(tensor, nn.Parameter) for tensor in held)
 
 
-def _adopt(unit: Unit) -> bool:
+def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
     """Whether the unit has to be built anew, since its parameters were replaced, moved or cast."""
     _refuse_resized(unit)
     changed = False
     newcomers = [_newcomer(unit, param) for param in unit.params]  # whatever is refused is refused before anything changes
     for param, newcomer in zip(unit.params, newcomers, strict=True):
+        if newcomer is not None and id(newcomer) in owners:
+            _refuse_late_tie(f"parameter '{param.fqn}' of unit '{unit.name}'", *owners[id(newcomer)])
+    for param, newcomer in [*zip(unit.params, newcomers, strict=True)]:
         if newcomer is not None:
             set_label(param.at_rest, unit.name, param.fqn, "replaced")
             param.register(newcomer)
             changed = True
+            if id(newcomer) in owners:  # tied: managed where it was before
+                unit.params.remove(param)
     for group in unit.groups:
         for param in group.params:
             at_rest = param.at_rest
