@@ -74,7 +74,8 @@ class Preparation:
         self._sharded = [p for p in self._at_rest if isinstance(p, DTensor)]
         self._shards = [local_of(p) for p in self._sharded]
         self._own = [param.own for param in params if param.own is not None]
-        self._modules = list(dict.fromkeys(module for unit in units for module in unit.modules))
+        around = dict.fromkeys(each for unit in units for each in (unit, *unit.within))
+        self._modules = list(dict.fromkeys(module for unit in around for module in unit.modules))
         self._watched = self._look()
 
     def _look(self) -> list[Any]:
@@ -93,7 +94,8 @@ class Preparation:
 
     @outside_transforms
     def _look_into(self, unit: Unit) -> None:
-        _refuse_cleared_hooks(unit)
+        for each in (unit, *unit.within):  # without its hooks, an annotation around a unit would not be noticed at all
+            _refuse_cleared_hooks(each)
         _refuse_left_alone(unit)
         _refuse_optimizers_of_torch(unit)
         if _is_functional_call(unit):
