@@ -100,7 +100,7 @@ def division_factors(dtype: torch.dtype, divisor: float) -> tuple[float, float]:
     """
     if dtype is not torch.float16 or divisor < 1.0:
         return 1.0, float(divisor)
-    before = 2.0 ** math.ceil(math.log2(divisor) / 2)
+    before = 2.0 ** math.floor((math.log2(divisor) + 1.0) / 2)
     while before > 1.0 and divisor % before and before * before > divisor:
         before /= 2
     return before, divisor / before

@@ -415,10 +415,11 @@ class DeferredHooks(OrderedDict[int, Any]):
     methods keep the users' in `of_users`, from where they are called when the reduction has landed.
     """
 
-    def __init__(self, arrived: Callable[[Tensor], None], users: OrderedDict[int, Any] | None) -> None:
+    def __init__(self, users: OrderedDict[int, Any] | None) -> None:
         super().__init__()
-        dict.__setitem__(self, -1, arrived)
         self.of_users: OrderedDict[int, Any] = OrderedDict() if users is None else users
+        # The handle that removes a hook refers weakly to the dict that it was added to: this one, which must outlive its use.
+        self.of_users.deferred = self  # type: ignore[attr-defined]
 
     def __setitem__(self, key: int, hook: Any) -> None:
         self.of_users[key] = hook
@@ -433,12 +434,12 @@ class DeferredHooks(OrderedDict[int, Any]):
 def defer_hooks(parameter: nn.Parameter, arrived: Callable[[Tensor], None]) -> Callable[[], None]:
     """Call `arrived` when autograd has accumulated, and the hooks of users when they are run; returns the inverse."""
     users = hooks_after_accumulation(parameter)
-    if isinstance(users, DeferredHooks):
-        users = users.of_users
-    deferred = DeferredHooks(untraced(arrived), users)
+    deferred = users if isinstance(users, DeferredHooks) else getattr(users, "deferred", None) or DeferredHooks(users)
+    dict.__setitem__(deferred, -1, untraced(arrived))
     parameter._post_accumulate_grad_hooks = deferred
 
     def undo() -> None:
+        dict.pop(deferred, -1, None)
         if hooks_after_accumulation(parameter) is deferred:
             parameter._post_accumulate_grad_hooks = deferred.of_users
 

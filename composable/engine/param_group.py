@@ -391,8 +391,9 @@ class ParamGroup:
         if self.has_shards and self._aliased(slot):  # shares the shards' version counter
             return nn.Parameter(self._shard_view(slot), requires_grad=self._differentiable)
         buffer = self.late if slot.route is Route.PACKED and self.late is not None else self.full
-        assert buffer is not None
         shape = whole_shape(slot)
+        if buffer is None:  # the group has no elements
+            return nn.Parameter(torch.empty_like(shape, dtype=self.precision.compute, device=self.device), self._differentiable)
         view = buffer.part(slot.full_start, shape.shape, shape.stride())
         return nn.Parameter(view.data, requires_grad=self._differentiable)
 
