@@ -193,7 +193,7 @@ def test_gradients_are_laid_out_over_the_mesh_as_their_parameters_are() -> None:
                 assert gradient.device_mesh == parameter.device_mesh  # type: ignore[attr-defined]
 
 
-# --- what users keep ------------------------------------------------------------------------------------------------------
+# --- what users keep ------------------------------------------------------------------------------------------------
 
 KEPT: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "the object": lambda gradient: gradient,
@@ -240,7 +240,7 @@ def test_a_gradient_can_be_copied() -> None:
         assert torch.equal(local(twin), local(parameter.grad))  # type: ignore[arg-type]
 
 
-# --- gradients that are missing ---------------------------------------------------------------------------------------------
+# --- gradients that are missing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_stream", [False, True])
@@ -273,7 +273,7 @@ def test_on_a_stream_what_some_rank_lacks_lands_at_the_end_of_backward_as_the_ho
     assert other.grads[2].tolist() == one.grads[2].tolist() == [1.0, 1.0]  # type: ignore[union-attr]
 
 
-# --- accumulation -------------------------------------------------------------------------------------------------------------
+# --- accumulation ---------------------------------------------------------------------------------------------------
 
 
 def _hold(ranks: Sequence[Rank], *values: float) -> None:
@@ -358,7 +358,7 @@ def test_what_froze_while_others_accumulated_is_reduced_with_them() -> None:
         assert [float(gradient.flatten()[0]) for gradient in rank.grads] == [2.0, 3.0, 3.0]  # type: ignore[union-attr]
 
 
-# --- hooks of users -----------------------------------------------------------------------------------------------------------
+# --- hooks of users -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", ["shards", "hybrid"])
@@ -380,7 +380,7 @@ def test_hooks_are_called_when_the_gradient_lands_and_with_the_mean(mesh: str) -
     assert w.grad is None
 
 
-# --- states, and steps that are lost ----------------------------------------------------------------------------------------------
+# --- states, and steps that are lost --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mesh", MESHES)
