@@ -9,11 +9,9 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointError, noop_context_fn
+from torch.utils.checkpoint import noop_context_fn
 
 from composable.compilation import call_compiled, running_compiler, untraced, untraced_alone
-from composable.contract.contract import registry
-from composable.contract.naming import module_name
 from composable.memory.activations import recomputing
 from composable.memory.torch_private import checkpoint_generator
 
@@ -76,9 +74,6 @@ class RecomputeBracket:
         try:
             with recomputing(module):
                 call_compiled(compiler, module, args, kwargs)
-        except CheckpointError as error:
-            _explain(module, error)
-            raise
         finally:
             for norm, name, buffer in statistics:
                 norm._buffers[name] = buffer
@@ -108,15 +103,3 @@ def _hide_statistics(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
                     hidden.append((norm, name, buffer))
                     norm._buffers[name] = buffer.clone()
     return hidden
-
-
-def _explain(module: nn.Module, error: BaseException) -> None:
-    if any("run again" in note for note in getattr(error, "__notes__", ())):
-        return  # by a module inside
-    applied = registry(module).get("checkpoint")
-    name = f"{module_name(module, applied.fqn if applied else None)} ({type(module).__name__})"
-    error.add_note(
-        f"checkpoint: forward of {name} was run again in backward, and did not do what it had done before. It must not depend on "
-        "what it changes itself, or on anything that has changed since. checkpoint(module, debug=True) shows the operators of "
-        "both runs"
-    )

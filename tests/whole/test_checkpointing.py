@@ -237,15 +237,8 @@ def _fickle(how: str, options: dict[str, Any]) -> None:
     checkpoint(model, policy={Fickle}, **options)
     fully_shard(model, policy={Fickle})
     x = torch.ones(3, 4, device=current_device())
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError):
         model(x).sum().backward()
-    said = caught.value.__cause__ if options.get("debug") else caught.value
-    assert said is not None
-    assert said.__notes__ == [
-        "checkpoint: forward of '0' (Fickle) was run again in backward, and did not do what it had done before. It must not "
-        "depend on what it changes itself, or on anything that has changed since. checkpoint(module, debug=True) shows the "
-        "operators of both runs"
-    ]
     model.zero_grad()
     model(x).sum().backward()  # the third call and the fourth
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -254,7 +247,7 @@ def _fickle(how: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("how", "options"), [("shape", {}), ("fewer", {}), ("more", {"early_stop": False}), ("shape", {"debug": True})]
 )
-def test_who_does_something_else_the_second_time_is_named(pool: Pool, how: str, options: dict[str, Any], device: str) -> None:
+def test_a_step_in_which_the_second_run_does_something_else_is_lost_and_the_next_one_works(pool: Pool, how: str, options: dict[str, Any], device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _fickle, how, options, device=device)
 

@@ -14,7 +14,7 @@ from composable import (
     registry,
     remove,
 )
-from composable.errors import AlreadyAnnotatedError, AnnotationError, NotAnnotatedError, ShardedParameterError
+from composable.errors import AlreadyAnnotatedError, AnnotationError, NotAnnotatedError
 from tests.helpers.compare import (
     full_gradients,
     full_parameters,
@@ -113,17 +113,6 @@ def test_one_graph_for_the_whole_model_is_refused_with_advice_and_leaves_the_mod
             called(batch)
         assert "for block in model.blocks: block.compile(fullgraph=True)" in str(caught.value)
         assert_trains_as_one_process(model, each_block(model, backend="aot_eager"))
-
-
-@spmd(ranks=2)
-def test_compiled_code_that_uses_sharded_parameters_outside_of_a_forward_gets_the_usual_error() -> None:
-    with fresh_compiler():
-        model = CASE.model(0, 0, current_device())
-        fully_shard(model, policy={Block})
-        (batch,) = CASE.inputs(0, 0, 0, current_device())
-        compiled = torch.compile(lambda x: model.first.up(x) + 1, backend="aot_eager")
-        with pytest.raises(ShardedParameterError, match=r"parameter 'up.weight' of unit 'first' is sharded"):
-            compiled(batch)
 
 
 @spmd(ranks=2)
