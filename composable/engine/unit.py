@@ -621,16 +621,18 @@ def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None
         return
     names = {below: name for name, below in module.named_modules()}
     owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    reader = next((owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names), module)
-    text, kind, low, units = str(error), type(reader).__name__, unit.param_dtype, unit.root.units
+    readers = [owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names] or [module]
+    text, low, units = str(error), unit.param_dtype, unit.root.units
     if "mixed torch.Tensor and DTensor" in text:
-        below = list(reader.modules())
-        read = [f"'{other.name}'" for other in units if other.is_sharded and not other.depth and other.modules[0] in below]
+        at_rest = {other.modules[0]: f"'{other.name}'" for other in units if other.is_sharded and not other.depth}
+        below = [(type(each).__name__, [at_rest[m] for m in each.modules() if m in at_rest]) for each in readers]
+        kind, read = next((found for found in below if found[1]), ("module", ["?"]))
         error.add_note(
             f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another unit ({few(read)}) outside of that "
             f"unit's forward, where it is sharded. Annotate the {kind} as the unit in its place; with a policy, leave that one out"
         )
     elif "dtype" in text or "scalar type" in text:
+        reader, kind = readers[0], type(readers[0]).__name__
         held = [*reader.named_parameters(recurse=False), *reader.named_buffers(recurse=False)]
         odd = [(name, t.dtype) for name, t in held if low is not None and t.is_floating_point() and t.dtype != low]
         others = [other for other in units if other.param_dtype not in (None, low)]

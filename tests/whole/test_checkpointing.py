@@ -247,7 +247,7 @@ def _fickle(how: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("how", "options"), [("shape", {}), ("fewer", {}), ("more", {"early_stop": False}), ("shape", {"debug": True})]
 )
-def test_a_step_in_which_the_second_run_does_something_else_is_lost_and_the_next_one_works(pool: Pool, how: str, options: dict[str, Any], device: str) -> None:
+def test_a_second_run_that_does_something_else_loses_one_step(pool: Pool, how: str, options: dict[str, Any], device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _fickle, how, options, device=device)
 
