@@ -20,7 +20,15 @@ from torch.distributed.tensor import DTensor
 from composable.contract.hooks import hooks_attached
 from composable.contract.traversal import get_all_sharded_states, get_replicated_states
 from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability
-from composable.errors import AnnotationError, ForeignParameterError, HooksRemovedError, MeshError, PhaseError, few, still_on_meta
+from composable.errors import (
+    AnnotationError,
+    ForeignParameterError,
+    HooksRemovedError,
+    MeshError,
+    PhaseError,
+    few,
+    still_on_meta,
+)
 from composable.memory.torch_private import active_ddp, as_tensors, innermost, local_of, outside_transforms
 
 if TYPE_CHECKING:
@@ -44,14 +52,12 @@ class Preparation:
     def prepare(self) -> None:
         """Raise for what cannot be computed with; rebuild the groups of units whose parameters changed."""
         root = self._root
-        if active_ddp() is not None:
+        ddp = active_ddp()
+        if ddp is not None and _averages(ddp, root.units):
             raise AnnotationError(
                 f"unit '{root.name}' is called inside DistributedDataParallel, which would average gradients once more. Leave DDP "
                 "out: replicate and fully_shard average gradients themselves"
             )
-        if not self._looked_around and torch.is_grad_enabled():
-            self._looked_around = True
-            _warn_of_unmanaged_around(root)
         if self._watched is not None and self._unchanged():
             return
         self._watched = None
@@ -198,6 +204,13 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         )  # fmt: skip
 
 
+def _averages(ddp: Any, units: Sequence[Unit]) -> bool:
+    """Whether DDP was not told to ignore all parameters of these units."""
+    managed = {id(param.at_rest) for unit in units for param in unit.params}
+    ignored = getattr(ddp, "parameters_to_ignore", ())
+    return any(id(p) in managed and name not in ignored for name, p in ddp.module.named_parameters())
+
+
 def _refuse_cleared_hooks(unit: Unit) -> None:
     for module in unit.modules:
         if not hooks_attached(module):
@@ -261,7 +274,7 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
             elif isinstance(at_rest, DTensor):
                 local = local_of(at_rest)
                 _refuse_moved_off_the_host(unit, param, local)
-                changed = changed or local._base is None and local.data_ptr() != group.address_of(param)
+                changed = changed or (local._base is None and local.data_ptr() != group.address_of(param))
     return changed
 
 

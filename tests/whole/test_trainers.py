@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, remove, replicate
@@ -108,7 +107,7 @@ def test_a_wrapper_that_would_average_a_second_time_is_refused(pool: Pool) -> No
     )
     assert_text(
         same_on_all(pool.run(2, _wrapped_from_above)),
-        """ClashError: DistributedDataParallel around unit '(root)' (Linear): replicate averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
+        """AnnotationError: unit '(root)' is called inside DistributedDataParallel, which would average gradients once more. Leave DDP out: replicate and fully_shard average gradients themselves""",
     )
 
 
@@ -151,76 +150,28 @@ def _layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
-def _refused_by_torchs(kind: str, verb: str) -> dict[str, str]:
-    theirs, ours = _torchs(kind), _VERBS[verb]
-    said = {}
+def _refused_next_to_torchs(verb: str) -> list[list[str]]:
+    said = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
-        model = _layers()
-        before = anatomy(model)
-        ours(model)
-        said["around ours"] = refusal(lambda: theirs(model))
-        said["inside ours"] = refusal(lambda: theirs(model[0]))
-        remove(model, verb)
-        assert anatomy(model) == before
-        theirs(model)  # again
-        for name, wrap in (("the same", lambda m: theirs(m)), ("below", lambda m: nn.Sequential(theirs(m)))):
-            model = wrap(_layers())
-            before = anatomy(model)
-            said[f"ours on {name}"] = refusal(lambda m=model: ours(m))
-            assert anatomy(model) == before
+        for kind in _TORCHS:
+            on, below = _torchs(kind)(_layers()), nn.Sequential(_torchs(kind)(_layers()))
+            said.append([])
+            for model in (on, below):
+                before = anatomy(model)
+                said[-1].append(refusal(lambda m=model: _VERBS[verb](m)))
+                assert anatomy(model) == before
     return said
 
 
 @pytest.mark.parametrize("verb", list(_VERBS))
-def test_torchs_own_verbs_and_ours_on_one_module_exclude_each_other(pool: Pool, verb: str) -> None:
-    outcomes = pool.run(2, _refused_by_all_of_torchs, verb)
+def test_what_verbs_of_torch_manage_is_refused(pool: Pool, verb: str) -> None:
+    outcomes = pool.run(2, _refused_next_to_torchs, verb)
     assert outcomes[0] == outcomes[1]
-    for kind in _TORCHS:
-        _check_refusals(kind.removeprefix("newer "), verb, outcomes[0][kind])
-
-
-def _check_refusals(name: str, verb: str, said: dict[str, str]) -> None:
-    around = f"{verb} averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is, or call remove(module, {verb}) before"
-    assert said["around ours"] == f"ClashError: torch's {name} around this Sequential: {around}"
-    assert said["inside ours"] == f"ClashError: torch's {name} around this Linear: {around}"
-    tail = f"is managed by torch's {name} already, and gradients would be averaged twice. Leave one of the two out"
-    what = {"the same": "the module", "below": "'0'"}
-    if name == "FullyShardedDataParallel":
-        what = {"the same": "parameter '_fsdp_wrapped_module.0.weight'", "below": "parameter '0._fsdp_wrapped_module.0.weight'"}
-    for where, seen in what.items():
-        assert said[f"ours on {where}"] == f"ClashError: {verb}: {seen} {tail}"
-
-
-def _refused_by_all_of_torchs(verb: str) -> dict[str, dict[str, str]]:
-    return {kind: _refused_by_torchs(kind, verb) for kind in _TORCHS}
-
-
-def _next_to_torchs(kind: str, verb: str) -> None:
-    plain, model = _layers().to(current_device()), _layers().to(current_device())
-    _VERBS[verb](model[0])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs
-        wrapped = _torchs(kind)(model)
-        x = torch.randn(4, 4, generator=torch.Generator().manual_seed(dist.get_rank())).to(current_device())
-        for each in (plain, wrapped):
-            each(x).square().mean().backward()
-    expected = averaged_gradients(plain)
-    for name, parameter in model[0].named_parameters("0"):
-        assert parameter.grad is not None
-        found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        torch.testing.assert_close(found, expected[name])
-    if kind != "FullyShardedDataParallel":  # which cuts them in ways of its own
-        for name, parameter in model[2].named_parameters("2"):
-            found = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-            torch.testing.assert_close(found, expected[name])
-
-
-@spmd(ranks=2)
-def test_torchs_own_verbs_above_leave_alone_what_is_annotated_and_both_are_right() -> None:
-    for kind in _TORCHS:
-        for verb in _VERBS:
-            _next_to_torchs(kind, verb)
+    for kind, said in zip(_TORCHS, outcomes[0], strict=True):
+        name = kind.removeprefix("newer ")
+        tail = f"is managed by torch's {name} already, and gradients would be averaged twice. Leave one of the two out"
+        assert said == [f"ClashError: {verb}: {what} {tail}" for what in ("the module", "'0'")]
 
 
 # --- trained ----------------------------------------------------------------------------------------------------------
