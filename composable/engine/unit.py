@@ -212,7 +212,6 @@ class Unit:
         self._swap = ParameterSwap(self.params)
         self._build_buckets()
         self.rename(self.name)
-        self._label_originals()
 
     @property
     def reduces_by_arrival(self) -> bool:
@@ -303,8 +302,6 @@ class Unit:
             bucket.label = f"gradient reduction of unit '{fqn}'"
         for sparse in self.sparse:
             sparse.unit = fqn
-
-    def _label_originals(self) -> None:
         for param in self.params:
             original = param.original()
             if original is not None and original is not param.at_rest and original is not param.own:
