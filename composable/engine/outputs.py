@@ -42,8 +42,8 @@ class Watched:
 
 
 def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor, or of a wrapper subclass that autograd knows nothing of, the tensors inside it that have the graph."""
-    yield innermost(tensor)
+    """The tensor, or of a wrapper that autograd knows nothing of (`vmap`, a subclass), the tensors inside that have the graph."""
+    yield tensor if tensor.requires_grad else innermost(tensor)
     if type(tensor) in _PLAIN or tensor.grad_fn is not None:
         return
     for inside in vars(tensor).values():

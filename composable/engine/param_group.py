@@ -422,6 +422,11 @@ class ParamGroup:
         with as_tensors():
             return list(map(version_of, self._counted))
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether at-rest parameters were written to since they were gathered."""
+        return self._gathered is not self._seen or self._seen != self._versions_now()
+
     def note_writes(self) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, now = self._seen, self._versions_now()

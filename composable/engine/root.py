@@ -240,9 +240,10 @@ class Root:
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
         iteration, grad = self.iteration, torch.is_grad_enabled()
-        if iteration is None and self._pinned and grad:
-            pinned, self._pinned = self._pinned, {}
-            for unit in pinned:
+        if iteration is None and self._pinned:
+            # A graph that saved values from before a step can no longer be used.
+            for unit in [unit for unit in self._pinned if grad or any(group.is_stale for group in unit.groups)]:
+                del self._pinned[unit]
                 unit.release(self)
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
         for unit in explicit:

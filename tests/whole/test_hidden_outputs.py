@@ -117,7 +117,7 @@ def test_outputs_that_cannot_be_looked_into_are_refused_or_train_but_never_lose_
     assert_text(pool.run(2, _train_hidden, "opaque", reshard)[0], """trained""")
     assert_text(
         pool.run(2, _train_hidden, "sealed", reshard)[0],
-        """OutputError: fully_shard(unit 'hiding'): forward returned Sealed, in which no tensor that requires grad was found; its backward cannot be tracked. Return tensors, containers, dataclasses or objects with attributes.""",
+        """OutputError: unit 'hiding': forward returned Sealed, in which no tensor that requires grad was found, so backward cannot be followed to the unit. Return tensors, containers, dataclasses or objects with attributes""",
     )
 
 

@@ -16,14 +16,12 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import fully_shard, replicate
-from composable.device.collectives import Communicator, communicators_wrapped_by
+from composable.engine.param_group import ShardedState
 from composable.errors import ComposableError
-from composable.plan.phases import Phase
 from composable.traversal import get_handles
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
-from tests.helpers.communicators import all_ordered, all_sockets
 from tests.helpers.compare import assert_same_gradients, full
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.schemes import SCHEMES, SHARDED
@@ -253,7 +251,8 @@ def _train_with_penalties(evaluates: bool) -> list[list[str]]:
 
 
 def _unsharded(model: nn.Module) -> list[str]:
-    return [handle.name for handle in get_handles(model) if handle.phase is Phase.UNSHARDED]
+    groups = [group for groups in get_handles(model) for group in groups]
+    return [group.unit for group in groups if group.state is ShardedState.UNSHARDED]
 
 
 @pytest.mark.parametrize("evaluates", [False, True], ids=["", "with evaluations between them"])
@@ -276,23 +275,6 @@ def test_transforms_over_inputs_see_a_replicated_model_as_a_plain_one(
 ) -> None:
     need_devices(device, 2)
     pool.run(2, _run, program, scheme, device=device)
-
-
-def _all_transforms(scheme: str, wrapper: Callable[[Communicator], Communicator]) -> None:
-    def annotate(model: nn.Module, case: Case) -> None:
-        with communicators_wrapped_by(wrapper):
-            SCHEMES[scheme].annotate(model, case)
-
-    for program in TRANSFORMS:
-        assert_same_gradients(_DISCRIMINATOR, annotate, PROGRAMS[program])
-
-
-@pytest.mark.parametrize("wrapper", [all_sockets, all_ordered], ids=["from point to point", "by the backend's collectives"])
-@pytest.mark.parametrize("scheme", ["fully_shard by policy", "fully_shard over two neighbours", "replicate"])
-def test_transforms_do_not_depend_on_the_way_that_bytes_take(
-    pool: Pool, scheme: str, wrapper: Callable[[Communicator], Communicator]
-) -> None:
-    pool.run(4 if "neighbours" in scheme else 2, _all_transforms, scheme, wrapper)
 
 
 def _over_parameters(annotate: Callable[[nn.Module], object]) -> str:
@@ -357,5 +339,5 @@ def _backward_with_a_graph() -> str:
 def test_gradients_of_sharded_parameters_are_not_differentiated(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _backward_with_a_graph)),
-        """DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit 'other'. They are averaged over the ranks and sharded outside of autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out""",
+        """DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit 'other'. They are reduced outside of autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out""",
     )
