@@ -64,6 +64,7 @@ if TYPE_CHECKING:
     from composable.engine.comm_hooks import HookStage
 
 
+IN_PLACE_BYTES: Final = 1 << 20  # of a replicated gradient from which a message of its own costs less than a copy
 # Behind the flags: the low bits of two counts, each as a pair of numbers, which a rank sets one of. So sums tell in any dtype.
 _HELD_BITS: Final = 4
 _FORWARDS_BITS: Final = 2
@@ -156,7 +157,8 @@ class GradBucket:
         self._divisor = float(mesh_info.shard.size * (1 if self._replicas is None else self._replicas.size))
         self._before, self._after = division_factors(precision.reduce, self._divisor)
         self._alone = self._shards is None and self._replicas is None
-        self._plans: dict[tuple[bool, ...], _Plan] = {}
+        self._plans: dict[tuple[bool, tuple[bool, ...]], _Plan] = {}
+        self._apart: dict[int, Tensor] = {}  # gradients that are reduced where autograd made them
         self._wanted: tuple[bool, ...] = ()  # which parameters trained when gradients were accumulated
         self._work: Work | None = None
         self._flat: Tensor | None = None
@@ -287,9 +289,10 @@ class GradBucket:
     # --- the message ------------------------------------------------------------------------------------------------
 
     def _plan_of(self, trainable: tuple[bool, ...]) -> _Plan:
-        plan = self._plans.get(trainable)
+        key = self.first_stage is None, trainable  # a hook gets all gradients in one tensor
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[trainable] = _Plan(self, trainable)
+            plan = self._plans[key] = _Plan(self, trainable)
         return plan
 
     def reduce(self, *, shards_only: bool = False) -> None:
@@ -344,8 +347,10 @@ class GradBucket:
         if self._shards is None:
             plan.copy_in(gradients, unused, self._counts, flat.view(1, -1))
             self._flat = flat
+            self._apart = {index: self._whole_gradient(index, gradients[index]) for index in plan.apart}
+            apart = [g.permute(self.slots[i].order) if self.slots[i].order else g for i, g in self._apart.items()]
             assert self._replicas is not None
-            self._work = self._replicas.all_reduce([flat], self.label, 1.0 / self._after)
+            self._work = self._replicas.all_reduce([*apart, flat], self.label, 1.0 / self._after)
             return
         pairs, kept = [], []
         for index, start in layout.direct:
@@ -367,6 +372,15 @@ class GradBucket:
         elif self._means:
             scale = self._before / self._shards.size
         self._work = self._shards.reduce_scatter(pairs, self.label, scale)
+
+    def _whole_gradient(self, index: int, gradient: Tensor | None) -> Tensor:
+        """A gradient that is reduced in place: dense, in the memory order of its parameter."""
+        slot = self.slots[index]
+        if gradient is None:
+            return as_parameter(torch.zeros(slot.shape, dtype=self.precision.reduce, device=self.device), slot)
+        if slot.order:
+            return as_parameter(gradient.permute(slot.order).contiguous(), slot)
+        return gradient.contiguous()
 
     def advance(self) -> bool:
         """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there is one."""
@@ -462,7 +476,12 @@ class GradBucket:
             flat = flat.to(self.precision.gradient)
         if self._home is not None:
             (flat,) = self._home.take([flat])
-        at_rest, fresh = self.at_rest, plan.views(flat, indices)
+        at_rest, apart = self.at_rest, self._apart
+        self._apart = {}
+        if apart:
+            fresh = [apart[index] if index in apart else plan.views(flat, (index,))[0] for index in indices]
+        else:
+            fresh = plan.views(flat, indices)
         if self._hold_shards:
             self._hold_on(indices, fresh)
             return
@@ -530,7 +549,7 @@ class GradBucket:
         finally:
             self._work = self._flat = self._kept = None
             self.state = BucketState.EMPTY
-            self._undecided, self._carried = [], []
+            self._undecided, self._carried, self._apart = [], [], {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:
@@ -563,14 +582,23 @@ class _Plan:
     Attributes:
         places: for each trainable parameter, start and length of its sum in the flat gradient buffer, its shape and strides.
         message: the rows of the reduce-scatter, one per rank.
+        apart: parameters whose gradients are reduced where autograd made them.
     """
 
     def __init__(self, bucket: GradBucket, trainable: tuple[bool, ...]) -> None:
         traits, precision = bucket.mesh_info.all.traits, bucket.precision
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
+        # Large replicated gradients on a host are reduced in place, without a copy into the message.
+        uncast = precision.compute == precision.reduce == precision.gradient
+        in_place = uncast and bucket._shards is None and bucket.first_stage is None and not traits.on_stream
+        self.apart = tuple(
+            index
+            for index, slot in enumerate(bucket.slots)
+            if in_place and trainable[index] and slot.numel * precision.reduce.itemsize >= IN_PLACE_BYTES
+        )
         layout: ReduceLayout = plan_reduction(
             bucket.slots, trainable, align=max(1, 64 // smallest), packed_align=max(1, traits.align // smallest),
-            numbers=_NUMBERS,
+            numbers=_NUMBERS, apart=self.apart,
         )
         self.layout = layout
         self._slots = bucket.slots

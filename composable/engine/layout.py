@@ -12,7 +12,7 @@ A parameter travels in one of three ways:
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -232,12 +232,19 @@ class ReduceLayout:
 
 
 def plan_reduction(
-    slots: Sequence[Slot], trainable: Sequence[bool], *, align: int = 16, packed_align: int = 1, numbers: int = 0
+    slots: Sequence[Slot],
+    trainable: Sequence[bool],
+    *,
+    align: int = 16,
+    packed_align: int = 1,
+    numbers: int = 0,
+    apart: Collection[int] = (),
 ) -> ReduceLayout:
     """Lay out the message of the gradients that are wanted, and the buffer that their sums land in.
 
     Args:
         numbers: how many travel behind the flags.
+        apart: slots whose gradients are reduced where autograd made them, and need no room.
     """
     wanted = tuple(index for index, want in enumerate(trainable) if want)
     direct, cursor = [], 0
@@ -248,7 +255,7 @@ def plan_reduction(
     row_start, cursor = cursor, 0
     columns = []
     for index in wanted:
-        if slots[index].route is not Route.DIRECT and slots[index].chunk_numel:
+        if slots[index].route is not Route.DIRECT and slots[index].chunk_numel and index not in apart:
             columns.append((index, cursor, slots[index].chunk_numel))
             cursor = round_up(cursor + slots[index].chunk_numel, packed_align)
     row_numel = round_up(cursor + len(wanted) + numbers, packed_align)
