@@ -189,7 +189,7 @@ class ManagedParam:
         at_rest, compute: see the table at the top of this file.
     """
 
-    __slots__ = ("at_rest", "by_setattr", "compute", "info", "original", "own", "tables")
+    __slots__ = ("__weakref__", "at_rest", "by_setattr", "compute", "info", "original", "own", "tables")
 
     def __init__(self, info: ParamInfo) -> None:
         registered = next(place.registered for place in info.places if place.registered is not None)

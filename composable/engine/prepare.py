@@ -172,7 +172,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
     """
     if all(unit.mesh_info.all.size == 1 for unit in root.units):
         return
-    frame, around = sys._getframe(), root.module
+    frame, around = sys._getframe(1), root.module  # not this one: it would hold itself, and the model, until it is collected
     while frame is not None:
         found = frame.f_locals.get("self")
         if isinstance(found, nn.Module) and frame.f_code.co_name in ("_call_impl", "forward"):

@@ -267,8 +267,12 @@ class Unit:
 
         sparse = not self.is_sharded and only_looked_up(param.info)
 
+        # Weak: torch holds the hook where the garbage collector does not look, and the unit holds the parameter.
         @untraced
-        def arrived(_: Tensor, unit: Unit = self, param: ManagedParam = param) -> None:
+        def arrived(_: Tensor, to_unit: ref[Unit] = ref(self), to_param: ref[ManagedParam] = ref(param)) -> None:
+            unit, param = to_unit(), to_param()
+            if unit is None or param is None:
+                return
             if sparse:
                 next(each for each in unit.sparse if param in each.params).arrived(param)
             root = unit.root
