@@ -9,7 +9,7 @@ from composable.api.comm_hooks import register_comm_hook
 from composable.api.fully_shard import fully_shard
 from composable.api.offload_activations import offload_activations
 from composable.api.replicate import replicate
-from composable.api.scopes import empty_host_cache, keep_unsharded, register_forward_method, reset, reshard, unshard
+from composable.api.scopes import keep_unsharded, register_forward_method, reset, reshard, unshard
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove
 from composable.optim.clip import clip_grad_norm_
@@ -39,7 +39,6 @@ __all__ = [
     "clip_grad_norm_",
     "contract",
     "describe",
-    "empty_host_cache",
     "errors",
     "fully_shard",
     "keep_unsharded",

@@ -17,7 +17,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Reductions of your own": ("register_comm_hook",),
     "Looking": ("describe", "registry"),
     "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
-    "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy", "empty_host_cache"),
+    "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),
     "Optimizers": (
         "step_on_shards",
         "ShardStepping",

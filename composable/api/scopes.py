@@ -19,7 +19,6 @@ from composable.engine.param_group import ShardedState
 from composable.engine.root import EXPLICIT, units_below
 from composable.engine.unit import Unit
 from composable.errors import NotAnnotatedError, PhaseError, closest
-from composable.memory.elastic import release_idle_memory
 
 
 def units_in(verb: str, module: nn.Module) -> list[Unit]:
@@ -217,19 +216,3 @@ def reset(module: nn.Module) -> None:
     """
     units_in("reset", module)
     root.reset([unwrapped(module)])
-
-
-@untraced
-def empty_host_cache() -> None:
-    """Return idle memory of the host to the system, as `torch.cuda.empty_cache` does on a device.
-
-    This is memory of unsharded parameters and gradients of models on CPU that are not needed now, and of models that are gone.
-    Memory in use, or in flight, stays. A rank may call this by itself.
-
-    Example:
-        >>> model = fully_shard(nn.Linear(4, 4))
-        >>> model(torch.ones(1, 4)).sum().backward()
-        >>> del model
-        >>> empty_host_cache()
-    """
-    release_idle_memory()

@@ -239,7 +239,7 @@ class ParamGroup:
         self._post_forward_shard: ElasticBuffer | None = None
         if not self.gathers:
             return
-        if layout.full_numel:
+        if layout.full_numel or not layout.late_numel:  # all of its parameters may be empty
             self.full = ElasticBuffer(layout.full_numel, dtype, device)
             self._buffers.append(self.full)
         if layout.late_numel:

@@ -607,6 +607,7 @@ class Root:
                 if sparse.holds:
                     sparse.reduce()
         wait_for_traffic()
+        release_idle_memory()
 
     def _compare_held(self) -> None:
         """On hosts, all ranks have accumulated equally often: a rank without gradients would launch nothing."""

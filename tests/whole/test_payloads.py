@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -14,32 +13,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 
 from composable import MixedPrecisionPolicy, fully_shard
-from composable.device.collectives import Communicator, GatherPart, ReducePart, communicators_wrapped_by
-from tests.helpers.communicators import all_accelerators
+from composable.comm import Comm, Work, comms_wrapped_by
+from tests.helpers.communicators import Around, Pairs, all_accelerators
 from tests.helpers.compare import full_gradients
 from tests.helpers.world import Pool
 
 pytestmark = pytest.mark.beyond_sim("these tensors are of the host")
 
 
-class _Weighing:
-    """Notes bytes per rank of what a group is given, and whether rows land where gradients lie."""
+class _Weighing(Around):
+    """Notes bytes per rank of what a group is given, and where reduced rows land."""
 
-    def __init__(self, inner: Communicator, payloads: list[int]) -> None:
-        self._inner: Any = all_accelerators(inner)
+    def __init__(self, inner: Comm, payloads: list[int], **traits: int) -> None:
+        super().__init__(all_accelerators(inner))
+        self.traits = replace(self._inner.traits, **traits)
         self._payloads = payloads
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
+    def all_gather(self, pairs: Pairs, label: str) -> Work:
+        self._payloads += [shard.numel() * shard.element_size() for _, shard in pairs]
+        return super().all_gather(pairs, label)
 
-    def prepare(self, parts: Sequence[GatherPart]) -> Any:
-        self._payloads += [part.shard.numel() * part.shard.element_size() for part in parts]
-        return self._inner.prepare(parts)
-
-    def reduce_scatter(self, parts: Sequence[ReducePart], **options: Any) -> Any:
-        self._payloads += [part.source.numel() * part.source.element_size() // self._inner.size for part in parts]
-        self._payloads += [part.out.data_ptr() for part in parts]
-        return self._inner.reduce_scatter(parts, **options)
+    def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:
+        self._payloads += [whole.numel() * whole.element_size() // self._inner.size for _, whole in pairs]
+        self._payloads += [out.data_ptr() for out, _ in pairs]
+        return super().reduce_scatter(pairs, label, scale)
 
 
 def _payloads(policy: str | None) -> None:
@@ -47,7 +44,7 @@ def _payloads(policy: str | None) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 1, bias=False))
     plain = copy.deepcopy(model)
-    with communicators_wrapped_by(lambda inner: _Weighing(inner, payloads)):  # type: ignore[arg-type, return-value]
+    with comms_wrapped_by(partial(_Weighing, payloads=payloads)):
         fully_shard(model, mp_policy=policy, shard_placement_fn=lambda p: Shard(1) if p.shape == (5, 3) else None)
     for frozen in (False, True):
         model[1].weight.requires_grad_(not frozen)
@@ -89,16 +86,11 @@ def _payloads_of_any_parameters(draw: random.Random, annotations: int) -> int:
     for number in range(annotations):
         payloads: list[int] = []
 
-        def weighing(inner: Communicator, payloads: list[int] = payloads) -> Any:
-            weighed = _Weighing(inner, payloads)
-            if draw.random() < 0.5:  # otherwise all of them share messages
-                weighed._inner.capabilities = replace(weighed._inner.capabilities, direct_bytes=64)
-            return weighed
-
+        traits = {"direct_bytes": 64} if draw.random() < 0.5 else {}  # otherwise all of them share messages
         model = _AnyParameters(draw)
         policy = draw.choice([None, "bf16", MixedPrecisionPolicy(reduce_dtype="fp32"), MixedPrecisionPolicy("bf16", "fp64")])
         dims = {id(p): draw.randrange(p.dim()) for p in model.all if p.dim()}
-        with communicators_wrapped_by(weighing):
+        with comms_wrapped_by(partial(_Weighing, payloads=payloads, **traits)):
             fully_shard(
                 model, mp_policy=policy, shard_placement_fn=lambda p, dims=dims: Shard(dims[id(p)]) if p.dim() else None
             )
