@@ -98,7 +98,7 @@ class Selected:
         options: of each unit, the keyword arguments of its own call.
         shares: of each unit, its parameters.
         tied: parameters that stay with a replicated unit.
-        left_out: the ids of parameters that the call does not manage.
+        ignored: the ids of parameters that the user leaves out.
     """
 
     units: list[tuple[nn.Module, ...]]
@@ -106,14 +106,14 @@ class Selected:
     shares: list[list[ManagedParameter]]
     precisions: list[MixedPrecisionPolicy]
     tied: list[tuple[Unit, ManagedParameter]]
-    left_out: dict[int, None] = field(default_factory=dict)
+    ignored: dict[int, None] = field(default_factory=dict)
 
     @property
     def parameters(self) -> list[ManagedParameter]:
         return [managed for share in self.shares for managed in share]
 
     def ignored_in(self, modules: Sequence[nn.Module]) -> tuple[Place, ...]:
-        found = [place for each in modules for place, p in registered_parameters(each) if id(p) in self.left_out]
+        found = [place for each in modules for place, p in registered_parameters(each) if id(p) in self.ignored]
         return tuple(Place(place.module, place.name) for place in found)
 
 
@@ -154,7 +154,7 @@ def select(
         exact = ids_of_exact(unit, each)
         for managed in share:
             is_exact(verb, managed, exact)
-    return Selected(units, each_options, shares, precisions, tied, left_out)
+    return Selected(units, each_options, shares, precisions, tied, ignored)
 
 
 def unit_spread(verb: str, top: Spread | None, mesh: Mesh, common: Mesh, make: Callable[..., Spread | None]) -> Spread | None:

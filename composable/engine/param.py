@@ -57,6 +57,11 @@ class Place:
     def registered(self) -> nn.Parameter | None:
         return self.module._parameters.get(self.name)
 
+    def register(self, parameter: nn.Parameter) -> None:
+        """A place that was deleted, or set to None, stays so."""
+        if self.registered is not None:
+            setattr(self.module, self.name, parameter)
+
 
 @dataclass(frozen=True, slots=True)
 class ParamInfo:
@@ -219,8 +224,7 @@ class ManagedParam:
             if table.get(name) is not None:
                 table[name] = parameter
         for place in self.by_setattr:
-            if place.registered is not None:
-                setattr(place.module, place.name, parameter)
+            place.register(parameter)
 
 
 class ParameterSwap:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.contract.hooks import hooks_attached
-from composable.contract.traversal import get_all_sharded_states, get_replicated_states
-from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability
+from composable.contract.traversal import get_all_sharded_states, get_replicated_states, names_below
+from composable.engine.param import ManagedParam, Place, describe_mesh, label_of, set_label, trainability, unit_of
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -143,6 +144,8 @@ class Preparation:
                         fqn = f"{prefix}.{name}" if prefix else name
                         if id(parameter) in self._owners:
                             _refuse_late_tie(f"'{fqn}' below unit '{unit.name}'", *self._owners[id(parameter)])
+                        elif unit_of(parameter) is not None:
+                            continue  # of a unit elsewhere, which reduces its gradient
                         elif parameter.requires_grad and not isinstance(parameter, DTensor):
                             found.append(f"'{fqn}'")
                         elif not parameter.requires_grad:
@@ -252,7 +255,7 @@ def _is_functional_call(unit: Unit) -> bool:
 def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
     """Whether the unit has to be built anew, since its parameters were replaced, moved or cast."""
     _refuse_resized(unit)
-    changed = False
+    changed = _untie(unit, owners)
     newcomers = [_newcomer(unit, param) for param in unit.params]  # whatever is refused is refused before anything changes
     for param, newcomer in zip(unit.params, newcomers, strict=True):
         if newcomer is not None and id(newcomer) in owners:
@@ -276,6 +279,31 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
                 _refuse_moved_off_the_host(unit, param, local)
                 changed = changed or (local._base is None and local.data_ptr() != group.address_of(param))
     return changed
+
+
+def _untie(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
+    """Parameters that are computed with as they are may be untied: those that were put at some of the places become the unit's."""
+    untied = False
+    for param in [*unit.params]:
+        places = param.info.places
+        if param.compute is not param.at_rest or len(places) == 1 or all(place.registered is not param.at_rest for place in places):
+            continue
+        others: dict[int, list[Place]] = {}
+        for place in places:
+            if place.registered is not None and place.registered is not param.at_rest:
+                others.setdefault(id(place.registered), []).append(place)
+        for key, there in others.items():
+            registered = there[0].registered
+            assert registered is not None
+            if key not in owners and unit_of(registered) is None:
+                names = names_below(unit.modules[0])
+                fqn = f"{names.get(id(there[0].module), '')}.{there[0].name}".lstrip(".")
+                unit.params.append(ManagedParam(replace(param.info, fqn=fqn, places=tuple(there))))
+            untied = True
+        if others:
+            stayed = tuple(place for place in places if place.registered is param.at_rest or place.registered is None)
+            param.set_info(replace(param.info, places=stayed))
+    return untied
 
 
 def _sources_moved(group: Any) -> bool:
@@ -328,7 +356,7 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
     if len(others) > 1:
         raise ForeignParameterError(
             f"parameter '{name}' of unit '{unit.name}' is tied: it has {len(param.info.places)} places, and different parameters were registered at "
-            "them. Register one parameter at all of them; to untie them, call remove(module, fully_shard) first"
+            "them. Register one parameter at all of them; to untie them, call remove() on the annotated modules first"
         )
     (other,) = others.values()
     if unit.is_sharded and type(other) is not nn.Parameter and not isinstance(other, DTensor):

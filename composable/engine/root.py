@@ -35,7 +35,7 @@ from composable.contract.hooks import drop_calls
 from composable.contract.traversal import REPLICATE, SHARD, TreeWatch, names_below
 from composable.engine.accumulation import SyncMode
 from composable.engine.bucketing import Buckets
-from composable.engine.param import ManagedParam
+from composable.engine.param import ManagedParam, unit_of
 from composable.engine.prepare import Preparation, broadcast_buffers
 from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError, few, first_line
 from composable.memory.activations import close_interrupted
@@ -180,6 +180,9 @@ class Root:
         units = units_below([module])
         if unit not in units:  # annotated in a list, and called through a member that does not hold the others
             units = [unit]
+        # Replicated units that own a parameter which modules here read as well.
+        owners = [unit_of(parameter) for parameter in module.parameters()]
+        units = list(dict.fromkeys([*units, *(owner for owner in owners if owner is not None and owner.rest_mesh is not None)]))
         names = names_below(module)
         for each in units:
             if id(each.modules[0]) in names:

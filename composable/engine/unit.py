@@ -129,6 +129,7 @@ class Unit:
         self.rest_mesh: DeviceMesh | None = None
         self.found: dict[Unit, None] = {}
         self.within: dict[Unit, None] = {}
+        self.readers: dict[Unit, None] = {}
         self.model_group: ref[dist.ProcessGroup] | None = None
         self.accumulation = Accumulation()
         self.comm_hooks: dict[str, CommHook] = {}
@@ -157,21 +158,47 @@ class Unit:
         low = spec.mp_policy.param_dtype
         self._exact = [ExactModule(module, low) for module in spec.exact] if low is not None else []
         self._undo += [each.remove for each in self._exact]
-        self._watch_modules()
+        self._load_hook = StateDictHook(self)
+        self._undo += self._watch_modules(dict.fromkeys(place.module for param in self.params for place in param.info.places))
         self.build()
 
-    def _watch_modules(self) -> None:
-        """Hooks on modules that hold parameters: loading of plain state dicts, and RNN weights that must stay in place."""
-        holders = list(dict.fromkeys(place.module for param in self.params for place in param.info.places))
-        if self.mesh_info.mesh is not None:
-            hook = StateDictHook(self)
-            self._undo += [module.register_load_state_dict_pre_hook(hook).remove for module in holders]
+    def _watch_modules(self, holders: Iterable[nn.Module]) -> list[Callable[[], object]]:
+        """Hooks on modules that hold parameters: loading of plain state dicts, and RNN weights that must stay in place.
+
+        Returns what takes them away.
+        """
+        undo: list[Callable[[], object]] = []
         for module in holders:
-            self._undo.append(module.register_state_dict_pre_hook(self._before_state_dict).remove)
+            undo.append(module.register_state_dict_pre_hook(self._before_state_dict).remove)
+            if self.mesh_info.mesh is not None:
+                undo.append(module.register_load_state_dict_pre_hook(self._load_hook).remove)
             if isinstance(module, nn.RNNBase) and (self.is_sharded or self.param_dtype):
                 # cuDNN's weights are moved next to each other by `flatten_parameters`, away from the buffers that are filled.
                 module.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
-                self._undo.append(partial(module.__dict__.pop, "flatten_parameters", None))
+                undo.append(partial(module.__dict__.pop, "flatten_parameters", None))
+        return undo
+
+    def tie(self, param: ManagedParam, places: Sequence[Place]) -> Callable[[], None]:
+        """Register a replicated parameter at places in other units, too; returns the inverse."""
+        info = param.info
+        more = [place for place in places if place not in info.places]
+        before = [place.registered for place in more]
+        param.set_info(replace(info, places=(*info.places, *more)))
+        if param.registered is not None:
+            param.register(param.registered)
+        undo = self._watch_modules(dict.fromkeys(place.module for place in more))
+
+        def untie() -> None:
+            for each in undo:
+                each()
+            if not self.params:
+                return  # it has been removed itself
+            param.set_info(info)
+            for place, former in zip(more, before, strict=True):
+                if former is not None and former is param.own:
+                    place.register(former)
+
+        return untie
 
     @property
     def param_dtype(self) -> torch.dtype | None:
@@ -547,8 +574,9 @@ class Unit:
         self._undo, self._rebuild_undo = [], []
         self.drop_calls()
         self.swap_out()
-        if self.root is not None:
-            self.root.forget()
+        for unit in (self, *self.readers):  # which are refused, if they still read its parameters
+            if unit.root is not None:
+                unit.root.forget()
         whole, self._whole = self._whole, []
         for index, param in enumerate(self.params):
             if param.own is not None:
@@ -698,11 +726,6 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
         param.register(plain)
 
 
-def _untie(unit: Unit, param: ManagedParam, info: ParamInfo) -> None:
-    if unit.params:  # it has not been removed itself
-        param.set_info(info)
-
-
 def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, nn.Parameter, tuple[Place, ...]]] = ()) -> None:
     """At the end of an annotation: decide how replicated parameters in the tree rest, and who owns tied ones.
 
@@ -714,9 +737,8 @@ def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, n
     for unit, parameter, places in tied:
         for param in unit.params:
             if any(parameter is form for form in (param.at_rest, param.own, param.compute)):
-                known = param.info.places
-                on_undo(partial(_untie, unit, param, param.info))
-                param.set_info(replace(param.info, places=(*known, *(place for place in places if place not in known))))
+                on_undo(unit.tie(param, places))
+                unit.readers[own] = None
     for unit in units:
         if unit.mesh_info.all.size < own.mesh_info.all.size and own.mesh_info.all.group is not None:
             on_undo(partial(setattr, unit, "model_group", unit.model_group))

@@ -232,7 +232,7 @@ _REFUSED: Final = {
     "another mesh": f"{_SPREAD} (Replicate(), Shard(dim=0)) over the (1, 2) any mesh of ranks 0, 1, where the unit has "
     f"{_OURS}. {_CURE}",
     "two for a tied one": "ForeignParameterError: parameter 'embed.weight' of unit '(root)' is tied: it has 2 places, and different parameters "
-    "were registered at them. Register one parameter at all of them; to untie them, call remove(module, fully_shard) first",
+    "were registered at them. Register one parameter at all of them; to untie them, call remove() on the annotated modules first",
 }
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Final
 
@@ -16,6 +15,7 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import describe, fully_shard, remove, replicate
+from composable.errors import AnnotationError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.transformers import Transformer
 from tests.helpers.compare import assert_same_training, averaged_gradients
@@ -103,17 +103,18 @@ def test_ranks_that_use_a_tied_weight_in_different_units_get_its_mean() -> None:
 
 
 @spmd(ranks=2)
-def test_the_other_unit_takes_over_when_the_first_is_removed_and_in_copies() -> None:
+def test_a_tied_weight_whose_unit_was_removed_is_refused_where_it_is_read_until_that_is_annotated_anew() -> None:
     plain, ours = _twins()
     replicate(ours.a)
     replicate(ours.b)
-    _assert_means(copy.deepcopy(plain), copy.deepcopy(ours), ["ab", "ba"])
     _assert_means(plain, ours, ["ab"])
     remove(ours.a, replicate)
-    ours.a.requires_grad_(False)
-    plain.a.requires_grad_(False)
-    ours.b.weight.requires_grad_(True)
-    plain.b.weight.requires_grad_(True)
+    with pytest.raises(AnnotationError, match=r"no unit manages 'weight'"):
+        ours(torch.ones(2, 3, dtype=torch.float64, device=current_device()), "ab")
+    remove(ours.b, replicate)
+    replicate(ours.b)
+    for model in (plain, ours):
+        model.a.bias.requires_grad_(False)
     _assert_means(plain, ours, ["ab", "b"])
 
 
