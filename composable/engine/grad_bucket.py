@@ -168,6 +168,8 @@ class GradBucket:
         self._counts = (0, 0, 0)  # that the message says
         self._undecided: list[tuple[_Plan, list[int], Tensor, Tensor]] = []
         self._hold_shards = False
+        self._lands_early = False  # under no_sync(level="replicate"), where there is nothing to hold but hooks
+        self._unhooked: dict[int, None] = {}  # parameters whose post-accumulate hooks wait for the end of that
         self._means = False  # the first stage makes means over the shard dimension, in place of sums
         self._has_lookups = any(is_sparse_lookup(place.module) for param in self.params for place in param.info.places)
         self._carried: list[tuple[int, Tensor]] = []
@@ -307,6 +309,7 @@ class GradBucket:
         if shards_only and self._shards is None:
             self.hold()
             return
+        self._lands_early = shards_only and self._replicas is None
         shards_only = shards_only and self._replicas is not None
         self._hold_shards = shards_only
         trainable = tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
@@ -504,9 +507,13 @@ class GradBucket:
                 parameter.grad = gradient
             else:
                 _add(parameter, grad, gradient)
-        if after:
-            for parameter in parameters:
-                run_post_accumulate_hooks(parameter)
+        if after and self._lands_early:
+            self._unhooked.update(dict.fromkeys(indices))
+            self.held = max(self.held, 1)
+        elif after or self._unhooked:
+            late, self._unhooked = self._unhooked, {}
+            for index in dict.fromkeys([*indices, *late]):
+                run_post_accumulate_hooks(at_rest[index])
 
     def _hold_on(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
         """Accumulate gradients that are reduced over the shard dimension only."""
@@ -549,7 +556,7 @@ class GradBucket:
         finally:
             self._work = self._flat = self._kept = None
             self.state = BucketState.EMPTY
-            self._undecided, self._carried, self._apart = [], [], {}
+            self._undecided, self._carried, self._apart, self._unhooked = [], [], {}, {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:
