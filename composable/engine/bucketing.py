@@ -198,7 +198,7 @@ class Buckets:
     @property
     def held(self) -> int:
         """The most backwards that a bucket accumulated."""
-        return max(each.bucket.held for each in self._buckets)
+        return max((each.bucket.held for each in self._buckets), default=0)
 
     def drop(self) -> None:
         """The step is lost: forget local gradients that were not reduced."""

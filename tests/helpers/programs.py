@@ -1,12 +1,10 @@
-"""Random trees of units and random programs, all from one seed; knows the verbs, and nothing of how they work.
+"""Random trees of units and random programs, all from one seed.
 
 Every rank makes the same tree and the same program, and draws by itself which parameters it leaves out. The reference is the
 same program on a plain copy, whose gradients are averaged over the ranks.
 
-Note [What is left out]
-`LEAVES_OUT` names what programs do not do because it is known not to work; nothing at present. What is documented not to work
-they never do: units that run on some ranks only, and checkpoints around units that ranks recompute at different points
-(`steady`).
+Programs never do what is documented not to work: units that run on some ranks only, and checkpoints around units that ranks
+recompute at different points (`steady`).
 """
 
 from __future__ import annotations
@@ -23,21 +21,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import checkpoint, fully_shard, no_sync, reduce_gradients, replicate
-from composable.device.collectives import (
-    Communicator,
-    communicators_wrapped_by,
-)
+from composable.comm import Comm, comms_wrapped_by
 from tests.helpers.communicators import Delayed, Log, Recording, all_ordered
 from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import current_device
 
 WIDTH: Final = 4
-
-HANDED_ON: Final = "tensors handed on unchanged"  # a module returns what it was given
-RETAINED: Final = "retained graphs"  # two backwards through one forward
-CHECKPOINTED: Final = "checkpoints"
-
-LEAVES_OUT: Final[set[str]] = set()  # of those; see Note [What is left out]
 
 
 @dataclass
@@ -132,8 +121,6 @@ def tree_of(draw: random.Random, ranks: int, flavours: Sequence[str] = ("shard",
         budget[0] -= 1
         node = Node(name, draw.randint(0, 3), branches=draw.random() < 0.3, returns=draw.choice(["", "", "", "two", "given"]))
         node.plain = draw.random() < 0.3
-        if HANDED_ON in LEAVES_OUT:
-            node.plain, node.returns = False, node.returns.replace("given", "two")
         while depth < 4 and budget[0] > 0 and len(node.inside) < 5 and draw.random() < (0.95 if depth == 0 else 0.5):
             node.inside.append(grow(f"{name}.{len(node.inside)}".removeprefix("root."), depth + 1))
         if not node.inside:
@@ -155,7 +142,7 @@ def tree_of(draw: random.Random, ranks: int, flavours: Sequence[str] = ("shard",
         elif (several and node in root.inside) or draw.random() < 0.6:
             node.verbs = (verb(),)
         node.reshard = draw.choice([True, True, False, *([2] if ranks == 4 else [])])
-        if draw.random() < 0.2 and node.verbs and CHECKPOINTED not in LEAVES_OUT:
+        if draw.random() < 0.2 and node.verbs:
             node.verbs = (*node.verbs, "checkpoint")
     if several:
         root.layers = 0
@@ -181,7 +168,7 @@ def _program(draw: random.Random) -> Iterator[tuple[Any, ...]]:
             yield "forward", forwards
         elif kind == "backward" and pending:
             chosen = draw.choice(pending)
-            retain = draw.random() < 0.25 and RETAINED not in LEAVES_OUT
+            retain = draw.random() < 0.25
             if not retain:
                 pending.remove(chosen)
             yield "backward", chosen, "retain" if retain else ""
@@ -288,13 +275,13 @@ class _Runner:
             return
         draw = random.Random(f"{plan.seed} {dist.get_rank()}")
 
-        def wrapped(communicator: Communicator) -> Communicator:
-            if communicator.size == 1:
-                return communicator
-            inner: Any = all_ordered(communicator) if ordered else communicator
-            return Recording(Delayed(inner, draw) if plan.delays else inner, log)  # type: ignore[arg-type]
+        def wrapped(comm: Comm) -> Comm:
+            if comm.size == 1:
+                return comm
+            inner: Any = all_ordered(comm) if ordered else comm
+            return Recording(Delayed(inner, draw) if plan.delays else inner, log)  # type: ignore[return-value]
 
-        with communicators_wrapped_by(wrapped):
+        with comms_wrapped_by(wrapped):
             holder = nn.ModuleList([self.model])
             root = Piece(Node("", 0), 0.0)
             root.inside = holder

@@ -1,8 +1,7 @@
-"""Runs generated programs for as long as wanted, and says how to repeat what it finds. Knows seeds and pools of ranks.
+"""Runs generated programs for as long as wanted, and says how to repeat what it finds.
 
 python -m tests.whole.generated --minutes 60 --seed 0
-python -m tests.whole.generated --count 1 --seed 4711 --ranks 2 --communicator ordered      # one of them again
-python -m tests.whole.generated --minutes 60 --illegal      # programs in which one rank does what it may not
+python -m tests.whole.generated --count 1 --seed 4711 --ranks 2 --comm ordered      # one of them again
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from tests.helpers.illegal_plans import illegal_plan_of
-from tests.helpers.illegal_programs import run_illegal_seeds
 from tests.helpers.programs import plan_of, run_seeds
 from tests.helpers.world import Pool, RanksFailed
 
@@ -39,20 +36,6 @@ def failures(pool: Pool, ranks: int, seeds: Sequence[int], *, ordered: bool) -> 
     return None
 
 
-def illegal_failures(pool: Pool, ranks: int, seeds: Sequence[int]) -> tuple[int, str] | None:
-    """The first seed that fails and why; None if all of them end with right numbers, or with errors that name a unit."""
-    chosen = list(seeds)
-    try:
-        by_rank = pool.run(ranks, run_illegal_seeds, chosen, timeout=60 * SECONDS, group_timeout=SECONDS)
-    except RanksFailed as error:
-        return _seed_in(str(error), chosen), str(error)
-    for results in zip(*by_rank, strict=True):
-        lines = [f"rank {rank}: {line}" for rank, (_, found) in enumerate(results) for line in found]
-        if lines:
-            return results[0][0], "\n".join(lines)
-    return None
-
-
 def _seed_in(text: str, seeds: Sequence[int]) -> int:
     return next((seed for seed in seeds if f"seed {seed}:" in text), seeds[0])
 
@@ -69,8 +52,7 @@ def main(write: Callable[[str], object] = sys.stdout.write) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first one; the others follow")
     parser.add_argument("--count", type=int, default=0, help="end after so many seeds")
     parser.add_argument("--ranks", type=int, default=0, help="2 and 4 by turns unless given")
-    parser.add_argument("--communicator", choices=["tags", "ordered"], help="both by turns unless given")
-    parser.add_argument("--illegal", action="store_true", help="programs in which one rank does what it may not; on tags")
+    parser.add_argument("--comm", choices=["pairs", "ordered"], help="both by turns unless given")
     options = parser.parse_args()
     end = time.monotonic() + 60 * options.minutes
     pool, seed, done, failed = Pool(), options.seed, 0, 0
@@ -78,20 +60,12 @@ def main(write: Callable[[str], object] = sys.stdout.write) -> int:
     while time.monotonic() < end and not (options.count and done >= options.count):
         turn = done // batch
         ranks = options.ranks or (2, 2, 4)[turn % 3]
-        communicator = options.communicator or ("tags", "ordered")[turn % 2]
-        seeds = range(seed, seed + batch)
-        if options.illegal:
-            found, plan, kind = illegal_failures(pool, ranks, seeds), illegal_plan_of, "--illegal"
-        else:
-            found, plan, kind = (
-                failures(pool, ranks, seeds, ordered=communicator == "ordered"),
-                plan_of,
-                f"--communicator {communicator}",
-            )
+        comm = options.comm or ("pairs", "ordered")[turn % 2]
+        found = failures(pool, ranks, range(seed, seed + batch), ordered=comm == "ordered")
         if found is not None:
             failed += 1
-            write(f"\nseed {found[0]} fails: {plan(found[0], ranks)}\n{found[1]}\n")
-            write(f"again: python -m tests.whole.generated --count 1 --seed {found[0]} --ranks {ranks} {kind}\n")
+            write(f"\nseed {found[0]} fails: {plan_of(found[0], ranks)}\n{found[1]}\n")
+            write(f"again: python -m tests.whole.generated --count 1 --seed {found[0]} --ranks {ranks} --comm {comm}\n")
         seed, done = seed + batch, done + batch
         write(f"\rseeds {options.seed} to {seed - 1}: {done} programs, {failed} batches failed")
     write("\n")
