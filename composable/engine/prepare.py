@@ -378,30 +378,30 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
 def broadcast_buffers(units: list[Unit]) -> None:
     """Buffers of replicated units follow rank 0, in training forwards only, as with DDP.
 
-    The values are written into the tensors that users hold. On hosts only those that differ are written, so that copies which an
-    earlier forward saved stay valid.
+    Out of place: an earlier forward may have saved the tensors that are there. On hosts those that are equal stay.
     """
-    found: dict[Any, dict[int, Tensor]] = {}
+    found: dict[Any, dict[int, tuple[Tensor, list[Place]]]] = {}  # a buffer that modules share stays one
     for unit in units:
         if unit.spec is None or unit.mesh_info.all.size == 1:
             continue
         for place in unit.spec.broadcast_buffers:
             buffer = place.module._buffers.get(place.name)
             if buffer is not None and buffer.numel():
-                found.setdefault(unit.mesh_info.all, {})[id(buffer)] = buffer
+                found.setdefault(unit.mesh_info.all, {}).setdefault(id(buffer), (buffer, []))[1].append(place)
     for comm, buffers in found.items():
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for buffer in buffers.values():
-            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, list[Place]]]] = {}
+        for buffer, places in buffers.values():
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append((buffer, places))
         for members in by_kind.values():
             with torch.no_grad(), torch.inference_mode(False):
-                message = torch.cat([buffer.detach().reshape(-1) for buffer in members])
+                message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members])
                 comm.broadcast([message], "broadcast of buffers")
-                if comm.rank == 0:
-                    continue
-                for buffer, piece in zip(members, message.split([b.numel() for b in members]), strict=True):
-                    received = piece.view(buffer.shape)
-                    if comm.traits.on_stream:
-                        buffer.data.copy_(received)  # to compare would make the host wait
-                    elif not torch.equal(buffer, received):
-                        buffer.copy_(received)
+            if comm.rank == 0:
+                continue
+            pieces = message.split([buffer.numel() for buffer, _ in members])
+            for (buffer, places), piece in zip(members, pieces, strict=True):
+                received = piece.view(buffer.shape)
+                if not comm.traits.on_stream and torch.equal(buffer, received):
+                    continue  # where a stream is, to compare would make the host wait
+                for place in places:
+                    place.module._buffers[place.name] = received

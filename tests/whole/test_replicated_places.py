@@ -11,8 +11,8 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import NamePolicy, fully_shard, replicate
-from composable.api.devices import buffers_of, move_buffers, refuse_elsewhere
-from composable.model.traversal import managed_parameters
+from composable.api.arguments import buffers_of, move_buffers, refuse_elsewhere
+from composable.contract.traversal import managed_parameters
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -34,12 +34,13 @@ def _after_a_forward(broadcast: object) -> tuple[float, bool]:
     """This rank's own buffer, and whether a running mean was shared."""
     torch.manual_seed(0)
     model = Counting().to(current_device())
-    model.norm.running_mean.fill_(float(dist.get_rank()))  # type: ignore[union-attr,operator]
     model.norm.momentum = 0.0
     if broadcast == "norm":
         replicate(model, broadcast_buffers=False, policy=NamePolicy({"norm": {"broadcast_buffers": True}}))
     else:
         replicate(model, broadcast_buffers=broadcast)  # type: ignore[arg-type]
+    for buffer in (model.rank, model.norm.running_mean):
+        buffer.fill_(float(dist.get_rank()))  # type: ignore[union-attr,operator]
     model(torch.ones(2, 3, device=current_device())).sum().backward()
     mean = model.norm.running_mean
     assert isinstance(mean, Tensor)
