@@ -24,9 +24,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
-from composable.engine.param import ParamLabel, label_of, unit_mesh_of, unit_of
+from composable.engine.param import ParamLabel, gradient_of, label_of, unit_mesh_of, unit_of
 from composable.errors import MeshError, OptimizerError
-from composable.memory.torch_private import local_of
+from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.local_steps import is_stand_in, refuse_unreduced, step_on_shards_unasked
 
@@ -45,7 +45,8 @@ _REPLACED: Final = {
     "removed": "was replaced when the annotation was removed. Make the optimizer anew",
 }
 _NO_CHANGE: Final = "No parameter was changed."
-_stepped: Final[WeakKeyDictionary[Optimizer, list[Tensor]]] = WeakKeyDictionary()  # while an optimizer steps
+# While an optimizer steps: the parameters of units that it holds, and those of them that had a gradient before.
+_managed: Final[WeakKeyDictionary[Optimizer, tuple[list[Tensor], list[Tensor]]]] = WeakKeyDictionary()
 
 
 @untraced
@@ -77,14 +78,23 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         refuse_unreduced(optimizer, plain)
     if sharded and not step_on_shards_unasked(optimizer):  # which looks at gradients by itself
         refuse_unreduced(optimizer, sharded)
-    _stepped[optimizer] = [*map(local_of, sharded), *plain]
+    _managed[optimizer] = managed, _with_gradients(managed)
 
 
 @untraced
 def _after_step(optimizer: Optimizer, *_: Any) -> None:
-    stepped = _stepped.pop(optimizer, None)
-    if stepped is not None:
+    managed, before = _managed.pop(optimizer, ([], []))
+    # Those without a gradient were not stepped: a graph that needs their values stays valid. Some optimizers drop gradients as
+    # they go, and a closure may have brought them.
+    stepped = before or _with_gradients(managed)
+    if stepped:
         increment_version(stepped)
+
+
+def _with_gradients(parameters: list[Tensor]) -> list[Tensor]:
+    with as_tensors():
+        gradients = list(map(gradient_of, parameters))
+    return [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
 
 
 def _refuse_replaced(optimizer: Optimizer, label: ParamLabel | None, gradient: Tensor | None) -> None:
