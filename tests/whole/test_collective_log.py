@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, replicate
-from composable.device.collectives import communicators_wrapped_by
+from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import Pool, current_device, need_devices
 
@@ -57,7 +57,7 @@ def _log_of(how: str, steps: int) -> list[tuple[str, str]]:
     """The events of the last of some steps."""
     log = Log()
     model = _model(log)
-    with communicators_wrapped_by(partial(Recording, log=log)):
+    with comms_wrapped_by(partial(Recording, log=log)):
         if how == "checkpoint first":
             checkpoint(model, policy={Layer})
         if how == "by hand":

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, replicate
-from composable.device.collectives import Communicator, communicators_wrapped_by
+from composable.comm import Comm, comms_wrapped_by
 from tests.helpers.communicators import Log, Recording, all_ordered
 from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import Pool, current_device, need_devices
@@ -193,16 +193,16 @@ def _run(kind: type[nn.Module], annotate: Callable[..., None], ordered: bool, **
     plain, model = _twins(kind)
     log = Log()
 
-    def wrapped(communicator: Communicator) -> Communicator:
-        return Recording(all_ordered(communicator) if ordered else communicator, log)
+    def wrapped(comm: Comm) -> Comm:
+        return Recording(all_ordered(comm) if ordered else comm, log)
 
-    with communicators_wrapped_by(wrapped):
+    with comms_wrapped_by(wrapped):
         annotate(model, **options)
     _train(plain, model, log)
     return log.labels()
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["told apart by tags", "told apart by order"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["point to point", "collectives"])
 @pytest.mark.parametrize("keep", [False, True], ids=["resharded", "kept"])
 @pytest.mark.parametrize(
     ("kind", "ranks"),
@@ -276,7 +276,7 @@ def _mixed(model: nn.Module) -> None:
     fully_shard(model, policy={Block})
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["told apart by tags", "told apart by order"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["point to point", "collectives"])
 @pytest.mark.parametrize("kind", [ShardedThenReplicated, Branches], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_nobody_waits_in_a_backward_for_a_bucket_that_others_launch_at_its_end(
@@ -309,7 +309,7 @@ def _replicated(model: nn.Module) -> None:
     replicate(model, policy={Block, Chain})
 
 
-@pytest.mark.parametrize("ordered", [False, True], ids=["told apart by tags", "told apart by order"])
+@pytest.mark.parametrize("ordered", [False, True], ids=["point to point", "collectives"])
 @pytest.mark.parametrize(("ranks", "annotate"), [(2, _replicated), (4, _replicated), (2, _mixed)])
 def test_a_replicated_unit_takes_part_where_a_rank_uses_nothing_of_it(
     pool: Pool, ranks: int, annotate: Callable[..., None], ordered: bool, device: str
