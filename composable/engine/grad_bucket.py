@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Work
-from composable.comm.ledger import debug_enabled
+from composable.comm.ledger import checksum, debug_enabled
 from composable.comm.mesh import MeshInfo
 from composable.engine.layout import ReduceLayout, Route, Slot, plan_reduction
 from composable.engine.param import (
@@ -65,21 +65,22 @@ if TYPE_CHECKING:
 
 
 IN_PLACE_BYTES: Final = 1 << 20  # of a replicated gradient from which a message of its own costs less than a copy
-# Behind the flags: the low bits of two counts, each as a pair of numbers, which a rank sets one of. So sums tell in any dtype.
-_HELD_BITS: Final = 4
-_FORWARDS_BITS: Final = 2
-_NUMBERS: Final = 2 * (_HELD_BITS + _FORWARDS_BITS) + 1
+# Behind the flags: low bits of what ranks must agree on, each as a pair of numbers, which a rank sets one of. So sums tell in
+# any dtype. (Of the checksum of the label; of accumulated backwards; of forwards, if some rank leaves one out.)
+_BITS: Final = (4, 4, 2)
+_NUMBERS: Final = 2 * sum(_BITS) + 1
 
 
-def _numbers_of(held: int, forwards: int, incomplete: int) -> list[float]:
-    counts = ((held, _HELD_BITS), (forwards, _FORWARDS_BITS))
-    return [*(float(count >> bit & 1 == value) for count, bits in counts for bit in range(bits) for value in (0, 1)), incomplete]
+def _numbers_of(counts: tuple[int, int, int, int]) -> list[float]:
+    pairs = [float(count >> bit & 1 == value) for count, bits in zip(counts, _BITS, strict=False) for bit in range(bits) for value in (0, 1)]
+    return [*pairs, counts[-1]]
 
 
 def _agree(sums: Sequence[float]) -> bool:
-    """Whether the ranks accumulated equally often, and none left out a forward that others did not run."""
-    held, forwards = sums[: 2 * _HELD_BITS], sums[2 * _HELD_BITS : -1]
-    return held.count(0.0) == _HELD_BITS and (not sums[-1] or forwards.count(0.0) == _FORWARDS_BITS)
+    """Whether the ranks reduced the same gradients after the same backwards, and none left out a forward that others did not run."""
+    label, held, forwards = _BITS
+    first = 2 * (label + held)
+    return sums[:first].count(0.0) == label + held and (not sums[-1] or sums[first:-1].count(0.0) == forwards)
 
 
 class BucketState(enum.Enum):
@@ -165,7 +166,7 @@ class GradBucket:
         self._kept: object = None  # memory that a collective in flight reads
         self._missing: Sequence[int] = ()
         self._compares = debug_enabled() or not mesh_info.all.traits.on_stream
-        self._counts = (0, 0, 0)  # that the message says
+        self._counts = (0, 0, 0, 0)  # that the message says
         self._undecided: list[tuple[_Plan, list[int], Tensor, Tensor]] = []
         self._hold_shards = False
         self._lands_early = False  # under no_sync(level="replicate"), where there is nothing to hold but hooks
@@ -314,7 +315,7 @@ class GradBucket:
         self._hold_shards = shards_only
         trainable = tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
         if self._compares:
-            self._counts = (self.held, *self.forwards)
+            self._counts = (checksum(self.label), self.held, *self.forwards)
         gradients = self._take_held(shards=not shards_only)
         if shards_only:
             self._wanted, self.held = trainable, self.held + 1
@@ -464,12 +465,13 @@ class GradBucket:
     def _refuse_ranks(self) -> None:
         comm = self._shards if self._hold_shards and self._shards is not None else self.mesh_info.all
         said = []
-        for rank, counts in enumerate(comm.all_gather_ints(self._counts, f"exchange of what preceded the {self.label}")):
-            held, forwards, incomplete = counts
+        mine = self.label, *self._counts[1:]
+        for rank, counts in enumerate(comm.all_gather_objects(mine, "exchange of what the ranks reduce")):
+            label, held, forwards, incomplete = counts
             ran = f" and ran {forwards} forwards{', not all with a backward' * incomplete}" if forwards else ""
-            said.append(f"rank {rank} accumulated {held} backwards{ran}")
+            said.append(f"rank {rank} accumulated {held} backwards{ran}{'' if label == self.label else f' before its {label}'}")
         raise RanksDisagreeError(
-            f"{self.label}: the ranks brought gradients of different steps. Before it, {'; '.join(said)}. Every rank must run the "
+            f"{self.label}: the ranks brought gradients of different units or steps. Before it, {'; '.join(said)}. Every rank must run the "
             "same backwards, and the same of them under no_sync; forwards that are not trained on belong under torch.no_grad() "
             "or in evaluation mode. These gradients are dropped"
         )
@@ -634,12 +636,12 @@ class _Plan:
         starts = [*(start for _, start, _ in layout.columns), layout.flags_start]
         self._gaps = [after - end for end, after in zip(ends, starts[1:], strict=True)]
         self._tail = layout.row_numel - layout.flags_start - len(layout.trainable) - _NUMBERS
-        self._rows: dict[tuple[torch.dtype, int, int, int], Tensor] = {}
+        self._rows: dict[tuple[object, ...], Tensor] = {}
         self._zeros: dict[torch.dtype, list[Tensor | None]] = {}
 
-    def _flags_in(self, dtype: torch.dtype, counts: tuple[int, int, int]) -> Tensor:
+    def _flags_in(self, dtype: torch.dtype, counts: tuple[int, int, int, int]) -> Tensor:
         """Flags that are all one, with the numbers and the padding behind them, in each row."""
-        key = dtype, counts[0] % (1 << _HELD_BITS), counts[1] % (1 << _FORWARDS_BITS), counts[2]
+        key = dtype, *(count % (1 << bits) for count, bits in zip(counts, (*_BITS, 1), strict=True))
         found = self._rows.get(key)
         if found is None:
             with torch.inference_mode(False):
@@ -656,9 +658,9 @@ class _Plan:
             self._zeros[dtype] = found
         return found
 
-    def _flags(self, unused: Sequence[int], counts: tuple[int, int, int]) -> list[float]:
+    def _flags(self, unused: Sequence[int], counts: tuple[int, int, int, int]) -> list[float]:
         flags = [0.0 if index in unused else 1.0 for index in self.layout.trainable]
-        return [*flags, *_numbers_of(*counts), *[1.0] * self._tail]
+        return [*flags, *_numbers_of(counts), *[1.0] * self._tail]
 
     def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
@@ -669,7 +671,7 @@ class _Plan:
         """The flags in a flat gradient buffer, one for each trainable parameter, and the numbers behind them."""
         return flat[self.layout.row_start + self.layout.flags_start :][: len(self.layout.trainable) + _NUMBERS]
 
-    def put_flags(self, unused: Sequence[int], counts: tuple[int, int, int], flat: Tensor) -> None:
+    def put_flags(self, unused: Sequence[int], counts: tuple[int, int, int, int], flat: Tensor) -> None:
         """Write the flags where no row of a message is copied in."""
         flags = self.flags_of(flat)
         if unused:
@@ -678,7 +680,7 @@ class _Plan:
             flags.copy_(self._flags_in(flat.dtype, counts)[0, : flags.numel()])
 
     def copy_in(
-        self, gradients: Sequence[Tensor | None], unused: Sequence[int], counts: tuple[int, int, int], rows: Tensor
+        self, gradients: Sequence[Tensor | None], unused: Sequence[int], counts: tuple[int, int, int, int], rows: Tensor
     ) -> None:
         """Fill the rows, one per rank, with that rank's chunk of every gradient, and the flags."""
         source = next((gradient.dtype for gradient in gradients if gradient is not None), rows.dtype)

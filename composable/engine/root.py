@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable.comm.ledger import debug_enabled, ledger_of
+from composable.comm.ledger import checksum, debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, untraced
 from composable.contract.contract import registry
 from composable.contract.hooks import drop_calls
@@ -170,6 +170,9 @@ class Root:
         self._indices = {unit: index for index, unit in enumerate(self.units)}
         # Replicated parameters that rest as DTensors are shown for the whole forward: modules of other units may read them.
         self._shown = [unit for unit in self.units if unit.rest_mesh is not None]
+        # Whether all ranks leave the units in one order in backward, so that replicated units can be reduced where they are left.
+        self._alike: bool | None = None if self._shown and self._shown != self.units[:1] else True
+        self._left: list[int] = []  # in this backward, until that is known
         arriving = [unit for unit in self.units if unit.reduces_by_arrival and unit.mesh_info.all.size > 1]
         self.buckets = Buckets(self, arriving) if arriving else None
         self._preparation = Preparation(self)
@@ -373,6 +376,7 @@ class Root:
         if iteration is None:  # its forward's iteration has ended: a second backward through one graph
             iteration = self.iteration = Iteration(self._streams.here())
         if iteration.end is None:
+            self._left = []
             end = _end_of_backward(self)
             iteration.end = ref(end)
             for unit in self.units:
@@ -436,6 +440,10 @@ class Root:
         if not unit.kept_by and not unit.depth:
             unit.reshard()  # before gradients are copied into a message
         if at_end or (unit.pending <= 0 and unit not in iteration.untracked):
+            if not at_end and not self._alike:
+                self._left.append(self._indices[unit])
+                if unit in self._shown:
+                    return  # at the end of backward, in an order that does not depend on the rank
             iteration.to_reduce.pop(unit, None)
             self._reduce(unit)
             if not at_end:
@@ -494,7 +502,8 @@ class Root:
         with self._streams.on(iteration.stream):
             due = [unit for unit in self.units if unit.accumulation.now is SyncMode.REDUCE and any(b.held for b in unit.buckets)]
             sent = [*iteration.in_flight, *iteration.over_replicas]
-            for unit in dict.fromkeys([*iteration.active, *iteration.to_reduce, *iteration.untracked, *due]):
+            rest = dict.fromkeys([*iteration.active, *iteration.to_reduce, *iteration.untracked, *due])
+            for unit in rest if self._alike else [*(unit for unit in rest if unit not in self._shown), *self._shown]:
                 if unit in iteration.active or unit in iteration.to_reduce or unit not in sent or unit.has_gradients:
                     self._leave_backward(unit, at_end=True)
             if self.buckets is not None and not iteration.builds_graph:
@@ -519,12 +528,22 @@ class Root:
                     bucket.decide()
                 for sparse in unit.sparse if not iteration.builds_graph else ():
                     sparse.end_backward(reduces=unit.accumulation.now is SyncMode.REDUCE)
+            if self._alike is None and all(unit.accumulation.now is SyncMode.REDUCE for unit in self.units):
+                self._compare_left()
             self._conclude(iteration)
             wait_for_traffic()
         if debug_enabled():
             for comm in dict.fromkeys(unit.mesh_info.all for unit in self.units if unit.mesh_info.all.size > 1):
                 assert comm.group is not None
                 ledger_of(comm.group).compare(comm)
+
+    def _compare_left(self) -> None:
+        """Once: do all ranks leave units in one order? Some may run replicated modules that others do not, or in another order."""
+        comms = dict.fromkeys(unit.mesh_info.all for unit in self._shown)
+        self._alike = len(comms) == 1
+        for comm in comms if self._alike else ():
+            lowest, highest = comm.min_max([checksum(str(self._left))], "comparison of the order of units in backward")
+            self._alike = lowest == highest
 
     def _conclude(self, iteration: Iteration) -> None:
         goes_on = bool(self.running) or iteration.builds_graph

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, replicate
 from composable.comm import Comm, comms_wrapped_by
+from composable.errors import RanksDisagreeError
 from tests.helpers.communicators import Log, Recording, all_ordered
 from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import Pool, current_device, need_devices
@@ -293,6 +294,8 @@ def test_nobody_waits_in_a_backward_for_a_bucket_that_others_launch_at_its_end(
 class OneOfTwo(nn.Module):
     """Each rank calls one of two branches, and uses the output of one of two heads."""
 
+    apart = True  # otherwise all ranks do as the first one does
+
     def __init__(self) -> None:
         super().__init__()
         self.first = Block()
@@ -300,9 +303,10 @@ class OneOfTwo(nn.Module):
         self.heads = nn.ModuleList(Chain() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.branches[dist.get_rank() % 2](self.first(x))
+        number = dist.get_rank() % 2 if self.apart else 0
+        x = self.branches[number](self.first(x))
         outputs = [head(x) for head in self.heads]
-        return outputs[dist.get_rank() % 2]  # type: ignore[no-any-return]
+        return outputs[number]  # type: ignore[no-any-return]
 
 
 def _replicated(model: nn.Module) -> None:
@@ -318,3 +322,22 @@ def test_a_replicated_unit_takes_part_where_a_rank_uses_nothing_of_it(
     labels = pool.run(ranks, _run, OneOfTwo, annotate, ordered, device=device)
     for rank in range(1, ranks):
         assert sorted(labels[rank]) == sorted(labels[0])
+
+
+def _part_later() -> str:
+    model = OneOfTwo().to(current_device())
+    model.apart = False
+    _mixed(model)
+    for _ in range(2):
+        model(_batch(0).float()).sum().backward()
+    model.apart = True
+    with pytest.raises(RanksDisagreeError) as caught:
+        model(_batch(0).float()).sum().backward()
+    return str(caught.value)
+
+
+@pytest.mark.beyond_sim("an accelerator compares what is launched in debug mode only")
+def test_ranks_that_come_to_use_different_replicated_units_are_told_on_a_host(pool: Pool) -> None:
+    for rank, text in enumerate(pool.run(2, _part_later)):
+        assert f"reduction of unit 'heads.{rank}': the ranks brought gradients of different units or steps. Before it, " in text
+        assert f"rank {1 - rank} accumulated 0 backwards before its gradient reduction of unit 'heads.{1 - rank}'" in text
