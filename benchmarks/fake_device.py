@@ -125,17 +125,17 @@ class Watch(TorchDispatchMode):
         self.payloads += [(name, part.numel() * part.element_size() // self._ranks) for part in parts]
 
 
-def _unfaked(function: Callable[..., Any], *args: Any) -> Any:
+def _unfaked(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
     with unset_fake_temporarily():
-        return function(*args)
+        return function(*args, **options)
 
 
 def install() -> None:
     """Make the device, and stand in for what reads numbers that fake tensors do not have."""
     import composable.api.fully_shard  # noqa: F401 - the module, which the function of that name hides
-    from composable.device.collectives.base import GroupCommunicator
-    from composable.device.unused_parameters import UseFlags
-    from composable.runtime.trailer import Trailer
+    from composable.comm.base import GroupComm
+    from composable.engine.bucketing import Buckets
+    from composable.engine.grad_bucket import GradBucket
 
     backend_registration._setup_privateuseone_for_python_backend(NAME, backend_module=_Module())
 
@@ -149,26 +149,26 @@ def install() -> None:
             Watch.looks_away = False
 
     ShardingPropagator._propagate_tensor_meta_non_cached = unseen  # type: ignore[method-assign]
-    GroupCommunicator.min_max = lambda self, values, **_: (list(values), list(values))  # type: ignore[method-assign]
-    GroupCommunicator.all_gather_ints = lambda self, values, **_: [list(values)] * self.size  # type: ignore[method-assign]
+    GroupComm.min_max = lambda self, values, label: (list(values), list(values))  # type: ignore[method-assign]
+    GroupComm.all_gather_ints = lambda self, values, label: [list(values)] * self.size  # type: ignore[method-assign]
 
-    def all_used(*_: Any) -> list[int]:
-        Watch.reads += 1
-        return []
+    Buckets._agree_on_order = lambda self: setattr(self, "_ready", None)  # type: ignore[method-assign]
+    decide = GradBucket.decide
 
-    UseFlags.unused = all_used  # type: ignore[assignment]
-    Trailer.read = lambda *_: []  # type: ignore[method-assign]
-    Trailer.check = lambda *_: None  # type: ignore[method-assign]
-    for room in ("composable.runtime.rounds", "composable.device.unused_parameters"):  # there is no pinned memory
-        of_room: Any = sys.modules[room]
-        of_room.numbers_for = lambda numbers, device, dtype: torch.zeros(len(numbers), device=device, dtype=dtype)
-    meshes: Any = sys.modules["composable.api.meshes"]
-    ranks_of, meshes.ranks_of = meshes.ranks_of, lambda mesh: _unfaked(ranks_of, mesh)
-    planning: Any = sys.modules["composable.runtime.planning"]
-    refuse, planning.refuse_other_replicas = planning.refuse_other_replicas, lambda units: _unfaked(refuse, units)
+    def all_used(bucket: GradBucket) -> None:
+        Watch.reads += bool(bucket._undecided)
+        bucket._undecided = []
+        decide(bucket)
+
+    GradBucket.decide = all_used  # type: ignore[method-assign]
+    meshes: Any = sys.modules["composable.api.mesh"]
+    ranks_of, meshes._ranks_of = meshes._ranks_of, lambda mesh: _unfaked(ranks_of, mesh)
+    meshes.Spread.in_words = lambda self: ""
     verb: Any = sys.modules["composable.api.fully_shard"]
-    verb.refuse_unordered = verb.refuse_taken = lambda *_, **__: None
-    verb._in_words = lambda *_: ""
+    verb.refuse_unordered = lambda *_: None
+    units: Any = sys.modules["composable.api.units"]
+    units.refuse_unfit = lambda *_: None  # parameters are of another class
+    info_of, units.mesh_info_of_shards = units.mesh_info_of_shards, lambda *args, **options: _unfaked(info_of, *args, **options)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,7 @@ from composable.memory.torch_private import (
     outside_transforms,
     set_local,
     set_versions,
+    storage_key,
     take_hooks,
 )
 
@@ -591,8 +592,8 @@ class ParamGroup:
 
     def aliases(self, tensor: Tensor) -> bool:
         """Whether `tensor` is, or views, a compute parameter."""
-        start = innermost(tensor).untyped_storage().data_ptr()
-        return any(buffer.held and buffer.tensor.untyped_storage().data_ptr() == start for buffer in self._buffers)
+        key = storage_key(innermost(tensor))
+        return any(buffer.held and storage_key(buffer.tensor) == key for buffer in self._buffers)
 
 
 def row_pairs(slot: Slot, whole: Tensor, rows: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("composable")
 
 PREFETCHED: Final = 1  # units whose all-gather is launched ahead of need
-IN_FLIGHT: Final = 1  # reductions that stay in flight while the next one is launched
+IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 # The reason to keep a unit unsharded after `composable.unshard`: until `reshard`, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
 _REMEMBERED: Final = 4096  # forwards that no backward follows (an evaluation with gradients) must not fill the memory
@@ -476,7 +476,7 @@ class Root:
         """Wait for the oldest reductions."""
         iteration = self.iteration
         assert iteration is not None
-        while len(iteration.in_flight) > IN_FLIGHT + 1:
+        while len(iteration.in_flight) > IN_FLIGHT:
             oldest = iteration.in_flight.pop(0)
             if [bucket for bucket in oldest.buckets if bucket.advance()]:
                 iteration.over_replicas.append(oldest)

@@ -167,18 +167,8 @@ def view_without_memory(start: Tensor, shape: Sequence[int], strides: Sequence[i
     return view
 
 
-# Tell whether a user still holds a gradient that lies in a buffer of ours, so that its wrapper and its memory cannot be used
-# for the next gradient. Meaningless unless `CAN_COUNT_USERS`: then every gradient must be made anew.
-CAN_COUNT_USERS: Final = hasattr(torch._C, "_storage_Use_Count") and hasattr(Tensor, "_use_count")
-
-# References from C++ (a `.grad` slot, a graph) to a tensor; `sys.getrefcount` counts those from Python.
-tensor_users: Callable[[Tensor], int] = getattr(Tensor, "_use_count", lambda tensor: 0)
-# Tensors and handles that share the storage with this key: views of a gradient hold its storage only.
-storage_users: Callable[[int], int] = getattr(torch._C, "_storage_Use_Count", lambda key: 0)
-
-
 def storage_key(tensor: Tensor) -> int:
-    """What `storage_users` knows the storage of `tensor` by, while `tensor` lives."""
+    """The storage's identity, the same for all of its views, with and without memory. `data_ptr()` of a fake tensor's is 0."""
     key: int = tensor.untyped_storage()._cdata
     return key
 

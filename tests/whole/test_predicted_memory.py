@@ -35,30 +35,31 @@ def measured(ranks: int, contender: str = "composable") -> dict[bool, dict[str, 
 
 
 def test_a_step_that_frees_units_needs_three_of_them_in_forward_and_four_in_backward() -> None:
-    found = measured(64)[False]
+    found = measured(128)[False]
     assert found["forward"] <= 3.0
-    assert found["backward"] <= 4.0, "sharded gradients included"
+    assert found["backward"] <= 4.1, "sharded gradients included"
 
 
 def test_a_step_that_keeps_units_needs_one_more_than_there_are() -> None:
-    found = measured(64)[True]
+    found = measured(128)[True]
     assert found["forward"] <= 8.0
-    assert found["backward"] <= 7.0, "sharded gradients included; FSDP2 needs a little more"
+    assert found["backward"] <= 7.05, "sharded gradients included"
+    assert found["backward"] <= measured(128, "fsdp2")[True]["backward"] + 0.01
 
 
 def test_a_host_reads_nothing_where_all_gradients_are_there() -> None:
     """What it asks for besides who had gradients ends the run."""
-    assert [found["reads"] for found in measured(64).values()] == [0, 0]
+    assert [found["reads"] for found in measured(128).values()] == [0, 0]
 
 
 def test_every_payload_of_a_rank_is_a_multiple_of_16_bytes() -> None:
-    payloads = measured(64)[False]["payloads"]
+    payloads = measured(128)[False]["payloads"]
     assert len({name for name, _ in payloads}) == 2, "gathers and reductions"
     assert [payload for payload in payloads if payload[1] % 16] == []
 
 
 def test_a_gather_takes_one_collective_and_one_copy_and_a_reduction_one_of_each() -> None:
-    found = measured(64)[False]["operations"]
+    found = measured(128)[False]["operations"]
     collectives = {phase: sum(n for name, n in found[phase].items() if name.startswith("c10d")) for phase in found}
     copies = {phase: sum(n for name, n in found[phase].items() if "split_with_sizes_copy" in name) for phase in found}
     assert collectives == {"forward": 6, "backward": 5 + 6}, "the block that ran last is not gathered again"
@@ -69,12 +70,10 @@ def test_a_gather_takes_one_collective_and_one_copy_and_a_reduction_one_of_each(
 
 def test_to_annotate_takes_what_the_shards_take_and_no_unit_once_more() -> None:
     """Views of what a unit gathers are made without memory for it. What was registered stays until the annotation is whole."""
-    ours, rival = measured(64)[False], measured(64, "fsdp2")[False]
+    ours, rival = measured(128)[False], measured(128, "fsdp2")[False]
     assert ours["annotating"] <= ours["gradients"] + 0.02, "all shards beside the model"
     assert rival["annotating"] <= 0.03, "the shard of one parameter"
 
 
-def test_at_rest_only_memory_for_gradients_is_left_beside_the_shards() -> None:
-    """It goes with the next forward, at whose peak it would count."""
-    for ours, rival in zip(measured(64).values(), measured(64, "fsdp2").values(), strict=True):
-        assert ours["resting"] <= rival["resting"] + ours["gradients"] + 0.01
+def test_at_rest_nothing_is_left_beside_the_shards() -> None:
+    assert [found["resting"] for found in measured(128).values()] == [0, 0]
