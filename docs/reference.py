@@ -1,4 +1,4 @@
-"""The API reference, made of signatures and docstrings; knows the public names and their order, not what they do."""
+"""The API reference, made of signatures and docstrings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from composable import errors
 
 CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Verbs": ("fully_shard", "replicate", "checkpoint", "offload_activations", "remove"),
-    "Around annotated modules": ("unshard", "reshard", "keep_unsharded", "register_forward_method"),
-    "Accumulation of gradients": ("no_sync", "reduce_gradients", "weighted_gradients"),
-    "Reductions of your own": ("register_comm_hook",),
-    "Looking": ("describe", "registry"),
+    "Around annotated modules": ("unshard", "reshard", "keep_unsharded", "register_forward_method", "reset"),
+    "Accumulation of gradients": ("no_sync", "reduce_gradients"),
+    "Communication hooks": ("register_comm_hook",),
+    "Inspection": ("describe", "registry"),
     "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
     "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),
     "Optimizers": (
@@ -51,12 +51,12 @@ def reference() -> str:
 
 
 def public_errors() -> list[type[Exception]]:
-    """In the order of their room."""
+    """In the order of their file."""
     return [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
 
 
 def signature_of(thing: Any) -> str:
-    """How it is called, without types: the text below tells them better."""
+    """How it is called, without types: the text below has them."""
     parts, keyword_only = [], False
     for parameter in inspect.signature(thing).parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:

@@ -1,17 +1,20 @@
-"""The documentation is true: its programs print what it says, its links lead somewhere; knows no page."""
+"""The documentation is true: programs print what pages say, links lead somewhere, and quoted messages exist."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from composable.plan.phases import GRAD_NEXT, NEXT
-from docs.generate import ROOT, Outputs, Program, execute, pages, programs_in, regenerated
+from composable.engine import grad_bucket, param_group
+from composable.engine.grad_bucket import BucketState
+from composable.engine.param_group import ShardedState
+from docs.generate import ROOT, Outputs, Program, execute, pages, programs_in, regenerated, transitions
 from tests.helpers.world import Pool
-from tests.house.test_plan import ROOMS_OF
 
 PAGES = pages()
 _FENCE = re.compile(r"^(```+)[^\n]*\n.*?^\1\s*$", re.M | re.S)
@@ -83,7 +86,7 @@ def test_a_page_with_ranks_is_up_to_date(page: Path, pool: Pool) -> None:
     assert regenerated(text, on_pool) == text, "run python -m docs.generate"
 
 
-# Programs of guides that need more than a page has, and who runs them.
+# Programs of guides that need more than a page has: how many there are, and the test that runs them.
 _RUN_ELSEWHERE = {
     "docs/guides/offload.md": (1, "tests/accelerator/test_offloaded_parameters.py"),
     "docs/guides/trainers.md": (2, "tests/whole/test_trainers.py"),
@@ -99,7 +102,7 @@ def test_every_program_of_a_guide_is_run() -> None:
             if shown := len(re.findall(r"^```python *$", text, re.M)):
                 left_out[_name(page)] = shown
     assert left_out == {name: number for name, (number, _) in _RUN_ELSEWHERE.items()}
-    assert all((ROOT / room).exists() for _, room in _RUN_ELSEWHERE.values())
+    assert all((ROOT / test).exists() for _, test in _RUN_ELSEWHERE.values())
 
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
@@ -125,33 +128,60 @@ def test_every_decision_says_what_it_should_and_is_on_the_index() -> None:
         assert f"(decisions/{path.name})" in index
 
 
-def test_the_plan_of_the_house_names_every_file() -> None:
-    plan = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = ("plan", "model", "device", "runtime", "api", "optim", "policies", "report")
-    files = [path.name for room in rooms for path in sorted((ROOT / "composable" / room).glob("*.py"))]
-    assert [name for name in files if name != "__init__.py" and f"`{name}`" not in plan] == []
+def test_the_architecture_names_every_folder_and_every_file_of_the_engine() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    package = ROOT / "composable"
+    folders = [f"`{path.name}/`" for path in package.iterdir() if (path / "__init__.py").exists()]
+    files = [f"`{path.name}`" for path in (package / "engine").glob("*.py") if path.name != "__init__.py"]
+    assert [name for name in (*folders, *files) if name not in page] == []
 
 
-@pytest.mark.parametrize(
-    ("row", "power"), [("which tensor stands in", "_parameters"), ("legal changes of state", "advance_gradients")]
-)
-def test_the_plan_of_the_house_says_which_rooms_use_a_power(row: str, power: str) -> None:
-    (line,) = [each for each in (ROOT / "docs" / "architecture.md").read_text().splitlines() if each.startswith(f"| {row}")]
-    assert [room for room in ROOMS_OF[power] if f"`{room}`" not in line] == []
+@pytest.mark.parametrize(("module", "states"), [(param_group, ShardedState), (grad_bucket, BucketState)], ids=["params", "gradients"])
+def test_a_state_table_has_the_states_of_its_enum(module: object, states: type[ShardedState] | type[BucketState]) -> None:
+    found = transitions(module)  # type: ignore[arg-type]
+    assert {state for state, _, _ in found} == {after for _, after, _ in found} == {state.name for state in states}
 
 
-def test_the_diagrams_have_every_arrow_of_both_tables() -> None:
-    tour = (ROOT / "docs" / "tour.md").read_text()
-    shown = re.findall(r"^    (\w+) --> (\w+): (\w+)$", tour, re.M)
-    expected = [(state.name, after.name, event.name) for (state, event), after in NEXT.items()]
-    expected += [(state.name, after.name, event.name) for (state, event), after in GRAD_NEXT.items()]
-    assert sorted(shown) == sorted(expected)
+@cache
+def _messages() -> str:
+    """All texts in the package's code, one a line, with `…` in place of what is filled in."""
+
+    def text(node: ast.AST) -> str:
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            return node.value.replace("\n", " ")
+        if isinstance(node, ast.JoinedStr):
+            return "".join(text(part) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        return ""
+
+    files = sorted((ROOT / "composable").rglob("*.py"))
+    return "\n".join(filter(None, (text(node) for path in files for node in ast.walk(ast.parse(path.read_text())))))
+
+
+def unknown_messages(page: str) -> list[str]:
+    """The messages in the first column of tables that the code does not have. Those of torch are not looked for."""
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    quoted = [re.findall(r"`([^`]+)`", row.split(" | ")[0]) for row in rows]
+    found = []
+    for message in (messages[0] for messages in quoted):
+        pattern = "[^\\n]*".join(map(re.escape, message.split("…")))
+        if not re.search(pattern, _messages()):
+            found.append(message)
+    return found
+
+
+def test_every_message_in_the_tables_of_errors_is_one_of_the_code() -> None:
+    assert unknown_messages((ROOT / "docs" / "errors.md").read_text()) == []
+
+
+def test_a_message_that_is_in_no_code_is_noticed() -> None:
+    page = "| `…() has no argument '…'` | x |\n| `…() has no such thing` | y |\n| torch: `z` | z |\n"
+    assert unknown_messages(page) == ["…() has no such thing"]
 
 
 def test_a_wrong_output_and_an_old_diagram_are_noticed() -> None:
     wrong = "```python run\nprint(1 + 1)\n```\n\n```text output\n3\n```\n"
     assert regenerated(wrong, _without_ranks) == wrong.replace("3", "2")
-    old = "<!-- phases:begin -->\nSHARDED --> GONE\n<!-- phases:end -->"
+    old = "<!-- states:begin -->\nSHARDED --> GONE\n<!-- states:end -->"
     assert "GONE" not in regenerated(old, _without_ranks)
 
 

@@ -1,4 +1,4 @@
-"""The guide for people who come from other libraries answers for each of their names; knows no library's behaviour."""
+"""The guide for moving from other libraries has an answer for each of their names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _methods(cls: type) -> list[str]:
 
 
 def _left_column(heading: str) -> str:
-    """What stands on the left of the table below a heading."""
+    """The left column of the table below a heading."""
     (text,) = [part for part in re.split(r"^## ", GUIDE, flags=re.M) if part.startswith(heading + "\n")]
     return "\n".join(line.split("|")[1] for line in text.splitlines() if line.startswith("| "))
 
@@ -63,13 +63,13 @@ def test_every_name_of_the_other_library_has_an_answer(heading: str, names: Iter
     ids=["FSDP1", "FSDP2", "DDP"],
 )
 def test_a_keyword_of_another_library_is_taken_or_answered(verb: Callable[..., Any], names: Iterable[str]) -> None:
-    """`did you mean` would guess by spelling; these have a line of their own."""
+    """A message of its own, in place of a guess by spelling."""
     unanswered = []
     for name in names:
         if name in _OF_ALL_MODULES or name in _arguments(verb):
             continue
         with pytest.raises(UnknownArgumentError) as refused:
             verb(nn.Linear(2, 2), **{name: None})
-        if "it takes: " in str(refused.value).lower():  # what is said of words that nobody knows
+        if "it takes: " in str(refused.value).lower():  # the message for an unknown word
             unanswered.append(f"{name}: {refused.value}")
     assert unanswered == []

@@ -1,4 +1,4 @@
-"""The API reference is complete, and so are the docstrings that it is made of; knows public names only."""
+"""The API reference is complete, and so are the docstrings that it is made of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import composable
 from docs.reference import CHAPTERS, MODULES, documented_arguments, public_errors, reference, signature_of
 
 NAMES: Final = [name for name in composable.__all__ if name not in (*MODULES, "__version__")]
-OBVIOUS: Final = ("module", "self", "optimizer", "root")  # what they are stands in the first sentence
+OBVIOUS: Final = ("module", "self", "optimizer", "root")  # the first sentence says what they are
 METHODS: Final = [
     f"{name}.{method}"
     for name in NAMES
@@ -23,8 +23,8 @@ METHODS: Final = [
 
 
 def test_the_reference_has_every_public_name_once() -> None:
-    told = [name for names in CHAPTERS.values() for name in names]
-    assert sorted(told) == sorted(NAMES)
+    listed = [name for names in CHAPTERS.values() for name in names]
+    assert sorted(listed) == sorted(NAMES)
     page = reference()
     for name in NAMES:
         assert page.count(f"### {name}\n") == 1, name
@@ -43,7 +43,7 @@ def test_a_docstring_explains_every_argument(name: str) -> None:
 
 def test_methods_and_properties_are_among_what_is_checked() -> None:
     page = reference()
-    for name in ("OptimizerInBackward.step", "OptimizerInBackward.lost", "ShardStepping.remove", "Policy.select"):
+    for name in ("OptimizerInBackward.step", "OptimizerInBackward.remove", "ShardStepping.remove", "Policy.select"):
         assert name in METHODS
     for name in METHODS:
         assert f"**`{name}" in page, name

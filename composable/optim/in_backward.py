@@ -112,7 +112,7 @@ class OptimizerInBackward(Optimizer):
             hook.remove()
         _alive.discard(self)
 
-    def name_of(self, parameter: Tensor) -> str | None:
+    def _name_of(self, parameter: Tensor) -> str | None:
         """What messages call `parameter`, if it is one of these."""
         return _name_of(parameter) if id(parameter) in self._ids else None
 
@@ -150,7 +150,7 @@ def stepped_in_backward(parameters: Iterable[Tensor]) -> str | None:
     optimizers = list(_alive)
     if not optimizers:  # as in most programs
         return None
-    names = (optimizer.name_of(parameter) for parameter in parameters for optimizer in optimizers)
+    names = (optimizer._name_of(parameter) for parameter in parameters for optimizer in optimizers)
     return next((name for name in names if name is not None), None)
 
 

@@ -257,7 +257,7 @@ class ShardStepping:
         stand_in.optimizer, stand_in.state, stand_in.stepping = optimizer, optimizer.state, self
         return (stand_in, *args[1:]), kwargs
 
-    def open(self, stand_in: Any) -> list[State]:
+    def _open(self, stand_in: Any) -> list[State]:
         """Make the state of the stand-in, and the groups that it shows."""
         optimizer: Optimizer = stand_in.optimizer
         self._finish(optimizer)  # if the code asks twice
@@ -307,7 +307,7 @@ def _stand_in_class(kind: Any) -> Any:
     """A class with the code of `kind`, but with groups and state of its own."""
 
     def param_groups(self: Any) -> Any:
-        return self.optimizer.param_groups if self.stepping is None else self.stepping.open(self)
+        return self.optimizer.param_groups if self.stepping is None else self.stepping._open(self)
 
     # Slots, because the dictionary of attributes is the optimizer's own; they hide its entries. torch's code reads `state`
     # for every parameter, so that it is no property.
