@@ -35,9 +35,7 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = make_model()
-    fully_shard(
-        model, policy={LlamaDecoderLayer}, reshard_after_forward=False
-    )  # frozen units stay, see docs/guides/adapters.md
+    fully_shard(model, policy={LlamaDecoderLayer})
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=2e-2)
 

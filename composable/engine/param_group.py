@@ -75,7 +75,7 @@ logger = logging.getLogger("composable")
 
 version_of: Final = attrgetter(Tensor._version.__name__)  # type: ignore[attr-defined]  # the quickest way to ask many
 
-# A version that no parameter comes to. docs/failures.md has it, since users read it in autograd's error.
+# A version that no parameter comes to. docs/errors.md has it, since users read it in autograd's error.
 ABSENT: Final = 2**31 - 1
 _CACHE_LINE: Final = 64  # bytes
 

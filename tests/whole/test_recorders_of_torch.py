@@ -205,7 +205,7 @@ def test_a_unit_takes_one_block_and_one_more_for_the_message_that_small_paramete
 def test_the_guide_names_what_there_is_in_torch_and_in_the_library() -> None:
     root = Path(__file__).resolve().parents[2]
     guide = (root / "docs/guides/debugging.md").read_text()
-    assert "`elastic_buffer.py`" in guide
-    assert (root / "composable/device/elastic_buffer.py").exists()
+    assert "`memory/elastic.py`" in guide
+    assert (root / "composable/memory/elastic.py").exists()
     for command in re.findall(r"torch\.cuda\.memory\.(\w+)\(", guide):
         assert hasattr(torch.cuda.memory, command)
