@@ -5,8 +5,8 @@
     python -m docs.generate --measure docs/decisions/0003-elastic-buffers.md     # repeat a measurement
 
 Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the top of `param_group.py` and
-`grad_bucket.py`; between the same marks with `reference`, what `docs.reference` makes of the docstrings. A code block that opens
-with "```python run" is a program: the programs of a page run one after the other and share their variables, and a block
+`grad_bucket.py`; between the same marks with `reference`, what `docs.reference` makes of the docstrings. A code block that
+opens with "```python run" is a program: the programs of a page run one after the other and share their variables, and a block
 "```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two ranks, each with variables of
 its own; `raises` says that it ends with an error, whose name and message are printed. Programs that open with
 "```python measure" take times, which differ from run to run; their output is replaced on demand only (`--measure`).

@@ -136,7 +136,9 @@ def test_the_architecture_names_every_folder_and_every_file_of_the_engine() -> N
     assert [name for name in (*folders, *files) if name not in page] == []
 
 
-@pytest.mark.parametrize(("module", "states"), [(param_group, ShardedState), (grad_bucket, BucketState)], ids=["params", "gradients"])
+@pytest.mark.parametrize(
+    ("module", "states"), [(param_group, ShardedState), (grad_bucket, BucketState)], ids=["params", "gradients"]
+)
 def test_a_state_table_has_the_states_of_its_enum(module: object, states: type[ShardedState] | type[BucketState]) -> None:
     found = transitions(module)  # type: ignore[arg-type]
     assert {state for state, _, _ in found} == {after for _, after, _ in found} == {state.name for state in states}
