@@ -13,9 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.device.collectives import Communicator, GatherPart, ReducePart, communicator_of
-from composable.device.memory import MemoryPool
-
 Finish = Callable[[], object]
 Move = Callable[[], Finish]
 
@@ -113,50 +110,15 @@ def reduce_all(source: Tensor, out: Tensor) -> Move:
     return move
 
 
-def _shared() -> Communicator:
-    """The library's own communicator through shared memory, used for messages of every size."""
-    communicator = communicator_of(dist.group.WORLD, torch.device("cpu"))
-    if not communicator.capabilities.tells_of_leaving:
-        raise RuntimeError("these ranks do not see each other's memory")
-    return communicator
-
-
-def _gather_parts(parts: list[GatherPart]) -> Move:
-    communicator = _shared()
-    plan, tags = communicator.prepare(parts), communicator.tags.open()
-    return lambda: communicator.all_gather(plan, label="all-gather", tags=tags).wait
-
-
-def gather_shared(shard: Tensor, whole: Tensor) -> Move:
-    """Every rank copies its shard into memory that the others see; they copy it from there into place."""
-    return _gather_parts([GatherPart(shard, whole, whole.numel())])
-
-
-def reduce_shared(source: Tensor, out: Tensor) -> Move:
-    """Every rank copies what the others own into memory that they see; they add it up from there, in the order of ranks."""
-    communicator, pool = _shared(), MemoryPool()
-    tags, part = communicator.tags.open(), ReducePart(source, out.numel(), out)
-    return lambda: communicator.reduce_scatter([part], scratch=pool, label="reduction", tags=tags).wait
-
-
-def reduce_all_shared(source: Tensor, out: Tensor) -> Move:
-    """The same, of everything."""
-    communicator = _shared()
-    return lambda: communicator.all_reduce(source, label="all-reduce").wait
-
-
 GATHERS: Final[dict[str, Callable[[Tensor, Tensor], Move]]] = {
     "all-gather: tensor": gather_tensor,
     "all-gather: pairs": gather_pairs,
-    "all-gather: shared": gather_shared,
 }
 REDUCTIONS: Final[dict[str, Callable[[Tensor, Tensor], Move]]] = {
     "reduce-scatter: tensor": reduce_tensor,
     "reduce-scatter: pairs": reduce_pairs,
     "reduce-scatter: all-to-all": reduce_exchange,
-    "reduce-scatter: shared": reduce_shared,
     "all-reduce": reduce_all,
-    "all-reduce: shared": reduce_all_shared,
 }
 
 
@@ -169,11 +131,6 @@ def gather_each(shards: list[Tensor], wholes: list[Tensor], gather: Callable[[Te
         return lambda: [finish() for finish in finishes]
 
     return move
-
-
-def gather_each_shared(shards: list[Tensor], wholes: list[Tensor], gather: Callable[[Tensor, Tensor], Move]) -> Move:
-    """One message through shared memory, from which every parameter is copied to its place by itself."""
-    return _gather_parts([GatherPart(shard, whole, whole.numel()) for shard, whole in zip(shards, wholes, strict=True)])
 
 
 def gather_packed(shards: list[Tensor], wholes: list[Tensor], gather: Callable[[Tensor, Tensor], Move]) -> Move:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,10 +21,8 @@ from algorithms import (
     REDUCTIONS,
     Move,
     gather_each,
-    gather_each_shared,
     gather_packed,
     gather_pairs,
-    gather_shared,
     gather_tensor,
 )
 from harness import Measure, Rounds, Sample, compete, device_of, series, spread
@@ -35,9 +32,6 @@ from publish import curves, emit, rounded, table
 MOVES = {**GATHERS, **REDUCTIONS}
 MESSAGES = {"own: pairs": (gather_each, gather_pairs), "packed: pairs": (gather_packed, gather_pairs)}
 MESSAGES |= {"own: tensor": (gather_each, gather_tensor), "packed: tensor": (gather_packed, gather_tensor)}
-MESSAGES |= {"own: shared": (gather_each_shared, gather_shared), "packed: shared": (gather_packed, gather_shared)}
-HOST_ONLY = "shared"
-T = TypeVar("T")
 TOGETHER = 12  # parameters of a unit, as in a transformer block
 TIMED_SECONDS = 0.05  # a sample repeats what is quicker than this
 
@@ -59,28 +53,22 @@ def _repeats(move: Move, device: torch.device) -> int:
     return max(1, min(100, int(TIMED_SECONDS / once.item())))
 
 
-def _usable(algorithms: dict[str, T], device: str) -> dict[str, T]:
-    return {name: algorithm for name, algorithm in algorithms.items() if device == "cpu" or HOST_ONLY not in name}
-
-
 def _moves(size: int, device: torch.device) -> dict[str, Move]:
     ranks = dist.get_world_size()
     numel = max(size // 4 // ranks, 1)
     shard = torch.ones(numel, device=device)
     whole = torch.zeros(numel * ranks, device=device)
-    moves = {f"{size} {name}": make(shard, whole) for name, make in _usable(GATHERS, device.type).items()}
+    moves = {f"{size} {name}": make(shard, whole) for name, make in GATHERS.items()}
     # An all-reduce in place grows what it sums: zeros stay zeros, however often it is repeated.
     return moves | {
-        f"{size} {name}": make(torch.zeros_like(whole), torch.zeros_like(shard))
-        for name, make in _usable(REDUCTIONS, device.type).items()
+        f"{size} {name}": make(torch.zeros_like(whole), torch.zeros_like(shard)) for name, make in REDUCTIONS.items()
     }
 
 
 def _messages(size: int, device: torch.device) -> dict[str, Move]:
     shards = [torch.ones(max(size // 4, 1), device=device) for _ in range(TOGETHER)]
     wholes = [torch.zeros(shard.numel() * dist.get_world_size(), device=device) for shard in shards]
-    messages = _usable(MESSAGES, device.type)
-    return {f"{size} {name}": many(shards, wholes, one) for name, (many, one) in messages.items()}
+    return {f"{size} {name}": many(shards, wholes, one) for name, (many, one) in MESSAGES.items()}
 
 
 def build(what: str, options: argparse.Namespace) -> Measure:
@@ -128,7 +116,7 @@ def main() -> None:
     if found.sizes == counts(f"{1 << 10}..{64 << 20}"):
         found.sizes = found.sizes[::2]  # every other power of two shows the curve as well
     tables, data, lines, backend = [], {}, {}, "nccl" if found.device == "cuda" else "gloo"
-    moves, messages = list(_usable(MOVES, found.device)), list(_usable(MESSAGES, found.device))
+    moves, messages = list(MOVES), list(MESSAGES)
     kinds = list(dict.fromkeys(name.partition(": ")[2] for name in messages))
     for ranks in found.world:
         run = argparse.Namespace(**{**vars(found), "ranks": ranks})

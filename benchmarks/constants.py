@@ -3,14 +3,14 @@
 Usage:
 
     python benchmarks/constants.py                          # all constants, GPT of 43 M parameters, 2 ranks
-    python benchmarks/constants.py --only SPARE_BLOCKS --rounds 7
+    python benchmarks/constants.py --only PREFETCHED --rounds 7
 """
 
 from __future__ import annotations
 
 import argparse
 from importlib import import_module
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from harness import Measure, Sample, Stopwatch, compete, device_of, series, spre
 from models import SIZES, adamw, task_of
 from options import parse, parser
 from publish import compared, emit, rounded, table
-
-from composable.device.memory import HOST_MEMORY
 
 
 class Constant(NamedTuple):
@@ -32,16 +30,14 @@ class Constant(NamedTuple):
 
 
 CONSTANTS: Final = {
-    "PREFETCH_DEPTH": Constant("composable.runtime.prefetch", "composable", (1, 0, 2)),
-    "REDUCTIONS_IN_FLIGHT": Constant("composable.runtime.root_backward", "composable", (1, 0, 3)),
-    "SPARE_BLOCKS": Constant("composable.device.collectives.host.shared_memory", "composable", (2, 0, 6)),
-    "WORTH_RELEASING": Constant("composable.device.sharded_gradients", "composable", (1 << 16, 0, 1 << 40)),
-    "HOST_IN_FLIGHT": Constant("composable.runtime.buckets", "composable-replicate", (4, 1, 16)),
+    "PREFETCHED": Constant("composable.engine.root", "composable", (1, 0, 2)),
+    "IN_FLIGHT": Constant("composable.engine.root", "composable", (1, 0, 3)),
+    "FIRST_BYTES": Constant("composable.engine.bucketing", "composable-replicate", (1 << 20, 1 << 16, 25 << 20)),
 }
 
 
 def build(contender: str, options: argparse.Namespace) -> Measure:
-    """One training step per call, in seconds; `MiB`: of the host that the library keeps for the next one."""
+    """One training step per call, in seconds."""
     name, _, value = contender.partition("=")
     constant = CONSTANTS[name]
     module = import_module(constant.module)
@@ -62,26 +58,17 @@ def build(contender: str, options: argparse.Namespace) -> Measure:
         optimizer.step()
         optimizer.zero_grad()
         watch.phase("all")
-        sample = watch.stop()
         step += 1
-        sample["MiB"] = (HOST_MEMORY.idle_bytes + _messages()) / 2**20
-        return sample
+        return watch.stop()
 
     return measure
-
-
-def _messages() -> int:
-    """Bytes of shared memory that this rank's messages have taken so far."""
-    choice: Any = import_module("composable.device.collectives.choice")
-    groups = {id(each.host_group): each.host_group for each in list(choice._MADE) if hasattr(each, "host_group")}
-    return sum(int(group.outbox.nbytes) for group in groups.values())
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0], rounds=5, steps=2)
     options.add_argument("--model", choices=SIZES, default="gpt")
     options.add_argument("--only", default=",".join(CONSTANTS), help="names, separated by commas")
-    found = parse(options, model="tiny", only="SPARE_BLOCKS,HOST_IN_FLIGHT")
+    found = parse(options, model="tiny", only="PREFETCHED,FIRST_BYTES")
     title = task_of(found.model, seed=0, rank=0, device=torch.device("meta")).title
     rows, data = [], {}
     for name in found.only.split(","):
@@ -92,10 +79,10 @@ def main() -> None:
         for each in (first, *others):
             ratio = by_name.get(each)
             against = ["1.00", "", ""] if ratio is None else [f"{ratio[key]:.2f}" for key in ("median", "min", "max")]
-            step, kept = (spread(series(rounds, each, metric))["median"] for metric in ("step", "MiB"))
-            rows.append([each, CONSTANTS[name].contender, f"{step * 1e3:.1f}", *against, f"{kept:.1f}"])
+            step = spread(series(rounds, each, "step"))["median"]
+            rows.append([each, CONSTANTS[name].contender, f"{step * 1e3:.1f}", *against])
         data[name] = rounded(rounds)
-    header = ["constant", "contender", "step, ms", "/ the library's", "min", "max", "kept, MiB"]
+    header = ["constant", "contender", "step, ms", "/ the library's", "min", "max"]
     title = f"Constants: {title} per rank, AdamW, {found.ranks} ranks, {found.device}"
     emit("constants", found, title=title, tables=[table(header, rows)], data={"model": found.model, "seconds": data}, draw=None)
 

@@ -27,7 +27,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from virtual import BACKEND, COMPUTE, Device, DeviceModule, Machine, NoValues, Streams, form_group
 
-from composable.device.collectives import AcceleratorCommunicator, Communicator, base, communicators_wrapped_by
+from composable.comm import AcceleratorComm, Comm, base, comms_wrapped_by
+from composable.memory import elastic
 
 CPU = torch.device("cpu")
 CONTENDERS = ("un-annotated", "composable", "fsdp2")
@@ -110,11 +111,12 @@ class Llama(nn.Module):
 def _composable(model: Llama, mesh: DeviceMesh, machine: Machine) -> list[AbstractContextManager[Any]]:
     from composable import fully_shard
 
-    def accelerated(communicator: Communicator) -> Communicator:
-        return AcceleratorCommunicator(communicator.group, CPU, Streams(machine))  # type: ignore[attr-defined]
+    def accelerated(comm: Comm) -> Comm:
+        return comm if comm.group is None else AcceleratorComm(comm.group, CPU, Streams(machine))
 
-    # As with NCCL: the mean is the backend's.
-    with communicators_wrapped_by(accelerated), mock.patch.object(base, "_AVERAGING", (BACKEND,)):
+    # As on an accelerator with NCCL: the mean is the backend's, and storages are resized.
+    averages, resizes = mock.patch.object(base, "_AVERAGING", (BACKEND,)), mock.patch.object(elastic, "CAN_SWAP", False)
+    with comms_wrapped_by(accelerated), averages, resizes:
         fully_shard(model, policy={Block}, mesh=mesh, sync_module_states="off")
     return []
 
