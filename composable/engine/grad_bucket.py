@@ -163,7 +163,6 @@ class GradBucket:
         self._wanted: tuple[bool, ...] = ()  # which parameters trained when gradients were accumulated
         self._work: Work | None = None
         self._flat: Tensor | None = None
-        self._kept: object = None  # memory that a collective in flight reads
         self._missing: Sequence[int] = ()
         self._compares = debug_enabled() or not mesh_info.all.traits.on_stream
         self._counts = (0, 0, 0, 0)  # that the message says
@@ -369,7 +368,7 @@ class GradBucket:
         message.allocate()
         plan.copy_in(gradients, unused, self._counts, message.tensor.data.view(self._shards.size, -1))
         pairs.append((flat[layout.row_start :], message.tensor.data))
-        self._flat, self._kept = flat, kept
+        self._flat = flat
         scale = 1.0
         if self._replicas is None:
             scale = 1.0 / self._after
@@ -418,7 +417,6 @@ class GradBucket:
             if work is not None:
                 work.wait()
         finally:
-            self._kept = None
             if self._shards is not None and self._flat is not None:
                 self._plan.message.free()
 
@@ -556,7 +554,7 @@ class GradBucket:
             if self._work is not None:
                 self._wait()
         finally:
-            self._work = self._flat = self._kept = None
+            self._work = self._flat = None
             self.state = BucketState.EMPTY
             self._undecided, self._carried, self._apart, self._unhooked = [], [], {}, {}
             for parameter in self.compute if not self.in_place else ():

@@ -1,28 +1,30 @@
-"""Faults that are put into the library: for each wait on the accelerator's path, one that leaves it out; knows no test.
+"""Faults that are put into the library: for each wait on the accelerator's path, one that leaves it out.
 
-Each is a context manager that patches what the library has, and says which finding must tell of it.
+Each is a context manager that patches the library, with the finding that must name the two launches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 from unittest import mock
 
 import torch
 
-from composable.device import streams
-from composable.device.collectives import accelerator
-from composable.device.streams import AcceleratorStreams
-from composable.runtime.dtype_group import DtypeGroup
-from composable.runtime.handle import Handle
-from composable.runtime.hop import Hop
-from composable.runtime.reduction import Reduction
+from composable.comm import AcceleratorComm
+from composable.comm.accelerator import _StreamWork
+from composable.engine.grad_bucket import GradBucket
+from composable.engine.param_group import ParamGroup, ShardedState
+from composable.engine.root import Root
+from composable.memory import streams
+from composable.memory.streams import AcceleratorStreams
 
 COMPUTE: Final = r"the default stream of sim:\d"
 GATHER, SCATTER, REDUCE = "stream 'all_gather'", "stream 'reduce_scatter'", "stream 'all_reduce'"
+
+Patch = AbstractContextManager[Any]
 
 
 @dataclass(frozen=True)
@@ -33,24 +35,24 @@ class Fault:
         scheme: the annotation under which it matters.
         first: what the finding says of the earlier launch, as a regular expression.
         second: and of the later one.
-        fails: a block raises in the first step.
+        fails: "forward" or "backward": a block raises there in the first step.
     """
 
-    put: Callable[[], AbstractContextManager[Any]]
+    put: Callable[[], Patch]
     scheme: str
     first: str
     second: str
-    fails: bool = False
+    fails: str = ""
 
 
 def _launch(does: str, label: str, on: str) -> str:
     return rf"{does} by \[{label}[^\]]*\] on {on}"
 
 
-# --- streams ------------------------------------------------------------------------------------------------------------
+# --- streams and collectives --------------------------------------------------------------------------------------------
 
 
-def _fork_without_waiting(only: str) -> Callable[[], AbstractContextManager[Any]]:
+def fork_without_waiting(only: str) -> Callable[[], Patch]:
     fork = AcceleratorStreams.fork
 
     def deaf(self: AcceleratorStreams, name: str) -> AbstractContextManager[None]:
@@ -61,117 +63,29 @@ def _fork_without_waiting(only: str) -> Callable[[], AbstractContextManager[Any]
     return lambda: mock.patch.object(AcceleratorStreams, "fork", deaf)
 
 
-def _join_nothing() -> AbstractContextManager[Any]:
+def _join_nothing() -> Patch:
     return mock.patch.object(streams._EventMark, "join", return_value=None)
 
 
-def _mark_too_early() -> AbstractContextManager[Any]:
-    """The point that others wait for is that before the collective."""
+@contextmanager
+def _stay_on_the_callers_stream(self: AcceleratorStreams, stream: torch.Stream) -> Any:
+    yield
 
-    on_stream = accelerator.AcceleratorCommunicator._on_stream
 
-    def early(self: Any, stream: str, *args: Any) -> Any:
-        with self._streams.fork(stream):
-            mark = self._streams.mark()
-        work = on_stream(self, stream, *args)
-        work._mark = mark
+def _end_backward_where_it_was_called() -> Patch:
+    return mock.patch.object(AcceleratorStreams, "on", _stay_on_the_callers_stream)
+
+
+def _changed_work(change: Callable[[AcceleratorComm, Any], None], only: str) -> Callable[[], Patch]:
+    """Works of one kind of collective are changed after the launch."""
+    launch = getattr(AcceleratorComm, f"_{only}")
+
+    def changed(self: AcceleratorComm, *args: Any) -> Any:
+        work = launch(self, *args)
+        change(self, work)
         return work
 
-    return mock.patch.object(accelerator.AcceleratorCommunicator, "_on_stream", early)
-
-
-def _scale_outside_of_the_stream() -> AbstractContextManager[Any]:
-    """Sums are multiplied on the compute stream before it has waited for them."""
-    on_stream = accelerator.AcceleratorCommunicator._on_stream
-
-    def outside(self: Any, stream: str, label: str, launch: Any, call: Any, finish: Any = None) -> Any:
-        work = on_stream(self, stream, label, launch, call)
-        if finish is not None:
-            finish()
-        return work
-
-    return mock.patch.object(accelerator.AcceleratorCommunicator, "_on_stream", outside)
-
-
-def _keep_nothing() -> AbstractContextManager[Any]:
-    """What a collective still reads is freed by whoever has dropped it."""
-    on_stream = accelerator.AcceleratorCommunicator._on_stream
-
-    def forgetful(self: Any, *args: Any) -> Any:
-        work = on_stream(self, *args)
-        work._kept = None
-        return work
-
-    return mock.patch.object(accelerator.AcceleratorCommunicator, "_on_stream", forgetful)
-
-
-def _abort_without_waiting() -> AbstractContextManager[Any]:
-    return mock.patch.object(accelerator._OnStream, "abort", return_value=None)
-
-
-# --- gathers ------------------------------------------------------------------------------------------------------------
-
-
-def _compute_before_the_gather_has_landed() -> AbstractContextManager[Any]:
-    wait = Handle.wait_for_unshard
-
-    def hasty(self: Handle) -> None:
-        self._works = []
-        wait(self)
-
-    return mock.patch.object(Handle, "wait_for_unshard", hasty)
-
-
-def _copy_out_before_the_gather_has_landed() -> AbstractContextManager[Any]:
-    wait = Handle.wait_for_unshard
-
-    def hasty(self: Handle) -> None:
-        for group in self.parameters.groups:
-            if self._works:
-                group.flat.copy_out()
-        wait(self)
-
-    return mock.patch.object(Handle, "wait_for_unshard", hasty)
-
-
-def _used_again_while_gathered(buffer: str) -> Callable[[], AbstractContextManager[Any]]:
-    """A buffer of the gather goes to whoever allocates next, once the gather is launched."""
-    gather = DtypeGroup.gather
-
-    def reusing(self: DtypeGroup, *args: Any, **kwargs: Any) -> Any:
-        work = gather(self, *args, **kwargs)
-        elastic = getattr(self.flat, buffer)
-        if work is not None and elastic is not None:
-            elastic.free()
-            elastic.allocate()
-        return work
-
-    return lambda: mock.patch.object(DtypeGroup, "gather", reusing)
-
-
-# --- reductions ---------------------------------------------------------------------------------------------------------
-
-
-def _rows_used_again_while_reduced() -> AbstractContextManager[Any]:
-    launch = Reduction.launch
-
-    def reusing(self: Reduction, *args: Any, **kwargs: Any) -> None:
-        launch(self, *args, **kwargs)
-        assert self._rows is not None
-        self._rows.buffer.free()
-        self._rows.buffer.allocate()
-
-    return mock.patch.object(Reduction, "launch", reusing)
-
-
-def _given_back_without_waiting() -> AbstractContextManager[Any]:
-    """While the next unit's gradients arrive."""
-
-    def hasty(self: Hop) -> None:
-        if self._works:
-            self._works.pop(0)
-
-    return mock.patch.object(Hop, "wait_for_first", hasty)
+    return lambda: mock.patch.object(AcceleratorComm, f"_{only}", changed)
 
 
 class _NoMark:
@@ -179,53 +93,161 @@ class _NoMark:
         return None
 
 
-def _nobody_waits_on(name: str) -> Callable[[], AbstractContextManager[Any]]:
-    """What is launched on one stream is taken for over at once."""
-    on_stream = accelerator.AcceleratorCommunicator._on_stream
+def _wait_for_nothing_on(only: str) -> Callable[[], Patch]:
+    return _changed_work(lambda _, work: setattr(work, "_mark", _NoMark()), only)
 
-    def unmarked(self: Any, stream: str, *args: Any) -> Any:
-        work = on_stream(self, stream, *args)
-        if stream == name:
-            work._mark = _NoMark()  # type: ignore[attr-defined]
+
+def _keep_nothing() -> Patch:
+    return _changed_work(lambda _, work: setattr(work, "_kept", None), "reduce_scatter")()
+
+
+def _mark_too_early() -> Patch:
+    """The point that the compute stream waits for is that before the collective."""
+    launch = AcceleratorComm._all_gather
+
+    def early(self: AcceleratorComm, *args: Any) -> Any:
+        with self._streams.fork("all_gather"):
+            mark = self._streams.mark()
+        work: Any = launch(self, *args)
+        work._mark = mark
         return work
 
-    return lambda: mock.patch.object(accelerator.AcceleratorCommunicator, "_on_stream", unmarked)
+    return mock.patch.object(AcceleratorComm, "_all_gather", early)
 
 
-def _among_neighbours(put: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+def _scale_outside_of_the_stream() -> Patch:
+    """Sums are multiplied on the compute stream before it has waited for them."""
+    launch = AcceleratorComm._reduce_scatter
+
+    def outside(self: AcceleratorComm, pairs: Any, label: str, scale: float) -> Any:
+        work = launch(self, pairs, label, 1.0)
+        torch._foreach_mul_([out for out, _ in pairs], scale)
+        return work
+
+    return mock.patch.object(AcceleratorComm, "_reduce_scatter", outside)
+
+
+def _among_neighbours(put: Callable[[], Patch]) -> Callable[[], Patch]:
     """A fault in the gathers of two ranks only."""
-    all_gather = accelerator.AcceleratorCommunicator.all_gather
+    all_gather = AcceleratorComm.all_gather
 
-    def faulty(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with put() if len(self.names) == 2 else nullcontext():
-            return all_gather(self, *args, **kwargs)
+    def faulty(self: AcceleratorComm, *args: Any) -> Any:
+        with put() if self.size == 2 else nullcontext():
+            return all_gather(self, *args)
 
-    return lambda: mock.patch.object(accelerator.AcceleratorCommunicator, "all_gather", faulty)
+    return lambda: mock.patch.object(AcceleratorComm, "all_gather", faulty)
+
+
+# --- gathers ------------------------------------------------------------------------------------------------------------
+
+
+def _compute_before_the_gather_has_landed() -> Patch:
+    wait = ParamGroup.wait_for_unshard
+
+    def hasty(self: ParamGroup) -> None:
+        self._work = None
+        wait(self)
+
+    return mock.patch.object(ParamGroup, "wait_for_unshard", hasty)
+
+
+def _copy_out_before_the_gather_has_landed() -> Patch:
+    wait = ParamGroup.wait_for_unshard
+
+    def hasty(self: ParamGroup) -> None:
+        work, self._work = self._work, None
+        wait(self)
+        if work is not None:
+            work.wait()
+
+    return mock.patch.object(ParamGroup, "wait_for_unshard", hasty)
+
+
+def _used_again_while_gathered(buffer: str) -> Callable[[], Patch]:
+    """The memory of a buffer is given to the next allocation once the gather is launched."""
+    unshard = ParamGroup.unshard
+
+    def reusing(self: ParamGroup) -> None:
+        before = self.state
+        unshard(self)
+        elastic = getattr(self, buffer)
+        if self.state is ShardedState.UNSHARDING and before is not self.state and elastic is not None:
+            elastic.free()
+            elastic.allocate()
+
+    return lambda: mock.patch.object(ParamGroup, "unshard", reusing)
+
+
+# --- reductions ---------------------------------------------------------------------------------------------------------
+
+
+def _rows_used_again_while_reduced() -> Patch:
+    launch = GradBucket._launch
+
+    def reusing(self: GradBucket, *args: Any) -> None:
+        launch(self, *args)
+        self._plan.message.free()
+        self._plan.message.allocate()
+
+    return mock.patch.object(GradBucket, "_launch", reusing)
+
+
+def _free_rows_before_waiting() -> Patch:
+    wait = GradBucket._wait
+
+    def hasty(self: GradBucket) -> None:
+        self._plan.message.free()
+        wait(self)
+
+    return mock.patch.object(GradBucket, "_wait", hasty)
+
+
+def _land_without_waiting() -> Patch:
+    wait = GradBucket._wait
+
+    def hasty(self: GradBucket) -> None:
+        self._work = None
+        wait(self)
+
+    return mock.patch.object(GradBucket, "_wait", hasty)
+
+
+# --- a lost step --------------------------------------------------------------------------------------------------------
+
+
+def _reset_without_waiting() -> Patch:
+    reset = Root.reset
+
+    def hasty(self: Root, *args: Any) -> None:
+        with mock.patch.object(_StreamWork, "wait", return_value=None):
+            reset(self, *args)
+
+    return mock.patch.object(Root, "reset", hasty)
 
 
 FAULTS: Final[dict[str, Fault]] = {
     "a gather does not wait for what computes": Fault(
-        _fork_without_waiting("all_gather"),
+        fork_without_waiting("all_gather"),
         "fully_shard",
         _launch("write", "", COMPUTE),
         _launch("(read|write)", "all_gather", GATHER),
     ),
     "a reduction does not wait for gradients": Fault(
-        _fork_without_waiting("reduce_scatter"),
+        fork_without_waiting("reduce_scatter"),
         "fully_shard",
         _launch("write", "", COMPUTE),
         _launch("read", "reduce_scatter", SCATTER),
     ),
     "a bucket's sum does not wait for gradients": Fault(
-        _fork_without_waiting("all_reduce"), "replicate", _launch("write", "", COMPUTE), _launch("write", "all_reduce", REDUCE)
+        fork_without_waiting("all_reduce"), "replicate", _launch("write", "", COMPUTE), _launch("write", "all_reduce", REDUCE)
     ),
-    "nobody waits for anything": Fault(
+    "the compute stream waits for nothing": Fault(
         _join_nothing, "fully_shard", _launch("write", "all_gather", GATHER), _launch("(read|write)", "", COMPUTE)
     ),
-    "what is waited for is over too early": Fault(
+    "the mark that is waited for comes before the collective": Fault(
         _mark_too_early, "fully_shard", _launch("write", "all_gather", GATHER), _launch("(read|write)", "", COMPUTE)
     ),
-    "sums are multiplied where nobody has waited": Fault(
+    "sums are multiplied on a stream that has not waited": Fault(
         _scale_outside_of_the_stream,
         "fully_shard",
         _launch("write", "reduce_scatter", SCATTER),
@@ -264,17 +286,17 @@ FAULTS: Final[dict[str, Fault]] = {
         _launch("read", "all_gather", GATHER),
         _launch("write", "free", COMPUTE),
     ),
-    "rows are given back before they are reduced": Fault(
-        _given_back_without_waiting,
+    "rows are freed before they are reduced": Fault(
+        _free_rows_before_waiting,
         "fully_shard",
         _launch("read", "reduce_scatter", SCATTER),
         _launch("write", "free", COMPUTE),
     ),
-    "the first part is given back before it is reduced": Fault(
-        _given_back_without_waiting,
-        "in two parts",
-        _launch("read", "reduce_scatter", SCATTER),
-        _launch("write", "free", COMPUTE),
+    "gradients land before they are reduced": Fault(
+        _land_without_waiting,
+        "fully_shard",
+        _launch("write", "(reduce_scatter|(_foreach_)?mul)", SCATTER),
+        _launch("(read|write)", "", COMPUTE),
     ),
     "rows are used again while they are reduced": Fault(
         _rows_used_again_while_reduced,
@@ -283,46 +305,46 @@ FAULTS: Final[dict[str, Fault]] = {
         _launch("write", "free", COMPUTE),
     ),
     "sums over the shards are taken before they are there": Fault(
-        _nobody_waits_on("reduce_scatter"),
+        _wait_for_nothing_on("reduce_scatter"),
         "fully_shard",
         _launch("write", "(reduce_scatter|(_foreach_)?mul)", SCATTER),
         _launch("(read|write)", "", COMPUTE),
     ),
-    "the second hop does not wait for the first": Fault(
-        _nobody_waits_on("reduce_scatter"),
+    "the second stage does not wait for the first": Fault(
+        _wait_for_nothing_on("reduce_scatter"),
         "hybrid",
         _launch("write", "reduce_scatter", SCATTER),
         _launch("(read|write)", "all_reduce", REDUCE),
     ),
     "sums over the replicas are taken before they are there": Fault(
-        _nobody_waits_on("all_reduce"), "hybrid", _launch("write", "all_reduce", REDUCE), _launch("(read|write)", "", COMPUTE)
+        _wait_for_nothing_on("all_reduce"), "hybrid", _launch("write", "(all_reduce|(_foreach_)?mul)", REDUCE), _launch("(read|write)", "", COMPUTE)
     ),
     "sums of buckets are taken before they are there": Fault(
-        _nobody_waits_on("all_reduce"),
+        _wait_for_nothing_on("all_reduce"),
         "replicate",
-        _launch("write", "all_reduce", REDUCE),
+        _launch("write", "(all_reduce|(_foreach_)?mul)", REDUCE),
         _launch("(read|write)", "", COMPUTE),
     ),
     "a gather among neighbours does not wait for what computes": Fault(
-        _among_neighbours(_fork_without_waiting("all_gather")),
+        _among_neighbours(fork_without_waiting("all_gather")),
         "resharded to two",
         _launch("write", "", COMPUTE),
         _launch("(read|write)", "all_gather", GATHER),
     ),
     "what neighbours gather is used before it is there": Fault(
-        _among_neighbours(_nobody_waits_on("all_gather")),
+        _among_neighbours(_wait_for_nothing_on("all_gather")),
         "resharded to two",
         _launch("write", "all_gather", GATHER),
         _launch("(read|write)", "", COMPUTE),
     ),
     "a reduction over the second group does not wait for gradients": Fault(
-        _fork_without_waiting("reduce_scatter"),
+        fork_without_waiting("reduce_scatter"),
         "reductions apart",
         _launch("write", "", COMPUTE),
         _launch("read", "reduce_scatter", SCATTER),
     ),
     "sums over the second group are taken before they are there": Fault(
-        _nobody_waits_on("reduce_scatter"),
+        _wait_for_nothing_on("reduce_scatter"),
         "reductions apart",
         _launch("write", "(reduce_scatter|(_foreach_)?mul)", SCATTER),
         _launch("(read|write)", "", COMPUTE),
@@ -333,11 +355,24 @@ FAULTS: Final[dict[str, Fault]] = {
         _launch("read", "reduce_scatter", SCATTER),
         _launch("write", "free", COMPUTE),
     ),
-    "what is in flight is given up without waiting": Fault(
-        _abort_without_waiting,
+    "a gather in flight is given up without waiting": Fault(
+        _reset_without_waiting,
         "fully_shard",
         _launch("write", "all_gather", GATHER),
         _launch("write", "free", COMPUTE),
-        fails=True,
+        fails="forward",
+    ),
+    "a reduction in flight is given up without waiting": Fault(
+        _reset_without_waiting,
+        "fully_shard",
+        _launch("read", "reduce_scatter", SCATTER),
+        _launch("write", "free", COMPUTE),
+        fails="backward",
+    ),
+    "a backward ends on the stream of its caller": Fault(
+        _end_backward_where_it_was_called,
+        "forward on a stream of its own",
+        _launch("write", "all_gather", GATHER),
+        _launch("write", "free", "the user's stream"),
     ),
 }

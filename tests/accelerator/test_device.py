@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable.device.private_groups import launchers
+from composable.memory.torch_private import launchers
 from tests.accelerator import sim, watch
 from tests.helpers.world import Pool, RanksFailed, current_device
 
@@ -236,7 +236,7 @@ def _adds() -> tuple[list[float], list[float]]:
     row = torch.empty(1, dtype=torch.bfloat16, device=current_device())
     group = dist.group.WORLD
     assert group is not None
-    _, launcher, _ = launchers(group, asynchronous=False)
+    launcher = launchers(group, asynchronous=False).reduce_scatter
     getattr(group, launcher.single)(row, x, launcher.options)
     dist.all_reduce(x)
     return row.tolist(), x.tolist()

@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, replicate
-from composable.device.collectives import AcceleratorCommunicator, Communicator, communicators_wrapped_by
-from composable.device.collectives.choice import REDUCTIONS_VARIABLE
-from composable.runtime.hop import Hop
-from tests.accelerator import watch
+from composable.comm import AcceleratorComm, Comm, comms_wrapped_by
+from composable.comm.choose import REDUCTIONS_VARIABLE
+from tests.accelerator import sim, watch
 from tests.accelerator.faults import FAULTS
 from tests.helpers.world import Pool, current_device
 
@@ -34,12 +33,18 @@ class Block(nn.Module):
         self.gate = nn.Linear(8, 24)
         self.narrow = nn.Linear(24, 8)
         self.scale = nn.Parameter(torch.ones(()))
-        self.fails = False
+        self.fails = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise RuntimeError("as asked")
+        if self.fails == "forward":
+            fail()
+        if self.fails == "backward":
+            x.register_hook(fail)
         return x + self.scale * self.narrow(torch.relu(self.wide(x)) * self.gate(x))
+
+
+def fail(*_: object) -> None:
+    raise RuntimeError("as asked")
 
 
 def _hybrid(model: nn.Module) -> None:
@@ -47,30 +52,11 @@ def _hybrid(model: nn.Module) -> None:
 
 
 def _with_reductions_apart(model: nn.Module) -> None:
-    made: list[Communicator] = []
-
-    def noted(communicator: Communicator) -> Communicator:
-        made.append(communicator)
-        return communicator
-
-    with mock.patch.dict(os.environ, {REDUCTIONS_VARIABLE: "1"}), communicators_wrapped_by(noted):
-        fully_shard(model, policy={Block}, mesh=dist.new_group())  # of a group that is there, ranks have agreed before
-    assert any(isinstance(each, AcceleratorCommunicator) and each.reductions is not each._group for each in made)
-
-
-def _in_two_parts(model: nn.Module) -> None:
-    def divided(communicator: Communicator) -> Communicator:
-        if isinstance(communicator, AcceleratorCommunicator):
-            communicator.capabilities = replace(communicator.capabilities, direct_bytes=256, divided_bytes=256)
-        return communicator
-
-    with communicators_wrapped_by(divided):
-        fully_shard(model, policy={Block}, mesh=dist.new_group())
-
-
-def _in_two_parts_apart(model: nn.Module) -> None:
     with mock.patch.dict(os.environ, {REDUCTIONS_VARIABLE: "1"}):
-        _in_two_parts(model)
+        fully_shard(model, policy={Block}, mesh=dist.new_group())
+    comm = fully_shard.state(model).mesh_info.shard
+    assert isinstance(comm, AcceleratorComm)
+    assert comm._reductions() is not comm.group
 
 
 _SCHEMES: Final[dict[str, Callable[[nn.Module], Any]]] = {
@@ -79,47 +65,55 @@ _SCHEMES: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "hybrid": _hybrid,
     "resharded to two": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=2),
     "reductions apart": _with_reductions_apart,
-    "in two parts": _in_two_parts,
-    "in two parts, reductions apart": _in_two_parts_apart,
+    "forward on a stream of its own": lambda model: fully_shard(model, policy={Block}),
     "replicate": lambda model: replicate(model, bucket_cap_mb=0.0005),
 }
 
 
-def _some_by_themselves(communicator: Communicator) -> Communicator:
-    if isinstance(communicator, AcceleratorCommunicator):
-        communicator.capabilities = replace(communicator.capabilities, direct_bytes=256)
-    return communicator
+def _some_by_themselves(comm: Comm) -> Comm:
+    comm.traits = replace(comm.traits, direct_bytes=256)
+    return comm
 
 
 def _train(scheme: str, name: str | None) -> list[str]:
     torch.manual_seed(0)
     device = current_device()
     model = nn.Sequential(Block(), Block(), Block(), nn.Linear(8, 3)).to(device)
-    with communicators_wrapped_by(_some_by_themselves):
+    with comms_wrapped_by(_some_by_themselves):
         _SCHEMES[scheme](model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(4, 8, device=device)
     fault = FAULTS[name] if name is not None else None
 
+    side = torch.Stream(device)
+    sim.native.name_stream(side.stream_id, "the user's stream")
+
+    def differentiate() -> None:
+        """A forward on another stream than its backward, which ends while a gather is in flight and gives no leaf a gradient."""
+        seen: list[Tensor] = []
+        hook = model[1].register_forward_hook(lambda module, args, output: seen.append(output))
+        side.wait_stream(torch.accelerator.current_stream())
+        with side:
+            loss = model(x).square().sum()
+        hook.remove()
+        torch.autograd.grad(loss, seen)
+        torch.accelerator.current_stream().wait_stream(side)
+
     def step() -> None:
+        if "stream of its own" in scheme:
+            differentiate()
         model(x).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    with mock.patch.object(Hop, "wait_for_first", autospec=True, side_effect=Hop.wait_for_first) as landed:
-        step()
-    unit = fully_shard.state(model.get_submodule("1"))
-    reductions = [] if unit is None else [r for group in unit.handle.gradients.groups for r in group.reductions.values()]
-    assert [reduction.divided for reduction in reductions] == [scheme.startswith("in two parts")] * len(reductions)
-    assert (landed.call_count > 0) == (scheme != "replicate"), "gradients of the next block arrive"
-    for _ in range(2):  # what ranks agree on in the first ones would come out differently, and nobody find the others
+    for _ in range(3):  # ranks agree on what they do in the first one
         step()
     with nullcontext() if fault is None else fault.put():
         if fault is not None and fault.fails:
-            model[1].fails = True  # type: ignore[assignment]
+            model[1].fails = fault.fails  # type: ignore[assignment]
             with pytest.raises(RuntimeError, match="as asked"):
                 step()
-            model[1].fails = False  # type: ignore[assignment]
+            model[1].fails = ""  # type: ignore[assignment]
         for _ in range(2):
             step()
     return watch.take_findings()

@@ -16,7 +16,7 @@ from composable import offload_activations
 from composable.memory import activations
 from composable.memory.activations import TO_DEVICE_STREAM, TO_HOST_STREAM
 from tests.accelerator import sim, watch
-from tests.accelerator.faults import COMPUTE, _fork_without_waiting, _launch
+from tests.accelerator.faults import COMPUTE, fork_without_waiting, _launch
 from tests.helpers.world import Pool, current_device
 
 _LEAVES, _RETURNS = f"stream '{TO_HOST_STREAM}'", f"stream '{TO_DEVICE_STREAM}'"
@@ -66,12 +66,12 @@ def _return_before_it_has_left() -> AbstractContextManager[Any]:
 # What is left out, and what the finding says of the earlier launch and of the later one.
 _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], str, str]]] = {
     "what leaves does not wait for what computes": (
-        _fork_without_waiting(TO_HOST_STREAM),
+        fork_without_waiting(TO_HOST_STREAM),
         _launch("write", "", COMPUTE),
         _launch("read", _COPY_OUT, _LEAVES),
     ),
     "what returns does not wait for what computes": (
-        _fork_without_waiting(TO_DEVICE_STREAM),
+        fork_without_waiting(TO_DEVICE_STREAM),
         _launch("write", "", COMPUTE),
         _launch("write", _COPY_BACK, _RETURNS),
     ),

@@ -21,7 +21,7 @@ from composable.memory import offload
 from composable.memory.offload import TO_DEVICE_STREAM, TO_HOST_STREAM, ComingShards
 from composable.memory.torch_private import local_of
 from tests.accelerator import sim, watch
-from tests.accelerator.faults import COMPUTE, GATHER, _fork_without_waiting, _launch
+from tests.accelerator.faults import COMPUTE, GATHER, fork_without_waiting, _launch
 from tests.accelerator.twins import Block, mesh_of, model_of, x_of
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -71,7 +71,7 @@ def _give_back_without_waiting() -> AbstractContextManager[Any]:
 # What is left out, on how many ranks, and what the finding says of the earlier launch and of the later one.
 _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, str, str]]] = {
     "shards come to memory that is used": (
-        _fork_without_waiting(TO_DEVICE_STREAM),
+        fork_without_waiting(TO_DEVICE_STREAM),
         2,
         _launch("write", "", COMPUTE),
         _launch("write", _TO_DEVICE, _COMES),
@@ -89,7 +89,7 @@ _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, s
         _launch("read", "", COMPUTE),
     ),
     "sums leave before they are there": (
-        _fork_without_waiting(TO_HOST_STREAM),
+        fork_without_waiting(TO_HOST_STREAM),
         2,
         _launch("write", "", COMPUTE),
         _launch("read", _TO_HOST, _LEAVES),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any, Final
 
 import pytest
@@ -12,11 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 
 from composable import CPUOffloadPolicy, MixedPrecisionPolicy, apply_optimizer_in_backward, register_comm_hook
-from composable.device.private import local_of
-from composable.errors import CommHookError, CommunicationError
-from tests.accelerator import sim
+from composable.memory.torch_private import local_of
 from tests.accelerator.test_offloaded_parameters import WAYS, WINDOWS, odd
-from tests.accelerator.twins import assert_at_home, assert_equal, mesh_of, one_batch, train, twins_of, x_of
+from tests.accelerator.twins import assert_at_home, assert_equal, mesh_of, one_batch, train, twins_of
 from tests.helpers.world import current_device, spmd
 
 _BOTH: Final = ("reduce_scatter", "all_reduce")
@@ -110,69 +107,3 @@ def test_hooks_come_and_go_and_stay_when_parameters_come_home() -> None:
     with register_comm_hook(other[1], allreduce_hook):
         train(other, one_batch)
     train(other, one_batch)
-
-
-# --- hooks that fail ------------------------------------------------------------------------------------------------------
-
-
-class _Fails(_Means):
-    """In its second backward the third call fails, on all ranks, while what others made leaves for the host."""
-
-    def __init__(self, how: str, fails: bool) -> None:
-        super().__init__()
-        self._how = how
-        self._fails = fails
-
-    def __call__(self, group: dist.ProcessGroup, bucket: Any) -> Any:
-        future = super().__call__(group, bucket)
-        if not self._fails or self.calls != 4 + 3:
-            return future
-        if self._how == "raises":
-            raise MemoryError("as asked")
-        if self._how == "raises afterwards":
-            return future.then(_fail)
-        if self._how == "on the host":
-            return future.wait().cpu()
-        return future.wait()[1:]
-
-
-def _fail(_: object) -> None:
-    raise MemoryError("as asked")
-
-
-_FAILURES: Final[dict[str, type[Exception]]] = {
-    "raises": MemoryError,
-    "raises afterwards": CommunicationError,
-    "on the host": CommHookError,
-    "too short": CommHookError,
-}
-
-
-def _memory_after_a_forward(model: nn.Module) -> int:
-    """What was in flight before is dropped by the forward."""
-    with torch.no_grad():
-        model(x_of(9))
-    sim.synchronize()
-    gc.collect()
-    held: int = sim.native.memory(current_device().index)[0]
-    return held
-
-
-@spmd(ranks=[2, 4])
-@pytest.mark.parametrize("how", _FAILURES)
-def test_where_a_hook_fails_while_sums_leave_memory_comes_back_and_all_train_on(how: str) -> None:
-    hybrid = dist.get_world_size() == 4
-    for failing in _BOTH if hybrid else (None,):
-        models = twins_of(mesh=mesh_of(2, 2) if hybrid else mesh_of())
-        hooks = {stage: _Fails(how, stage == failing) for stage in (_BOTH if hybrid else (None,))}
-        for stage, hook in hooks.items():
-            register_comm_hook(models[1], hook, stage=stage)
-        one_batch(models[1], 8)
-        models[1].zero_grad()
-        before = _memory_after_a_forward(models[1])
-        sim.native.sleep(20_000)
-        with pytest.raises(_FAILURES[how], match=r"as asked|must return the reduced gradients"):
-            one_batch(models[1], 7)
-        models[1].zero_grad()
-        assert _memory_after_a_forward(models[1]) <= before
-        train(models, one_batch)

@@ -13,7 +13,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
     CPUOffloadPolicy,
-    MixedPrecisionPolicy,
     apply_optimizer_in_backward,
     checkpoint,
     clip_grad_norm_,
@@ -23,9 +22,8 @@ from composable import (
     reduce_gradients,
     replicate,
     step_on_shards,
-    weighted_gradients,
 )
-from composable.device.private import local_of
+from composable.memory.torch_private import local_of
 from tests.accelerator import sim
 from tests.accelerator.twins import Block, assert_at_home, assert_equal, mesh_of, model_of, one_batch, train, twins_of, x_of
 from tests.helpers.world import current_device, spmd
@@ -83,21 +81,6 @@ def test_parameters_that_lie_otherwise_and_those_that_some_ranks_do_not_use() ->
 
 
 @spmd(ranks=2)
-def test_evaluation_in_full_precision_and_gradients_in_that_of_their_sums() -> None:
-    policy = MixedPrecisionPolicy("bf16", "fp32", keep_grads_in_reduce_dtype=True, full_precision_in_eval=True)
-    models = twins_of(mp_policy=policy)
-    for step in range(2):
-        for model in models:
-            model.train()
-            one_batch(model, step)
-        assert_equal(*models)
-        with torch.no_grad():
-            first, second = (model.eval()(x_of(9)) for model in models)
-        assert torch.equal(first, second)
-        assert first.dtype is torch.float32
-
-
-@spmd(ranks=2)
 def test_a_backward_that_raises_leaves_a_model_that_trains_on() -> None:
     models = twins_of()
 
@@ -135,12 +118,6 @@ def _held_after_reduced(model: nn.Module, step: int) -> None:
     reduce_gradients(model)
 
 
-def _weighted(model: nn.Module, step: int) -> None:
-    for part in range(2):
-        with weighted_gradients(model, weight=1 + step + part + dist.get_rank(), more=part == 0):
-            one_batch(model, 2 * step + part)
-
-
 def _held_as_shards(model: nn.Module, step: int) -> None:
     with no_sync(model, level="replicate"):
         one_batch(model, 2 * step)
@@ -151,7 +128,6 @@ WINDOWS: Final = {
     "added up": _two_batches,
     "held": _held,
     "held after reduced": _held_after_reduced,
-    "weighted": _weighted,
     "held as shards": _held_as_shards,
 }
 

@@ -1,9 +1,7 @@
-"""Parameters that rest on the host are saved, loaded, moved, copied and removed as others are."""
+"""Parameters that rest on the host are saved, loaded, moved and removed as others are."""
 
 from __future__ import annotations
 
-import copy
-import io
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -20,8 +18,8 @@ from composable import (
     fully_shard,
     remove,
 )
-from composable.device.collectives import base
-from composable.device.private import local_of
+from composable.comm import base
+from composable.memory.torch_private import local_of
 from tests.accelerator.twins import Block, assert_at_home, assert_equal, mesh_of, model_of, one_batch, train, twins_of
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, spmd
@@ -77,7 +75,7 @@ def test_rank_0_is_copied_in_pieces() -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1)
-    with mock.patch.object(base, "PIECE_BYTES", 64):
+    with mock.patch.object(base, "MESSAGE_BYTES", 64):
         fully_shard(model, policy={Block}, mesh=mesh_of(), offload_policy=CPUOffloadPolicy(), sync_module_states="broadcast")
     for name, value in model.state_dict().items():
         assert torch.equal(full(value), expected[name])
@@ -117,20 +115,6 @@ def test_a_model_on_meta_comes_home_when_it_gets_memory(to: str) -> None:
     model.to_empty(device=to)
     model.load_state_dict(model_of().state_dict())
     train((twins_of()[0], model), one_batch)
-
-
-@spmd(ranks=2)
-def test_copies_train_on() -> None:
-    models = twins_of()
-    one_batch(models[1], 3)
-    twin = copy.deepcopy(models[1])
-    twin.zero_grad()
-    train((models[0], twin), one_batch)
-    file = io.BytesIO()
-    torch.save(twin.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file, weights_only=True)
-    assert all(torch.equal(local_of(value), local_of(loaded[name])) for name, value in twin.state_dict().items())
 
 
 @spmd(ranks=[1, 2])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, remove, replicate
-from composable.device.streams import streams_of
+from composable.memory.streams import streams_of
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd

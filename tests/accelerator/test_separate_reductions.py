@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from composable import fully_shard
-from composable.device.collectives.choice import REDUCTIONS_VARIABLE
+from composable.comm.choose import REDUCTIONS_VARIABLE
 from tests.helpers.compare import averaged_gradients, full_gradients
 from tests.helpers.world import Pool, current_device, need_devices
 from tests.whole.test_last_units import Layer, batch, layers_and_head, unsharded_units

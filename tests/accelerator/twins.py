@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from composable import CPUOffloadPolicy, fully_shard
-from composable.device.private import local_of
+from composable.memory.torch_private import local_of
 from tests.helpers.world import current_device
 
 
