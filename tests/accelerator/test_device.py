@@ -103,13 +103,13 @@ def test_a_stream_that_is_recorded_keeps_memory(pool: Pool) -> None:
     assert pool.run(1, _frees, True, device="sim") == [[]]
 
 
-def _reads_what_nobody_wrote() -> None:
+def _reads_unwritten_memory() -> None:
     torch.empty(2, device=current_device()).tolist()
 
 
 def test_a_task_fails_that_let_poison_reach_the_host(pool: Pool) -> None:
     with pytest.raises(RanksFailed) as caught:
-        pool.run(1, _reads_what_nobody_wrote, device="sim")
+        pool.run(1, _reads_unwritten_memory, device="sim")
     text = str(caught.value)
     assert "Unordered: 1 findings of the simulated accelerator:\npoison reached the host by [copy to host at " in text
     assert "last written by [allocation at " in text

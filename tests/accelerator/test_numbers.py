@@ -31,7 +31,7 @@ def _draw(slowly: bool) -> list[Tensor]:
 def _draws() -> None:
     sim.native.clear_host_waits()
     one, other = _draw(slowly=False), _draw(slowly=True)
-    assert not sim.native.places_of_host_waits(), "whoever asks for the state waits for nothing"
+    assert not sim.native.places_of_host_waits(), "to read the state makes the host wait for nothing"
     sim.synchronize()
     for expected, found in zip(one, other, strict=True):
         assert torch.equal(expected, found)

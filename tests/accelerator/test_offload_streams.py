@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from composable.runtime import root_backward, root_forward
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 
 from composable import CPUOffloadPolicy, fully_shard, register_comm_hook
+from composable.engine import root
 from composable.memory import offload
 from composable.memory.offload import TO_DEVICE_STREAM, TO_HOST_STREAM, ComingShards
 from composable.memory.torch_private import local_of
@@ -82,7 +82,7 @@ _FAULTS: Final[dict[str, tuple[Callable[[], AbstractContextManager[Any]], int, s
         _launch("write", _TO_DEVICE, _COMES),
         _launch("read", "all_gather", GATHER),
     ),
-    "nobody waits for shards that nothing gathers": (
+    "shards that no message gathers are used before they have come": (
         _end_without_waiting,
         1,
         _launch("write", "", _COMES),
@@ -142,7 +142,7 @@ def test_gradients_have_arrived_when_backward_returns(hooked: bool) -> None:
     expected = _gradients_of_a_slow_device(fully_shard(model_of(), policy={Block}, mesh=mesh_of()))
     found = _gradients_of_a_slow_device(_offloaded(hooked=hooked))
     assert all(torch.equal(one, other.cpu()) for one, other in zip(found, expected, strict=True))
-    with mock.patch.object(root_backward, "wait_for_traffic"):
+    with mock.patch.object(root, "wait_for_traffic"):
         early = _gradients_of_a_slow_device(_offloaded(hooked=hooked))
     assert not any(map(torch.equal, early, found)), "this test notices"
     offload.wait_for_traffic()
@@ -164,7 +164,7 @@ def test_shards_may_be_written_to_when_forward_returns() -> None:
     with torch.no_grad():
         expected = fully_shard(model_of(), policy={Block}, mesh=mesh_of())(x_of(0)).cpu()
     assert torch.equal(_output_of_a_slow_device(_offloaded()), expected)
-    with mock.patch.object(root_forward, "wait_for_traffic"):
+    with mock.patch.object(root, "wait_for_traffic"):
         assert not torch.equal(_output_of_a_slow_device(_offloaded()), expected), "this test notices"
     offload.wait_for_traffic()
 

@@ -91,7 +91,7 @@ def _moved_to_the_host(model: nn.Module) -> None:
 
 @spmd(ranks=2)
 @pytest.mark.parametrize("move", [_moved_and_back, _moved_to_the_host])
-def test_whoever_moves_the_model_finds_it_at_home_after_the_next_forward(move: Callable[[nn.Module], None]) -> None:
+def test_a_model_that_was_moved_is_at_home_again_after_the_next_forward(move: Callable[[nn.Module], None]) -> None:
     models = twins_of()
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
     for step in range(3):

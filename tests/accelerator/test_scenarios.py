@@ -142,7 +142,7 @@ def test_a_model_that_a_mesh_of_accelerators_moved_there_may_be_moved_there_agai
 
 
 @spmd(ranks=2)
-def test_removal_brings_what_was_trained_also_where_somebody_kept_the_parameters_of_the_host() -> None:
+def test_removal_brings_what_was_trained_also_where_the_parameters_of_the_host_were_kept() -> None:
     model = _model()
     kept = dict(model.named_parameters())
     fully_shard(model, policy={Block}, mesh=init_device_mesh("sim", (2,)))

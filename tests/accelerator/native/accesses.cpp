@@ -1,7 +1,7 @@
-// Memory of the device, and the detector: who reads and writes it, and which of these are not ordered. See Note [Clocks].
+// Memory of the device, and the detector of reads and writes of it that are not ordered. See Note [Clocks].
 //
 // Note [Freed memory]
-// A caching allocator gives freed memory to whoever allocates next on the same stream, without waiting for any other. So freeing
+// A caching allocator gives freed memory to the next allocation on the same stream, without waiting for any other. So freeing
 // counts as a write on the stream that the memory was allocated on, unless `record_stream` named further streams: then that one
 // waits for them. With poison on, freed and fresh memory is all ones: NaN in every floating dtype.
 //
@@ -61,7 +61,7 @@ void note_accesses(Stream* stream, const LabelPtr& label, const std::vector<Acce
       bool ordered = at(stream->clock, past.site.stream) >= past.tick;
       if (!ordered && overlap(past.access, access) && (past.access.write || access.write))
         report({Finding::kUnordered, past.access.write, access.write, past.site, {label, stream->index}});
-      // Whoever is ordered after this one is ordered after what it covers, too.
+      // What is ordered after this one is ordered after what it covers, too.
       bool covered = ordered && covers(access, past.access) && (access.write || !past.access.write);
       if (covered || at(state().host_clock, past.site.stream) >= past.tick) continue;
       if (kept != i) pasts[kept] = std::move(past);
@@ -88,7 +88,7 @@ std::vector<Site> writers_of(const Access& access) {
 
 void report_poison(const std::vector<Site>& writers, const Site& reader) {
   std::lock_guard lock(state().mutex);
-  Site writer = writers.empty() ? Site{std::make_shared<Label>(Label{"nobody"}), reader.stream} : writers.back();
+  Site writer = writers.empty() ? Site{std::make_shared<Label>(Label{"no launch"}), reader.stream} : writers.back();
   report({Finding::kPoison, true, false, writer, reader});
 }
 

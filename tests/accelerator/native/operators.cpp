@@ -246,7 +246,7 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
     outcome = outcome_of(op, *stack, begin);
   } catch (const c10::NotImplementedError& error) {
     if (!schema.returns().empty()) return run_on_host(op, stack, error.what());
-    outcome = std::make_shared<const Outcome>();  // of nothing, nobody needs the shape
+    outcome = std::make_shared<const Outcome>();  // without a result no shape is needed
   } catch (const std::exception& error) {
     return run_on_host(op, stack, error.what());
   }
@@ -315,7 +315,7 @@ void run_operator(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* sta
       size_t next = 0;
       each_tensor(arguments[r], [&](const at::Tensor& t) {
         auto& to = into[next++];
-        if (t.numel() || !to.numel()) to.copy_(t);  // CPU kernels of a norm in evaluation keep no statistics, which nobody reads
+        if (t.numel() || !to.numel()) to.copy_(t);  // CPU kernels of a norm in evaluation keep no statistics, which are not read
       });
     }
   });

@@ -3,7 +3,7 @@
 //
 // Note [Order within a group]
 // Ranks must agree on the order of a group's collectives, and gloo's calls block a thread. So each is delayed until the one
-// before it is over, on whatever stream. Nobody is promised that order: clocks do not count it.
+// before it is over, on whatever stream. No program is promised that order: clocks do not count it.
 #include "process_group.h"
 
 #include <ATen/ATen.h>
@@ -46,7 +46,7 @@ struct SimWork final : Work {
     c10::Device device(kType, (c10::DeviceIndex)stream_->device);
     auto future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
-    Stream* before = exchange_stream(stream_);  // whoever waits, waits for the stream that the collective is on
+    Stream* before = exchange_stream(stream_);  // a wait for the future is a wait for the stream of the collective
     future->markCompleted(c10::IValue(outputs_));
     exchange_stream(before);
     return future;
@@ -55,7 +55,7 @@ struct SimWork final : Work {
   Stream* stream_;
   bool holds_host_;
   Tensors outputs_;
-  Tensors kept_;  // as NCCL's: what an asynchronous collective uses is not freed before somebody has waited
+  Tensors kept_;  // as NCCL's: what an asynchronous collective uses is not freed before a stream has waited
 };
 
 Tensors cpu(const Tensors& tensors) {
@@ -136,8 +136,11 @@ class SimGroup final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "simccl"; }
   bool supportsCoalescing() const override { return true; }
-  void startCoalescing() override {}
-  WorkPtr endCoalescing() override { return last_work_; }
+  void startCoalescing() override { coalesces_ = true; }
+  WorkPtr endCoalescing() override {
+    coalesces_ = false;
+    return std::move(last_work_);
+  }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& o) override {
     return go("all_reduce", {}, tensors, o.asyncOp, [on = cpu(tensors), o, n = size_](auto& gloo) {
@@ -246,14 +249,16 @@ class SimGroup final : public c10d::Backend {
       kept = std::move(reads);
       kept.insert(kept.end(), writes.begin(), writes.end());
     }
-    last_work_ = c10::make_intrusive<SimWork>(last_, stream, holds_host, std::move(outputs), std::move(kept));
-    return async || holds_host ? last_work_ : nullptr;  // NCCL, too, has no work for what the current stream does itself
+    auto work = c10::make_intrusive<SimWork>(last_, stream, holds_host, std::move(outputs), std::move(kept));
+    if (coalesces_) last_work_ = work;  // otherwise the group would keep the memory of its last collective
+    return async || holds_host ? work : nullptr;  // NCCL, too, has no work for what the current stream does itself
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   Stream* own_[kDevices] = {};
   EventPtr last_;
   WorkPtr last_work_;
+  bool coalesces_ = false;
   int number_;
 };
 

@@ -5,7 +5,7 @@
 
 namespace sim {
 
-// What the device draws from where nobody says: a seed and how much of it has been used, which the host knows at any time.
+// The default generator of the device: a seed and how much of it has been used, which the host knows at any time.
 const at::Generator& default_generator(int device);
 at::Generator new_generator(int device);
 // The generator that one launch draws from, made of what `drawn_from` holds now, which moves on.

@@ -46,7 +46,7 @@ using EventPtr = std::shared_ptr<Event>;
 // Where in the program the host is, innermost first: texts that live as long as the process.
 using Place = std::array<const std::string*, 6>;
 
-// What a launch is called, and where it was launched: put together only for those who ask.
+// What a launch is called, and where it was launched: put together only when it is asked for.
 struct Label {
   std::string what;
   Place place{};
@@ -120,11 +120,11 @@ Block* pin_block(size_t bytes);
 void unpin_block(Block* block);
 Block* block_at(uintptr_t address);
 void record_use(uintptr_t address, Stream* stream);
-// Who wrote last to these bytes; asked when a launch reads them, for the case that it finds poison there.
+// The last write to these bytes; asked when a launch reads them, for the case that it finds poison there.
 std::vector<Site> writers_of(const Access& access);
 void report_poison(const std::vector<Site>& writers, const Site& reader);
 
-// Tells where the host is; set by whoever knows the language that the program is written in.
+// Tells where the host is; set by the module that knows the language of the program.
 extern std::function<Place()> place;
 LabelPtr label_here(std::string what);
 
