@@ -13,9 +13,9 @@ from tests.whole.test_predicted_memory import measured
 def test_peaks_are_those_of_fsdp2_or_less_at_any_number_of_ranks(ranks: int) -> None:
     freeing, keeping = measured(ranks)[False], measured(ranks)[True]
     assert freeing["forward"] <= 3.0
-    assert freeing["backward"] <= 4.0, "sharded gradients included"
+    assert freeing["backward"] - freeing["gradients"] <= 4.0
     assert keeping["forward"] <= 8.0
-    assert keeping["backward"] <= 7.0, "the same"
+    assert keeping["backward"] <= measured(ranks, "fsdp2")[True]["backward"] + 0.01, "sharded gradients included"
 
 
 BLOCKS: Final = 6
@@ -52,12 +52,12 @@ def test_a_hybrid_unit_takes_one_gather_and_one_copy_and_on_its_way_back_two_sum
     }
 
 
-def test_replicated_gradients_take_no_memory_beside_their_buckets_and_no_read_once_ranks_agree() -> None:
+def test_replicated_gradients_take_no_memory_beside_their_buckets() -> None:
     """Each matrix is larger than a bucket and has one of its own; what is small shares one."""
     found = measured(64, "replicate")[False]
     assert found["annotating"] == 0
     assert found["backward"] - found["gradients"] <= 0.25, "gradients of one matrix, on their way to a bucket"
     assert _collectives(found, "forward") == 0
     assert _collectives(found, "backward") == 7 * BLOCKS + 1
-    assert found["groups"] == 2, "all ranks, and one more for all that is replicated"
+    assert found["groups"] == 1, "all ranks"
     assert found["reads"] == 0
