@@ -56,7 +56,7 @@ def main(folder):
     weights, state = get_state_dict(model, optimizer)
     counter["step"].fill_(step + 10)
     dcp.save({"model": weights, "optimizer": state, "counter": counter}, checkpoint_id=folder / f"step{step + 10:06}")
-    dist.barrier()  # nobody leaves while others still write
+    dist.barrier()  # all ranks have written before one leaves
     dist.destroy_process_group()
 
 
