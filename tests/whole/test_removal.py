@@ -1,0 +1,205 @@
+"""Removing annotations gives a plain model back; copies of annotated models are refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, Final
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable import checkpoint, fully_shard, registry, remove, replicate
+from composable.errors import AnnotationError, PhaseError
+from tests.helpers.battery import BATTERY, Case
+from tests.helpers.compare import anatomy, assert_same_training
+from tests.helpers.schemes import SCHEMES
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+_CASES: Final = ("transformer with tied embedding", "recurrent", "odd sizes")
+_SCHEMES: Final = (
+    "fully_shard by policy",
+    "fully_shard without resharding",
+    "replicate",
+    "fully_shard inside replicate",
+    "checkpoint, then fully_shard",
+)
+
+
+def _step(model: nn.Module, case: Case, step: int) -> Tensor:
+    loss = case.loss(model, *case.inputs(0, step, dist.get_rank(), current_device()))
+    loss.backward()
+    return loss.detach()
+
+
+def _annotated(name: str, scheme: str) -> tuple[Case, nn.Module]:
+    case = BATTERY[name]
+    model = case.model(0, 0, current_device())
+    SCHEMES[scheme].annotate(model, case)
+    return case, model
+
+
+# --- copies -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["fully_shard by policy", "replicate", "fully_shard inside replicate"])
+@spmd(ranks=2)
+def test_copies_and_pickles_of_an_annotated_model_are_refused_with_the_way_to_do_it(scheme: str) -> None:
+    case, model = _annotated("transformer with tied embedding", scheme)
+    with pytest.raises(AnnotationError, match=r"^a copy of the annotated unit '.*Copy the model before it is annotated"):
+        copy.deepcopy(model)
+    with pytest.raises(AnnotationError, match=r"cannot be pickled; save its state_dict\(\)"):
+        pickle.dumps(model)
+    _step(model, case, 0)  # nothing happened to it
+
+
+# --- remove -----------------------------------------------------------------------------------------------------------
+
+
+def _traces(model: nn.Module) -> list[tuple[str, list[str], list[Any]]]:
+    """What a module keeps outside of its parameters: attributes and hooks."""
+    return [
+        (
+            name,
+            sorted(vars(module)),
+            [
+                list(registered.values())
+                for registered in (
+                    module._forward_pre_hooks,
+                    module._forward_hooks,
+                    module._forward_hooks_with_kwargs,
+                    module._forward_pre_hooks_with_kwargs,
+                    module._forward_hooks_always_called,
+                    module._backward_hooks,
+                    module._backward_pre_hooks,
+                    module._state_dict_hooks,
+                    module._state_dict_pre_hooks,
+                    module._load_state_dict_pre_hooks,
+                )
+            ],
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+def _undo(model: nn.Module) -> None:
+    """Remove every annotation, the outermost module's first."""
+    for module in model.modules():
+        for verb in reversed([*registry(module)]):
+            if verb in registry(module):
+                remove(module, verb)
+
+
+def _remove(name: str, scheme: str, steps_before: int) -> None:
+    case = BATTERY[name]
+    untouched = case.model(0, 0, current_device())
+    model = case.model(0, 0, current_device())
+    SCHEMES[scheme].annotate(model, case)
+    reference = case.model(0, 0, current_device())
+    for step in range(steps_before):
+        _step(model, case, step)
+        model.zero_grad()
+    _undo(model)
+    assert anatomy(model) == anatomy(untouched)
+    assert _traces(model) == _traces(untouched)
+    for (fqn, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert type(one) is nn.Parameter, fqn
+        assert torch.equal(one, other), fqn
+        assert one.is_leaf
+        assert one.stride() == other.stride()
+    # Gradients are of this rank's batch alone: nobody reduces them any more.
+    _step(model, case, 7)
+    _step(reference, case, 7)
+    for (fqn, one), other in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (one.grad is None) == (other.grad is None), fqn
+        assert one.grad is None or other.grad is None or torch.equal(one.grad, other.grad), fqn
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize(("case", "steps_before"), [*zip(_CASES, (2, 0, 2), strict=True)])
+def test_removing_gives_a_model_equal_to_one_never_annotated(
+    pool: Pool, case: str, scheme: str, steps_before: int, device: str
+) -> None:
+    ranks = SCHEMES[scheme].ranks[-1] if 2 not in SCHEMES[scheme].ranks else 2
+    need_devices(device, ranks)
+    pool.run(ranks, _remove, case, scheme, steps_before, device=device)
+
+
+def _annotate_again(scheme: str) -> None:
+    def twice(model: nn.Module, case: Case) -> None:
+        SCHEMES[scheme].annotate(model, case)
+        _step(model, case, 0)
+        model.zero_grad()
+        _undo(model)
+        SCHEMES["fully_shard by policy"].annotate(model, case)
+
+    assert_same_training(BATTERY["transformer with tied embedding"], twice)
+
+
+@pytest.mark.parametrize("scheme", _SCHEMES)
+def test_a_model_can_be_annotated_anew_after_removing(pool: Pool, scheme: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _annotate_again, scheme, device=device)
+
+
+def _remove_one_of_two() -> list[list[str]]:
+    case = BATTERY["transformer with tied embedding"]
+    model = case.model(0, 0, current_device())
+    block = case.units[0]
+    checkpoint(model, policy={block})
+    fully_shard(model, policy={block})
+    chosen = next(module for module in model.modules() if isinstance(module, block))
+    seen = [list(registry(chosen))]
+    remove(chosen, checkpoint)
+    seen.append(list(registry(chosen)))
+    remove(model, fully_shard)
+    seen.append(list(registry(chosen)))
+    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    replicate(model)
+    seen.append(list(registry(model)))
+    _step(model, case, 0)
+    return seen
+
+
+def test_one_annotation_can_be_removed_while_another_stays(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    expected = [["checkpoint", "fully_shard"], ["fully_shard"], [], ["replicate"]]
+    assert pool.run(2, _remove_one_of_two, device=device) == [expected, expected]
+
+
+def _remove_one_unit(between: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(current_device())
+    reference = copy.deepcopy(model)
+    fully_shard(model, policy={nn.Linear})
+    x = torch.ones(2, 3, device=current_device())
+
+    def train() -> None:
+        for each in (reference, model):
+            each.zero_grad()
+            each(x).square().sum().backward()
+        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad, other.grad)
+
+    train()
+    loss = model(x).square().sum() if between else None
+    remove(model[0], fully_shard)
+    if loss is not None:  # what was removed would get no gradient
+        with pytest.raises(PhaseError, match="removed from unit '0' between a forward and its backward"):
+            loss.backward()
+    assert type(model[0].weight) is nn.Parameter
+    with pytest.raises(AnnotationError, match=r"no unit manages '0\.weight', '0\.bias'"):
+        train()
+    fully_shard(model[0])
+    assert isinstance(model[0].weight, DTensor)
+    train()
+    train()
+
+
+@pytest.mark.parametrize("between", [False, True], ids=["after a step", "between forward and backward"])
+def test_one_unit_can_be_removed_and_annotated_anew_while_its_root_lives(pool: Pool, between: bool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _remove_one_unit, between, device=device)
