@@ -216,7 +216,7 @@ class ManagedParam:
 
     @property
     def registered(self) -> nn.Parameter | None:
-        return self.info.places[0].registered
+        return next((found for place in self.info.places if (found := place.registered) is not None), None)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Register `parameter` at all places. A place that was deleted, or set to None, stays so."""

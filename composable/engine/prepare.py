@@ -143,12 +143,14 @@ class Preparation:
                             continue
                         fqn = f"{prefix}.{name}" if prefix else name
                         if id(parameter) in self._owners:
-                            _refuse_late_tie(f"'{fqn}' below unit '{unit.name}'", *self._owners[id(parameter)])
+                            owner, param = self._owners[id(parameter)]
+                            _refuse_late_tie(f"'{fqn}' below unit '{unit.name}'", owner, param)
+                            param.set_info(replace(param.info, places=(*param.info.places, Place(below, name))))
                         elif unit_of(parameter) is not None:
                             continue  # of a unit elsewhere, which reduces its gradient
-                        elif parameter.requires_grad and not isinstance(parameter, DTensor):
+                        elif parameter.requires_grad:
                             found.append(f"'{fqn}'")
-                        elif not parameter.requires_grad:
+                        else:
                             self._strangers.append(parameter)
             if found and not alone:
                 verb = unit.spec.verb if unit.spec else ""

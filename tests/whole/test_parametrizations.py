@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from textwrap import fill
 from typing import Any, Final
 
 import pytest
 import torch
-from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
-from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
+from torch.nn.utils.parametrize import register_parametrization
 
 from composable import fully_shard, remove, replicate
-from composable.errors import ForeignParameterError
+from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.compare import full_gradients
-from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, spmd
 
 
@@ -78,82 +75,38 @@ def test_what_is_parametrized_before_annotating_trains_as_in_one_process(pool: P
     pool.run(2, _before)
 
 
-def _after(scheme: str) -> str:
-    """Of every kind, before and after a step; and the model is as it was."""
-    model, reference = _model(), _model()
-    _SCHEMES[scheme](model)
-    said = []
-    for _ in range(2):
-        said += [refusal(lambda parametrize=parametrize: parametrize(model[0])) for parametrize in _KINDS.values()]
-        for each in (model, reference):
-            each.zero_grad()
-            _step(each)
-    torch.testing.assert_close(full_gradients(model), {name: p.grad for name, p in reference.named_parameters()})
-    assert said == said[:1] * len(said)
-    remove(model, fully_shard)
-    if scheme == "next to shards":
-        remove(model[0], replicate)
-    parametrizations.weight_norm(model[0])
-    fully_shard(model)
-    _step(model)
-    return said[0]
+_AFTERWARDS: Final[dict[str, Callable[[nn.Module], Any]]] = {**_SCHEMES, "replicated": replicate}
 
 
-def test_what_is_parametrized_after_sharding_is_refused_before_anything_happens(pool: Pool) -> None:
-    found = {scheme: pool.run(2, _after, scheme) for scheme in _SCHEMES}
-    assert all(by_rank[0] == by_rank[1] for by_rank in found.values())
-    assert_text(
-        "\n".join(fill(f"{scheme}: {by_rank[0]}", 110) for scheme, by_rank in found.items()),
-        """\
-sharded: ShardedParameterError: parameter '0.weight' of unit '(root)' is sharded, and a parametrization
-(weight norm, spectral norm and the like) begins with a plain one. Register parametrizations before
-annotating: call remove(module, fully_shard), register them, and annotate again. Nothing was registered
-units: ShardedParameterError: parameter 'weight' of unit '0' is sharded, and a parametrization (weight norm,
-spectral norm and the like) begins with a plain one. Register parametrizations before annotating: call
-remove(module, fully_shard), register them, and annotate again. Nothing was registered
-next to shards: ShardedParameterError: parameter 'weight' of unit '0' is replicated, and rests as a DTensor
-because others are sharded, and a parametrization (weight norm, spectral norm and the like) begins with a
-plain one. Register parametrizations before annotating: call remove(module, fully_shard), and remove(module,
-replicate) on the one that is replicated, register them, and annotate again. Nothing was registered""",
-    )
-
-
-def _after_replicating() -> None:
-    for parametrize in _KINDS.values():
-        model = replicate(_model())
-        parametrize(model[0])
-        for _ in range(2):
-            with pytest.raises(ForeignParameterError, match=r"came into the module after replicate was called.*call remove"):
-                _step(model)
-        remove(model, replicate)  # the cure
-        replicate(model)
+@pytest.mark.parametrize("scheme", _AFTERWARDS)
+@pytest.mark.parametrize("kind", ["weight norm", "one of the user's"])
+@spmd(ranks=2)
+def test_what_is_parametrized_after_annotating_is_refused_at_the_next_forward(scheme: str, kind: str) -> None:
+    model = _model()
+    _AFTERWARDS[scheme](model)
+    _KINDS[kind](model[0])
+    if (scheme, kind) == ("replicated", "one of the user's"):  # it is the same parameter, at another place
+        model.double().float()
         _step(model)
-
-
-def test_what_is_parametrized_after_replicating_is_refused_at_the_next_forward(pool: Pool) -> None:
-    pool.run(2, _after_replicating)
+        reference = _model()
+        _KINDS[kind](reference[0])
+        _step(reference)
+        torch.testing.assert_close(full_gradients(model), {name: p.grad for name, p in reference.named_parameters()})
+        return
+    for _ in range(2):
+        with pytest.raises(
+            (AnnotationError, ForeignParameterError), match=r"parametrizations\.weight\.original.* call remove|Call remove"
+        ):
+            _step(model)
 
 
 @spmd(ranks=2)
-def test_who_reads_or_removes_a_sharded_parametrization_outside_of_a_forward_is_told_how() -> None:
-    model = _model()
-    fully_shard(parametrizations.weight_norm(model[0]))
-    fully_shard(model)
-    said = refusal(lambda: model[0].weight)
-    assert said == refusal(lambda: remove_parametrizations(model[0], "weight"))
-    assert_text(
-        fill(said, 110),
-        """\
-ShardedParameterError: parameter 'parametrizations.weight.original0' of unit '0' is sharded and was used
-outside a forward call; it is a parametrization's, which computes whenever its result is read: read that in a
-forward of the annotated module (ParametrizedLinear), or, to remove the parametrization, call remove(module,
-fully_shard) first""",
-    )
-    _step(model)
-    for module in (model, model[0]):
-        remove(module, fully_shard)
-    weight = model[0].weight.detach().clone()
-    remove_parametrizations(model[0], "weight")
-    assert torch.equal(model[0].weight, weight)
-    fully_shard(model)
-    _step(model)
+def test_a_parametrization_is_registered_after_remove() -> None:
+    for verb in (fully_shard, replicate):
+        model = verb(_model())
+        _step(model)
+        remove(model, verb)
+        parametrizations.weight_norm(model[0])
+        verb(model)
+        _step(model)
+        assert all(parameter.grad is not None for parameter in model.get_submodule("0").parametrizations.parameters())
