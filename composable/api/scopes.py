@@ -91,7 +91,8 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """
     units = _sharded_in("unshard", module)
     for unit in units:
-        unit.keep(EXPLICIT)
+        if not unit.depth:  # in its own forward nothing changes: the end of that reshards as usual
+            unit.keep(EXPLICIT)
         unit.unshard()
     pending = Unsharding(units)
     if not async_op:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Final
@@ -13,42 +13,43 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, keep_unsharded, reshard, unshard
-from composable.device.collectives import communicators_wrapped_by, world_group
-from composable.errors import CommunicationError
+from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
-from tests.helpers.world import Pool, current_device, need_devices, set_timeout
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+
+Parameters = Sequence[nn.Parameter]  # those at rest
 
 
-def _by_an_optimizer(model: nn.Module) -> None:
-    torch.optim.SGD(model.parameters(), lr=0.5).step()
+def _by_an_optimizer(model: nn.Module, parameters: Parameters) -> None:
+    torch.optim.SGD(parameters, lr=0.5).step()
 
 
-def _by_an_optimizer_for_all_at_once(model: nn.Module) -> None:
-    torch.optim.AdamW(model.parameters(), lr=0.5, foreach=True).step()
+def _by_an_optimizer_for_all_at_once(model: nn.Module, parameters: Parameters) -> None:
+    torch.optim.AdamW(parameters, lr=0.5, foreach=True).step()
 
 
-def _by_a_fused_optimizer(model: nn.Module) -> None:
+def _by_a_fused_optimizer(model: nn.Module, parameters: Parameters) -> None:
     """Which leaves the version counters of the parameters as they were, those of plain tensors too."""
-    torch.optim.AdamW(model.parameters(), lr=0.5, fused=True).step()
+    torch.optim.AdamW(parameters, lr=0.5, fused=True).step()
 
 
-def _by_one_parameter_after_the_other(model: nn.Module) -> None:
-    torch.optim.SGD(model.parameters(), lr=0.5, foreach=False).step()
+def _by_one_parameter_after_the_other(model: nn.Module, parameters: Parameters) -> None:
+    torch.optim.SGD(parameters, lr=0.5, foreach=False).step()
 
 
-def _in_place(model: nn.Module) -> None:
+def _in_place(model: nn.Module, parameters: Parameters) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in parameters:
             parameter.mul_(2.0)
 
 
-def _in_their_local_part(model: nn.Module) -> None:
+def _in_their_local_part(model: nn.Module, parameters: Parameters) -> None:
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.to_local().mul_(2.0)  # type: ignore[operator]
+        for parameter in parameters:
+            parameter.to_local().mul_(2.0)  # type: ignore[attr-defined]
 
 
-def _by_loading(model: nn.Module) -> None:
+def _by_loading(model: nn.Module, parameters: Parameters) -> None:
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
 
 
@@ -81,23 +82,28 @@ def _expected(model: nn.Module, x: Tensor) -> Tensor:
         return hidden @ whole["2.weight"].t() + whole["2.bias"]
 
 
-def _change_in_a_scope(change: Callable[[nn.Module], None]) -> None:
+Change = Callable[[nn.Module, Parameters], None]
+
+
+def _change_in_a_scope(change: Change) -> None:
     model, x = _model()
+    parameters = list(model.parameters())
     with keep_unsharded(model):
         before = model(x)
         before.sum().backward()
-        change(model)
+        change(model, parameters)
         after = model(x).detach()
         torch.testing.assert_close(after, _expected(model, x))
     assert not torch.allclose(before, after), "the change must show"
     torch.testing.assert_close(model(x).detach(), after)
 
 
-def _change_after_unsharding(change: Callable[[nn.Module], None]) -> None:
+def _change_after_unsharding(change: Change) -> None:
     model, x = _model()
+    parameters = list(model.parameters())
     model(x).sum().backward()
     unshard(model)
-    change(model)
+    change(model, parameters)
     torch.testing.assert_close(model(x).detach(), _expected(model, x))
 
 
@@ -128,17 +134,18 @@ class Aliasing(nn.Module):
         return x @ self.weight.t(), self.weight.view(-1)
 
 
-def _change_what_outlives_forward(change: Callable[[nn.Module], None], unshards: str) -> None:
+def _change_what_outlives_forward(change: Change, unshards: str) -> None:
     model = Aliasing(unshards == "inside").to(current_device())
     fully_shard(model)
+    weight = model.weight
     x = torch.ones(2, 3, device=current_device())
     for _ in range(3):
         out, alias = model(x)
-        assert torch.equal(alias, model.weight.full_tensor().view(-1))  # type: ignore[operator]
+        assert torch.equal(alias, weight.full_tensor().view(-1))  # type: ignore[attr-defined]
         out.sum().backward()
-        assert torch.equal(model.weight.grad.full_tensor(), torch.full_like(alias, 2.0).view(2, 3))  # type: ignore[operator, union-attr]
+        assert torch.equal(weight.grad.full_tensor(), torch.full_like(alias, 2.0).view(2, 3))  # type: ignore[attr-defined, union-attr]
         model(x)  # no backward follows, so that the parameters stay
-        change(model)
+        change(model, [weight])
         model.zero_grad()
         if unshards == "between":
             unshard(model)
@@ -212,7 +219,7 @@ def test_what_a_backward_still_needs_outlives_another_forward(pool: Pool, way: s
 
 def _labels_of_the_second_forward() -> list[str]:
     log = Log()
-    with communicators_wrapped_by(partial(Recording, log=log)):
+    with comms_wrapped_by(partial(Recording, log=log)):
         model, x = _model()
     with keep_unsharded(model), torch.no_grad():
         model(x)
@@ -269,7 +276,7 @@ def test_one_rank_may_step_an_optimizer_of_its_own_while_parameters_are_kept(poo
 
 def _labels_after_a_step(whose: str) -> list[str]:
     log = Log()
-    with communicators_wrapped_by(partial(Recording, log=log)):
+    with comms_wrapped_by(partial(Recording, log=log)):
         model, x = _model()
     held = {"another's": nn.Linear(2, 2), "a unit's": model[2]}[whose]  # type: ignore[index]
     for parameter in held.parameters():
@@ -289,32 +296,6 @@ def test_a_step_makes_stale_what_its_optimizer_holds(pool: Pool, whose: str, dev
     assert pool.run(2, _labels_after_a_step, whose, device=device) == [expected, expected]
 
 
-def _write_on_one_rank() -> str:
-    model, x = _model()
-    with keep_unsharded(model), torch.no_grad():
-        model(x)
-        set_timeout(world_group(), 4.0)  # from here on every gather waits for what will never come
-        if dist.get_rank() == 0:
-            model[0].weight.to_local().mul_(2.0)  # type: ignore[index, operator, union-attr]
-        try:
-            model(x)
-        except CommunicationError as error:
-            return str(error)
-    try:
-        # What this rank gathers next would, by its number, go with what the other rank has gathered anew.
-        model(x)
-    except CommunicationError as error:
-        return str(error)
-    return "nothing happened"
-
-
-@pytest.mark.host  # sockets wait as long as the group was told when it was made
-def test_ranks_that_decide_differently_about_gathering_anew_time_out_by_name(pool: Pool) -> None:
-    first, second = pool.run(2, _write_on_one_rank, spoils=True)
-    for rank, said in enumerate((first, second)):
-        assert said.startswith(f"rank {rank}: the all-gather of unit '0' failed: "), said
-
-
 def _by_data(model: nn.Module) -> None:
     for parameter in model.parameters():
         parameter.data.mul_(2.0)
@@ -328,22 +309,12 @@ def _by_data_of_their_local_part(model: nn.Module) -> None:
 UNSEEN: Final = {"data": _by_data, "data of the local part": _by_data_of_their_local_part}
 
 
-def _write_unseen(how: str) -> None:
+@pytest.mark.parametrize("how", UNSEEN)
+@spmd(ranks=2)
+def test_after_writes_that_no_version_counter_records_resharding_lets_them_be_seen(how: str) -> None:
     model, x = _model()
     with keep_unsharded(model):
-        for cure in ("reshard", "backward"):
-            output = model(x)
-            if cure == "backward":
-                output.sum().backward()
-            UNSEEN[how](model)
-            if cure == "reshard":
-                reshard(model)
-            torch.testing.assert_close(model(x).detach(), _expected(model, x))
-
-
-@pytest.mark.parametrize("how", UNSEEN)
-def test_after_writes_that_nothing_tells_of_resharding_or_a_backward_lets_them_be_seen(
-    pool: Pool, how: str, device: str
-) -> None:
-    need_devices(device, 2)
-    pool.run(2, _write_unseen, how, device=device)
+        model(x)
+        UNSEEN[how](model)
+        reshard(model)
+        torch.testing.assert_close(model(x).detach(), _expected(model, x))
