@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable
 from typing import Any, Final
 from unittest import mock
@@ -19,7 +17,7 @@ from composable.errors import AnnotationError
 from tests.helpers.battery import BATTERY
 from tests.helpers.battery.transformers import Block, Transformer, next_token_loss
 from tests.helpers.compare import full_gradients
-from tests.helpers.offloading import Line, Seen, inputs_of, line, offloading
+from tests.helpers.offloading import Line, Seen, inputs_of, offloading
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 # --- parity -----------------------------------------------------------------------------------------------------------
@@ -199,23 +197,6 @@ def test_remove_undoes_it() -> None:
             assert not line._forward_pre_hooks
         model(inputs_of()).sum().backward()
         assert not seen.left
-
-
-def _pickled(model: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
-@spmd(ranks=1)
-@pytest.mark.parametrize("twin", [copy.deepcopy, _pickled])
-def test_copies_of_a_module_offload_for_themselves(twin: Callable[[nn.Module], nn.Module]) -> None:
-    with offloading() as seen:
-        model = line(**seen.options)
-        other = twin(model)
-        model(inputs_of()).sum().backward()
-        count = len(seen.left)
-        other(inputs_of()).sum().backward()
-        assert len(seen.left) == 2 * count
-        assert not seen.alive
 
 
 @pytest.mark.parametrize(
