@@ -55,7 +55,7 @@ class Buckets:
     def __init__(self, root: Root, units: Sequence[Unit]) -> None:
         self._root = root
         self._units = list(units)
-        self.is_open = False
+        self.is_open = self._by_arrival = False
         self._next = 0  # in `_buckets`
         self._ready: list[ManagedParam] | None = []  # in the order of arrival, until the order is agreed
         everything = [(unit, group, param, slot) for unit in units for group in unit.groups
@@ -110,10 +110,14 @@ class Buckets:
         for each in self._buckets:
             each.bucket.follow()
 
-    def open(self) -> None:
-        """A backward begins; every bucket takes part in it, whichever gradient came first."""
+    def open(self, *, alone: bool) -> None:
+        """A backward begins; every bucket takes part in it, whichever gradient came first.
+
+        Args:
+            alone: no other root may launch collectives in this backward; their order would depend on which gradients arrive.
+        """
         if not self.is_open:
-            self.is_open, self._next = True, 0
+            self.is_open, self._next, self._by_arrival = True, 0, alone
             for each in self._buckets:
                 each.bucket.follow()
                 each.open()
@@ -132,7 +136,7 @@ class Buckets:
         if each.missing.pop(param, param) is None and self._ready is not None:
             self._ready.append(param)
         iteration = self._root.iteration
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+        while self._by_arrival and self._next < len(self._buckets) and not self._buckets[self._next].missing:
             if self._next == len(self._buckets) - 1 and iteration is not None and iteration.forwards_left:
                 return  # the last bucket says whether this backward leaves forwards out, and it may still come to them
             self._launch_next()

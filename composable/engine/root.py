@@ -22,7 +22,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakValueDictionary, ref
+from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
@@ -124,6 +124,7 @@ class BackwardEnd:
             root.on_failed_backward()
 
 
+_ROOTS: Final[WeakSet[Root]] = WeakSet()
 _ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()  # by the number of autograd's pass
 
 
@@ -176,6 +177,7 @@ class Root:
         arriving = [unit for unit in self.units if unit.reduces_by_arrival and unit.mesh_info.all.size > 1]
         self.buckets = Buckets(self, arriving) if arriving else None
         self._preparation = Preparation(self)
+        _ROOTS.add(self)
 
     @staticmethod
     def plan(unit: Unit, module: nn.Module) -> Root:
@@ -386,7 +388,8 @@ class Root:
                 unit.wait_for_unshard()
                 unit.swap_in()
             if self.buckets is not None:
-                self.buckets.open()
+                others = any(root.iteration is not None for root in _ROOTS if root is not self and not root._gone)
+                self.buckets.open(alone=not others)
         return iteration
 
     def enter_backward(self, unit: Unit) -> None:
