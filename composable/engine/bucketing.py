@@ -120,6 +120,7 @@ class Buckets:
             self.is_open, self._next, self._by_arrival = True, 0, alone
             for each in self._buckets:
                 each.bucket.follow()
+                each.bucket.open()
                 each.open()
 
     def arrived(self, param: ManagedParam) -> None:
@@ -148,12 +149,13 @@ class Buckets:
         iteration = self._root.iteration
         if iteration is not None and iteration.builds_graph:
             return
+        absent = [i for i, param in enumerate(each.bucket.params) if param in each.missing] if each.missing else []
         if each.unit.accumulation.now is not SyncMode.REDUCE:
-            each.bucket.hold()
+            each.bucket.hold(absent)
             return
         if each is self._buckets[-1] and iteration is not None:
             each.bucket.forwards = (iteration.forwards, int(iteration.forwards_left > 0))
-        each.bucket.reduce()
+        each.bucket.reduce(absent)
         # Optimizers in backward free gradients as they step: land the bucket before this one now, in place of at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
             if before.bucket.state is not BucketState.EMPTY and _has_hooks(before.bucket):
@@ -194,7 +196,8 @@ class Buckets:
         """Reduce what was accumulated, outside of backward."""
         held = [each for each in self._buckets if each.bucket.held]
         for each in held:
-            each.bucket.reduce()
+            each.bucket.open()
+            each.bucket.reduce(range(len(each.bucket.params)))  # no more than what is accumulated
         for each in held:
             each.bucket.land()
             each.bucket.decide()

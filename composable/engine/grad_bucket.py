@@ -28,7 +28,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Sequence
-from operator import or_
+from operator import attrgetter, or_
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
@@ -54,7 +54,6 @@ from composable.engine.param import (
     unreduced_gradient,
 )
 from composable.engine.precision import Precision
-from composable.engine.sparse import is_sparse_lookup
 from composable.errors import PhaseError, RanksDisagreeError
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome, wait_for_traffic
@@ -81,6 +80,9 @@ def _agree(sums: Sequence[float]) -> bool:
     label, held, forwards = _BITS
     first = 2 * (label + held)
     return sums[:first].count(0.0) == label + held and (not sums[-1] or sums[first:-1].count(0.0) == forwards)
+
+
+_is_sparse: Final = attrgetter("is_sparse")
 
 
 class BucketState(enum.Enum):
@@ -171,7 +173,8 @@ class GradBucket:
         self._lands_early = False  # under no_sync(level="replicate"), where there is nothing to hold but hooks
         self._unhooked: dict[int, None] = {}  # parameters whose post-accumulate hooks wait for the end of that
         self._means = False  # the first stage makes means over the shard dimension, in place of sums
-        self._has_lookups = any(is_sparse_lookup(place.module) for param in self.params for place in param.info.places)
+        self._earlier: list[Tensor | None] = []  # in place, the gradients that were there before this backward
+        self._absent: Sequence[int] = ()  # in place, those that no backward since the last reduction brought
         self._carried: list[tuple[int, Tensor]] = []
         self.trainable: tuple[bool, ...] = ()
         self.trains = False
@@ -194,29 +197,44 @@ class GradBucket:
         """Whether backward has left gradients here that were neither reduced nor accumulated."""
         return any(gradient is not None for gradient in map(gradient_of, self.compute))
 
+    def open(self) -> None:
+        """A backward begins."""
+        if self.in_place:
+            self._earlier = list(map(gradient_of, self.at_rest))
+
     def _take(self) -> list[Tensor | None]:
-        """The gradients of this backward, which compute parameters have no longer."""
+        """The gradients of this backward, which compute parameters have no longer. In place, what was there before stays there."""
         gradients = list(map(gradient_of, self.compute))
-        for parameter in self.compute:
-            parameter.grad = None
-        if self._has_lookups:  # of a parameter that a dense layer reads as well, but not in this backward
+        if self.in_place and self._earlier:
+            for parameter, gradient, earlier in zip(self.compute, gradients, self._earlier, strict=True):
+                if gradient is not earlier:
+                    parameter.grad = None
+        else:
+            for parameter in self.compute:
+                parameter.grad = None
+        self._earlier = []
+        there = [gradient for gradient in gradients if gradient is not None]
+        if any(map(_is_sparse, there)):  # `torch.nn.functional.embedding(..., sparse=True)`
             gradients = [None if gradient is None else gradient.to_dense() for gradient in gradients]
-        if self._factor != 1.0:
-            there = [gradient for gradient in gradients if gradient is not None]
-            if there:
-                torch._foreach_mul_(there, self._factor)
+        if self._factor != 1.0 and there:
+            torch._foreach_mul_(there, self._factor)
         return gradients
 
     # --- accumulation -----------------------------------------------------------------------------------------------
 
-    def hold(self) -> None:
-        """Add this backward's gradients to what is accumulated on the at-rest parameters (`no_sync`)."""
+    def hold(self, absent: Sequence[int] = ()) -> None:
+        """Add this backward's gradients to what is accumulated on the at-rest parameters (`no_sync`).
+
+        Args:
+            absent: in place, indices of parameters that this backward brought no gradient for.
+        """
         if self._alone:
             self._deliver_whole(self._take())
             return
         if not self.trains:
             return
         first = not self.held
+        self._absent = [index for index in absent if first or index in self._absent]
         self.held += 1
         self._wanted = tuple(map(or_, self._wanted or self.trainable, self.trainable))
         if self._marks:
@@ -297,10 +315,11 @@ class GradBucket:
             plan = self._plans[key] = _Plan(self, trainable)
         return plan
 
-    def reduce(self, *, shards_only: bool = False) -> None:
+    def reduce(self, absent: Sequence[int] = (), *, shards_only: bool = False) -> None:
         """Launch the reduction of what is here. All ranks call it at the same point of their program.
 
         Args:
+            absent: as for `hold`.
             shards_only: reduce over the shard dimension only, and accumulate the result (`no_sync(level="replicate")`).
         """
         assert self.state is BucketState.EMPTY
@@ -313,6 +332,7 @@ class GradBucket:
         shards_only = shards_only and self._replicas is not None
         self._hold_shards = shards_only
         trainable = tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
+        self._absent = [index for index in absent if not self.held or index in self._absent]
         if self._compares:
             self._counts = (checksum(self.label), self.held, *self.forwards)
         gradients = self._take_held(shards=not shards_only)
@@ -333,7 +353,7 @@ class GradBucket:
         layout, dtype = plan.layout, self.precision.reduce
         self._plan = plan
         carried = [index for index, _ in self._carried]
-        self._missing = [index for index in layout.trainable if gradients[index] is None]
+        self._missing = [index for index in layout.trainable if gradients[index] is None or index in self._absent]
         flat = torch.empty(layout.numel, dtype=dtype, device=self.device)
         unused = [index for index in self._missing if index not in carried]
         self._means = self._hold_shards or self.first_stage is not None or self.second_stage is not None
@@ -505,6 +525,8 @@ class GradBucket:
                 grad = parameter.grad  # a hook may have changed it
             if grad is None:
                 parameter.grad = gradient
+            elif self.in_place:
+                grad.copy_(gradient)  # it was part of the sum
             else:
                 _add(parameter, grad, gradient)
         if after and self._lands_early:
@@ -554,13 +576,15 @@ class GradBucket:
             if self._work is not None:
                 self._wait()
         finally:
+            lost = self.held or self.state is not BucketState.EMPTY
             self._work = self._flat = None
             self.state = BucketState.EMPTY
+            self._earlier = []
             self._undecided, self._carried, self._apart, self._unhooked = [], [], {}, {}
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:
-                if is_unreduced(parameter.grad) or (self.held and self._marks):
+                if is_unreduced(parameter.grad) or (lost and self._marks):
                     parameter.grad = None
             self._hold_no_more()
 
