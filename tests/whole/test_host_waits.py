@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, replicate, weighted_gradients
+from composable import fully_shard, replicate
 from tests.accelerator import watch
 from tests.helpers.world import Pool, current_device, need_devices
 
@@ -34,7 +34,6 @@ def _mixed(model: nn.Module) -> None:
 
 
 def _side_by_side(model: nn.Module) -> None:
-    """They ask once whether others train over the same communicator."""
     for part in model:  # type: ignore[attr-defined]
         replicate(part)
 
@@ -50,25 +49,16 @@ _SCHEMES: Final[dict[str, Callable[[nn.Module], object]]] = {
 }
 
 
-def _train(scheme: str, weighted: bool = False) -> None:
+def _train(scheme: str) -> None:
     device = current_device()
     torch.manual_seed(0)
     blocks = [_BLOCK(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(3)]
     model = nn.Sequential(*blocks, nn.Linear(64, 64)).to(device)
     _SCHEMES[scheme](model)
     optimizer = torch.optim.AdamW(model.parameters())
-    x, weight = torch.randn(4, 16, 64, device=device), torch.tensor(3.0, device=device)
+    x = torch.randn(4, 16, 64, device=device)
 
-    def weighted_step() -> None:
-        for number in range(2):
-            with weighted_gradients(model, weight=(weight, 5)[number], more=number == 0):
-                model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def step() -> Tensor | None:
-        if weighted:
-            return weighted_step()
+    def step() -> Tensor:
         loss: Tensor = model(x).square().mean()
         loss.backward()
         optimizer.step()
@@ -95,14 +85,6 @@ def test_no_step_waits_for_the_device(pool: Pool, scheme: str, device: str) -> N
         pytest.skip("needs an accelerator")
     need_devices(device, 2)
     pool.run(2, _train, scheme, device=device)
-
-
-@pytest.mark.parametrize("scheme", ["fully_shard", "hybrid", "replicate"])
-def test_weights_of_gradients_are_agreed_upon_without_a_wait(pool: Pool, scheme: str, device: str) -> None:
-    if device == "cpu":
-        pytest.skip("needs an accelerator")
-    need_devices(device, 2)
-    pool.run(2, _train, scheme, weighted=True, device=device)
 
 
 class _Leaves(nn.Module):
