@@ -98,7 +98,7 @@ class Comm(Protocol):
     def all_gather(self, pairs: Pairs, label: str) -> Work:
         """For each (whole, shard): every rank's `shard`, by rank, becomes `whole`.
 
-        Both are 1-D and contiguous, and `whole.numel() == size * shard.numel()`.
+        Both are 1-D and contiguous, `whole.numel() == size * shard.numel()`, and all have one dtype.
         """
 
     def reduce_scatter(self, pairs: Pairs, label: str, scale: float = 1.0) -> Work:

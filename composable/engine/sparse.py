@@ -102,7 +102,9 @@ class SparseGradients:
         sent.append(torch.cat([values, values.new_zeros(padding, *width)]).to(self._precision.reduce).div_(ranks).view(-1))
         pairs = [(each.new_empty(ranks * each.numel()), each) for each in sent]
         if most:
-            self._comm.all_gather(pairs, f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')").wait()
+            label = f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')"
+            for work in [self._comm.all_gather([pair], label) for pair in pairs]:
+                work.wait()
         kept = torch.cat([torch.arange(count) + rank * most for rank, count in enumerate(counts)]).to(rows.device)
         every_row, every_value = pairs[0][0][kept], pairs[1][0].view(-1, *width)[kept].to(values.dtype)
         return torch.sparse_coo_tensor(every_row[None], every_value, param.at_rest.shape, check_invariants=False).coalesce()

@@ -1,0 +1,199 @@
+"""Replicated units below one annotated module launch their reductions in one order, which all ranks share.
+
+Ranks run the units in orders of their own and leave out units and layers, so gradients become ready in different orders.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
+
+from composable import fully_shard, replicate
+from composable.comm import comms_wrapped_by
+from tests.helpers.communicators import all_accelerators, all_ordered
+from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.world import Pool, current_device
+
+WIDTH: Final = 4
+CAP: Final = 100 / (1 << 20)  # bytes: several buckets in a unit
+_COMMS: Final = {"messages": lambda comm: comm, "collectives": all_ordered, "accelerator": all_accelerators}
+
+
+class Block(nn.Module):
+    """Two layers and a buffer that differs from rank to rank until rank 0's comes."""
+
+    def __init__(self, reentrant: bool = False) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.one = nn.Linear(WIDTH, WIDTH)
+        self.two = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor, short: bool = False) -> Tensor:
+        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() == -1:
+            self.seen = self.seen + 1 + dist.get_rank()
+        y = self.one(x).tanh()
+        return x + (y if short else self.two(y)) * self.seen.cos()
+
+
+class Model(nn.Module):
+    """Rows of a sparse table, then blocks. In step `s` rank `r` begins with block `r + s`, leaves one out and shortens one."""
+
+    def __init__(self, count: int = 4, reentrant: int = -1) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, WIDTH, sparse=current_device().type != "sim")  # which has no sparse tensors
+        self.blocks = nn.ModuleList(Block() for _ in range(count))
+        self.head = nn.Linear(WIDTH, WIDTH)
+        self.reentrant = reentrant  # which block runs in a checkpoint of torch's, of the kind that calls backward in backward
+
+    def forward(self, rows: Tensor, step: int) -> Tensor:
+        x = self.table(rows)
+        rank, count = dist.get_rank(), len(self.blocks)
+        for turn in range(count):
+            index = (rank + step + turn) % count
+            if index == (rank + 2 * step) % count != self.reentrant:
+                continue
+            short = index == (2 * rank + step) % count
+            if index == self.reentrant:
+                x = checkpoint_of_torch(self.blocks[index], x, short, use_reentrant=True)
+            else:
+                x = self.blocks[index](x, short)
+        return self.head(x) if (rank + step) % 3 else x  # type: ignore[no-any-return]
+
+
+def _by_policy(model: nn.Module) -> None:
+    replicate(model, policy={Block, nn.Embedding}, bucket_cap_mb=CAP)
+
+
+def _one_by_one(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, (Block, nn.Embedding)):
+            replicate(module, bucket_cap_mb=CAP)
+
+
+def _in_a_loop(model: nn.Module) -> None:
+    _one_by_one(model)
+    replicate(model, bucket_cap_mb=CAP)
+
+
+def _below_shards(model: nn.Module) -> None:
+    _one_by_one(model)
+    fully_shard(model)
+
+
+_FORMS: Final = {each.__name__: each for each in (_by_policy, _in_a_loop, _below_shards)}
+
+
+def _annotated(form: str, comm: str, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A plain model and an annotated one."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Model(**options).to(torch.float64))
+    with comms_wrapped_by(_COMMS[comm]):
+        _FORMS[form](models[1])
+    return models[0], models[1]
+
+
+def _loss(model: nn.Module, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    output = model(torch.randint(0, 6, (3,), generator=generator), step)
+    return output.square().sum()  # type: ignore[no-any-return]
+
+
+def _follow(plain: nn.Module) -> None:
+    for buffer in plain.buffers():
+        dist.broadcast(buffer, 0)
+
+
+def compare_gradients(plain: nn.Module, model: nn.Module, step: object) -> None:
+    for parameter in plain.parameters():
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.to_dense()
+    actual = full_gradients(model)
+    for name, mean in averaged_gradients(plain).items():
+        gradient = actual[name]
+        assert (gradient is None) == (mean is None), (step, name)
+        if gradient is not None and mean is not None:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            torch.testing.assert_close(gradient, mean, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{step} {n}: {text}")
+
+
+def _train(plain: nn.Module, model: nn.Module, steps: int = 4) -> None:
+    for step in range(steps):
+        _follow(plain)
+        for each in (plain, model):
+            each.zero_grad()
+            _loss(each, step).backward()
+        compare_gradients(plain, model, step)
+    for ours, theirs in zip(model.buffers(), plain.buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def _parity(form: str, comm: str, **options: Any) -> None:
+    _train(*_annotated(form, comm, **options))
+
+
+@pytest.mark.parametrize("comm", _COMMS)
+@pytest.mark.parametrize("form", _FORMS)
+def test_ranks_whose_units_become_ready_in_different_orders_get_the_means(pool: Pool, form: str, comm: str) -> None:
+    pool.run(2, _parity, form, comm)
+
+
+@pytest.mark.parametrize("form", ["_by_policy", "_below_shards"])
+def test_so_do_four_ranks(pool: Pool, form: str) -> None:
+    pool.run(4, _parity, form, "messages")
+
+
+@pytest.mark.parametrize("form", ["_by_policy", "_below_shards"])
+def test_a_unit_whose_gradients_come_in_a_backward_inside_another_one_belongs_to_the_outer_one(pool: Pool, form: str) -> None:
+    pool.run(2, _parity, form, "messages", reentrant=2)
+
+
+def _after_an_error(form: str) -> None:
+    plain, model = _annotated(form, "messages")
+    _train(plain, model, 2)
+    for _ in range(2):
+
+        def fail(gradient: Tensor) -> Tensor:
+            raise ValueError("on purpose")
+
+        block: Any = model.get_submodule("blocks.1")
+        hook = block.one.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
+        # Both ranks run the same blocks, and fail at the same one.
+        with mock.patch.object(dist, "get_rank", return_value=0):
+            loss = _loss(model, 3)
+        hook.remove()
+        with pytest.raises(ValueError, match="on purpose"):
+            loss.backward()
+    for buffers in zip(plain.buffers(), model.buffers(), strict=True):
+        buffers[0].copy_(buffers[1])
+    _train(plain, model)
+
+
+@pytest.mark.parametrize("form", ["_by_policy", "_below_shards"])
+def test_an_error_in_the_middle_of_a_backward_leaves_nothing_half_launched(pool: Pool, form: str) -> None:
+    pool.run(2, _after_an_error, form)
+
+
+def _freezing() -> None:
+    plain, model = _annotated("_by_policy", "messages")
+    for step, frozen in enumerate([[], ["blocks.2.two", "blocks.3.one"], ["blocks.0.one"], []]):
+        _follow(plain)
+        for each in (plain, model):
+            each.requires_grad_(True)
+            for name in frozen:
+                each.get_submodule(name).requires_grad_(False)
+            each.zero_grad()
+            _loss(each, step).backward()
+        compare_gradients(plain, model, step)
+
+
+def test_a_unit_that_a_rank_leaves_out_launches_what_it_launches_on_the_others_when_its_layers_are_frozen(pool: Pool) -> None:
+    pool.run(2, _freezing)
