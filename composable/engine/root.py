@@ -61,7 +61,7 @@ class Iteration:
 
     Attributes:
         stream: that the forward computes on; autograd ends a backward on whatever stream the caller has.
-        finished: units whose forward has ended, newest last; backward probably comes to them from the end.
+        finished: units that gather and whose forward has ended, newest last; backward probably comes to them from the end.
         last: of these, those that `reshard_after_forward=None` keeps until another unit is entered.
         untracked: units whose gradients may come by another way than through their outputs.
         end: of the backward that was opened; it is gone if that raised.
@@ -148,7 +148,7 @@ class Root:
 
     Attributes:
         units: of both verbs, in `.modules()` order.
-        order: the units of the last forward, in the order in which they were entered.
+        order: the units that gather, in the order in which the last forward entered them.
         running: units whose forward is under way, outermost first.
         iteration: None between steps.
         buckets: of replicated units, if there is no shard below this root.
@@ -286,6 +286,8 @@ class Root:
 
     def _record(self, unit: Unit) -> None:
         """Note the order; the record of the last forward predicts what comes next, wherever `unit` stands in it."""
+        if not unit.gathers:
+            return
         self._current.append(unit)
         order, cursor = self.order, self._cursor
         if cursor < len(order) and order[cursor] is unit:
@@ -312,7 +314,8 @@ class Root:
         assert iteration is not None and unit.spec is not None
         self.running.pop()
         if grad:
-            iteration.finished.append(unit)
+            if unit.gathers:
+                iteration.finished.append(unit)
             if len(iteration.finished) > _REMEMBERED:
                 del iteration.finished[: _REMEMBERED // 2]
             if keep:
@@ -406,7 +409,7 @@ class Root:
         iteration.active.append(unit)
         iteration.to_reduce[unit] = iteration.entered[unit] = None
         finished = iteration.finished
-        for position in range(len(finished) - 1, -1, -1):
+        for position in range(len(finished) - 1, -1, -1) if unit.gathers else ():
             if finished[position] is unit:
                 del finished[position:]
                 break

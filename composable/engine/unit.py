@@ -102,6 +102,7 @@ class Unit:
         modules, spec, mesh_info: as annotated; without modules after `remove`.
         params: the managed parameters.
         groups: of parameters that are unsharded together.
+        gathers: unsharding takes a message or a cast.
         buckets: their gradients; empty for gradients that the root reduces in buckets of all units (`bucketing.py`).
         root: of the last forward; None before the first, and after the tree changed.
         depth: forwards of its modules that are under way.
@@ -119,6 +120,7 @@ class Unit:
         self.spec: UnitSpec | None = None
         self.params: list[ManagedParam] = []
         self.groups: list[ParamGroup] = []
+        self.gathers = False
         self.buckets: list[GradBucket] = []
         self.root: Root | None = None
         self.name = unit_name("")
@@ -236,6 +238,7 @@ class Unit:
             )
             for (precision, device, sparse), members in alike.items()
         ]  # fmt: skip
+        self.gathers = any(group.gathers for group in self.groups)
         self._swap = ParameterSwap(self.params)
         self._build_buckets()
         self.rename(self.name)
