@@ -377,10 +377,13 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
 
 
 @outside_transforms
-def broadcast_buffers(units: list[Unit]) -> None:
+def broadcast_buffers(units: list[Unit], *, saved: bool) -> None:
     """Buffers of replicated units follow rank 0, in training forwards only, as with DDP.
 
-    Out of place: an earlier forward may have saved the tensors that are there. On hosts those that are equal stay.
+    The values are written into the tensors that users hold, on hosts only where they differ.
+
+    Args:
+        saved: an earlier forward waits for its backward, and may have saved the buffers. Then a buffer is replaced.
     """
     found: dict[Any, dict[int, tuple[Tensor, list[Place]]]] = {}  # a buffer that modules share stays one
     for unit in units:
@@ -405,5 +408,10 @@ def broadcast_buffers(units: list[Unit]) -> None:
                 received = piece.view(buffer.shape)
                 if not comm.traits.on_stream and torch.equal(buffer, received):
                     continue  # where a stream is, to compare would make the host wait
+                if not saved:
+                    with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(received)
+                    continue
+                received = received.clone()  # no view of the message, which other buffers share
                 for place in places:
                     place.module._buffers[place.name] = received

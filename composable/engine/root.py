@@ -262,6 +262,7 @@ class Root:
         for unit in self.units:
             if unit not in explicit:
                 unit.drop_leftover()
+        saved = iteration is not None
         if iteration is None:
             iteration = self.iteration = Iteration(None)
         for unit in explicit if not grad else ():
@@ -273,7 +274,7 @@ class Root:
             unit.wait_for_unshard()
             unit.swap_in()
         if grad:
-            broadcast_buffers(self.units)
+            broadcast_buffers(self.units, saved=saved)
 
     def _free_last(self, unit: Unit) -> None:
         """`unit` is gathered, by all of its ranks: they free what ran last. Units over other ranks stay: not all run `unit`."""
