@@ -10,8 +10,8 @@ import logging
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from operator import is_
-from typing import TYPE_CHECKING, Any
+from operator import attrgetter, is_
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger("composable")
+_dtype_of: Final = attrgetter("dtype")
 
 
 class Preparation:
@@ -81,6 +82,7 @@ class Preparation:
         self._sharded = [p for p in self._at_rest if isinstance(p, DTensor)]
         self._shards = [local_of(p) for p in self._sharded]
         self._own = [param.own for param in params if param.own is not None]
+        self._dtyped = [*self._own, *(param.compute for param in params if param.compute is not param.own)]
         around = dict.fromkeys(each for unit in units for each in (unit, *unit.within))
         self._modules = list(dict.fromkeys(module for unit in around for module in unit.modules))
         self._watched = self._look()
@@ -89,7 +91,7 @@ class Preparation:
         with as_tensors():
             trains = list(map(trainability, (*self._at_rest, *self._strangers)))
         # A shard's memory is the engine's; that of users' own parameters may be exchanged (`param.data = ...`).
-        return [trains, list(map(Tensor.numel, self._locals)), list(map(Tensor.data_ptr, self._own)), [p.dtype for p in self._own]]
+        return [trains, list(map(Tensor.numel, self._locals)), list(map(Tensor.data_ptr, self._own)), list(map(_dtype_of, self._dtyped))]
 
     def _unchanged(self) -> bool:
         return (
@@ -107,6 +109,7 @@ class Preparation:
         _refuse_optimizers_of_torch(unit)
         if _is_functional_call(unit):
             return
+        _refuse_cast_in_forward(unit)
         if _adopt(unit, self._owners):
             if self._root.iteration is None:
                 unit.reshard()
@@ -214,6 +217,21 @@ def _averages(ddp: Any, units: Sequence[Unit]) -> bool:
     managed = {id(param.at_rest) for unit in units for param in unit.params}
     ignored = getattr(ddp, "parameters_to_ignore", ())
     return any(id(p) in managed and name not in ignored for name, p in ddp.module.named_parameters())
+
+
+def _refuse_cast_in_forward(unit: Unit) -> None:
+    """A forward that casts its module, as routers of some mixtures of experts do, takes what is gathered out of its memory."""
+    for group in unit.groups:
+        for param in group.params:
+            dtype, expected = param.compute.dtype, group.precision.compute
+            if param.compute is not param.own and dtype != expected:
+                unit.reshard()
+                unit.build()
+                raise ForeignParameterError(
+                    f"a forward gave parameter '{param.fqn}' of unit '{unit.name}' the dtype {dtype}, by `.to()` or `.data = ...`, "
+                    f"where the unit computes in {expected}; what is gathered would not reach it. The parameter is as before. Cast "
+                    "the module before annotating it, let the unit cast it (mp_policy=), or cast a copy in forward"
+                )
 
 
 def _refuse_cleared_hooks(unit: Unit) -> None:

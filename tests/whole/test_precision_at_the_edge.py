@@ -22,7 +22,9 @@ from composable import (
     remove,
     replicate,
 )
+from composable.errors import ForeignParameterError
 from tests.helpers.refusals import refusal, refused
+from tests.helpers.world import Pool
 from tests.whole.test_precision import Block, loss_of, model_of, tokens_of
 
 BF16: Final = torch.bfloat16
@@ -149,6 +151,24 @@ def test_a_forward_that_casts_parameters_finds_nothing_to_do_where_that_was_done
     fully_shard(model)
     model(torch.ones(2, 4)).sum().backward()
     assert [p.grad.dtype for p in model.parameters()] == [torch.float32] * 2 + [torch.float64] * 2  # type: ignore[union-attr]
+
+
+def _cast_in_forward() -> None:
+    model, x = fully_shard(nn.Sequential(nn.Linear(4, 4), Router()), policy={Router}), torch.ones(2, 4)
+    model(x).sum().backward()
+    for _ in range(2):
+        with pytest.raises(ForeignParameterError, match=r"gave parameter 'layer.weight' of unit '1' the dtype torch.float64"):
+            model(x)
+        with torch.no_grad():
+            model[1].layer.weight.fill_(1.0)
+        model[1].forward = lambda x: model[1].layer(x)
+        assert model(x).dtype is torch.float32
+        del model[1].forward
+        model(x)
+
+
+def test_a_forward_that_casts_parameters_is_refused_at_the_next_one(pool: Pool) -> None:
+    pool.run(2, _cast_in_forward)
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
