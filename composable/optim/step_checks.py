@@ -40,8 +40,8 @@ _OTHER: Final = (
 _REPLACED: Final = {
     "original": _OTHER,
     "replaced": _OTHER,
-    "compute": "is what modules compute with: the optimizer was made inside a forward or backward, or before an annotation came "
-    "around both replicated and sharded modules. Make it after annotating, and between steps",
+    "compute": "is what modules compute with: the optimizer was made inside a forward or backward, or before an annotation "
+    "came around both replicated and sharded modules. Make it after annotating, and between steps",
     "removed": "was replaced when the annotation was removed. Make the optimizer anew",
 }
 _NO_CHANGE: Final = "No parameter was changed."

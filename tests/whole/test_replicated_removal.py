@@ -95,7 +95,7 @@ def test_what_a_removed_unit_leaves_is_refused_while_it_would_train_apart(around
     for step in range(steps):
         _train(plain, ours, step, apart=False)
     remove(ours[0], replicate)
-    with pytest.raises(AnnotationError, match=r"^unit '\(root\)' \(\w+\): no unit manages '0\.weight', '0\.bias', added below it"):
+    with pytest.raises(AnnotationError, match=r"^unit '\(root\)' \(\w+\): no unit manages '0\.weight', '0\.bias'"):
         ours(torch.ones(3, 4, dtype=torch.float64, device=current_device()))
     _freeze(plain, ours)
     _train(plain, ours, 2, apart=True)

@@ -100,8 +100,8 @@ def test_a_write_that_is_lost_is_told_of_once_by_name(width: int, reshard_after_
         return
     assert out[0, 0].item() == pytest.approx(2.0)
     assert lines == [
-        "unit '0': 'weight' was written to in place while it was unsharded; the write is lost, since only shards are kept. Write "
-        "to the parameter outside of forward, where it is a DTensor"
+        "unit '0': 'weight' was written to in place while it was unsharded; the write is lost, since only shards are kept. "
+        "Write to the parameter outside of forward, where it is a DTensor"
     ]
 
 
