@@ -71,15 +71,9 @@ class RanksDisagreeError(ComposableError, RuntimeError):
 class CommunicationError(ComposableError, RuntimeError):
     """The machine's or another rank's: a collective failed or timed out."""
 
-    later_step: int | None = None  # that another rank has gone on to, if that is why
-
 
 class PhaseError(ComposableError, RuntimeError):
     """The caller's: something was asked of a unit at a time when it cannot be done."""
-
-
-class ShardedParameterError(ComposableError, RuntimeError):
-    """The caller's: a parameter was used for computation while only its shard exists."""
 
 
 class ForeignParameterError(ComposableError, RuntimeError):

@@ -57,7 +57,14 @@ from composable.engine.precision import Precision
 from composable.errors import PhaseError, RanksDisagreeError
 from composable.memory.elastic import ElasticBuffer
 from composable.memory.offload import HostHome, wait_for_traffic
-from composable.memory.torch_private import as_tensors, chunk_cat, dtensor_around, gradient_hooks, hooks_after_accumulation, local_of
+from composable.memory.torch_private import (
+    as_tensors,
+    chunk_cat,
+    dtensor_around,
+    gradient_hooks,
+    hooks_after_accumulation,
+    local_of,
+)
 
 if TYPE_CHECKING:
     from composable.engine.comm_hooks import HookStage
@@ -71,7 +78,12 @@ _NUMBERS: Final = 2 * sum(_BITS) + 1
 
 
 def _numbers_of(counts: tuple[int, int, int, int]) -> list[float]:
-    pairs = [float(count >> bit & 1 == value) for count, bits in zip(counts, _BITS, strict=False) for bit in range(bits) for value in (0, 1)]
+    pairs = [
+        float(count >> bit & 1 == value)
+        for count, bits in zip(counts, _BITS, strict=False)
+        for bit in range(bits)
+        for value in (0, 1)
+    ]
     return [*pairs, counts[-1]]
 
 
@@ -259,7 +271,7 @@ class GradBucket:
                 # into the sum on all ranks, also on those that have no gradient.
                 whole = gradient.to(self.precision.gradient)
                 ranks = 1 if self.slots[index].route is Route.WHOLE else self.slots[index].num_shards
-                cut(whole, self.slots[index], self._rank).add_(local_of(before).to(whole.device), alpha=ranks)
+                cut(whole, self.slots[index], self._rank).add_(local_of(before).to(whole.device), alpha=ranks)  # type: ignore[arg-type]
                 at_rest.grad = unreduced_gradient(whole, at_rest)
 
     def _hold_marked(self, first: bool) -> None:
@@ -297,10 +309,10 @@ class GradBucket:
             if held is None or not (self._wanted[index] if self._marks else is_unreduced(held)):
                 continue
             if self._marks or _is_whole(held):
-                fresh, local = gradients[index], held if self._marks else local_of(held)
+                fresh, local = gradients[index], held if self._marks else local_of(held)  # type: ignore[arg-type]
                 gradients[index] = local if fresh is None else local.add_(fresh)
             elif shards:
-                self._carried.append((index, local_of(held)))
+                self._carried.append((index, local_of(held)))  # type: ignore[arg-type]
             else:
                 continue
             at_rest.grad = None
@@ -463,7 +475,9 @@ class GradBucket:
         flat, self._flat = self._flat, None
         if missing:
             if self._hold_shards:
-                delivered = [i for i in delivered if i not in missing or self.at_rest[i].grad is not None or _said(plan, flags, i)]
+                delivered = [
+                    i for i in delivered if i not in missing or self.at_rest[i].grad is not None or _said(plan, flags, i)
+                ]
             elif self.mesh_info.all.traits.on_stream:
                 # To read a flag would make the host wait for the device in the middle of backward.
                 delivered = [index for index in delivered if index not in missing]
@@ -516,7 +530,9 @@ class GradBucket:
         if self._home is not None and (hooked or after or any(grad is not None for grad in grads)):
             wait_for_traffic()
         if plan.specs:
-            wrapped: list[Tensor] = [dtensor_around(t, plan.specs[i], plan.stand_in) for i, t in zip(indices, fresh, strict=True)]
+            wrapped: list[Tensor] = [
+                dtensor_around(t, plan.specs[i], plan.stand_in) for i, t in zip(indices, fresh, strict=True)
+            ]
         else:
             wrapped = list(map(gradient_like, fresh, parameters))
         for parameter, grad, gradient in zip(parameters, grads, wrapped, strict=True):
@@ -628,8 +644,12 @@ class _Plan:
             if in_place and trainable[index] and slot.numel * precision.reduce.itemsize >= IN_PLACE_BYTES
         )
         layout: ReduceLayout = plan_reduction(
-            bucket.slots, trainable, align=max(1, 64 // smallest), packed_align=max(1, traits.align // smallest),
-            numbers=_NUMBERS, apart=self.apart,
+            bucket.slots,
+            trainable,
+            align=max(1, 64 // smallest),
+            packed_align=max(1, traits.align // smallest),
+            numbers=_NUMBERS,
+            apart=self.apart,
         )
         self.layout = layout
         self._slots = bucket.slots

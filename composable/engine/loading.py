@@ -85,7 +85,7 @@ class StateDictHook:
             self._assigned[index] = (key, id(parameter))
             return parameter
         assert isinstance(registered, DTensor)
-        if not torch.equal(local_of(registered), local_of(taken)):
+        if not torch.equal(local_of(registered), local_of(taken)):  # type: ignore[unreachable]
             self._errors.append(f'"{key}" and "{first}" are one parameter, and the state dict has different values for them')
         return registered
 

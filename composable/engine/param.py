@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from typing_extensions import override
 
 from composable.compilation import untraced
 from composable.engine.layout import Route, Slot
@@ -425,12 +426,15 @@ class DeferredHooks(OrderedDict[int, Any]):
         # The handle that removes a hook refers weakly to the dict that it was added to: this one, which must outlive its use.
         self.of_users.deferred = self  # type: ignore[attr-defined]
 
+    @override
     def __setitem__(self, key: int, hook: Any) -> None:
         self.of_users[key] = hook
 
+    @override
     def __delitem__(self, key: int) -> None:
         del self.of_users[key]
 
+    @override
     def __contains__(self, key: object) -> bool:
         return key in self.of_users
 
@@ -445,6 +449,6 @@ def defer_hooks(parameter: nn.Parameter, arrived: Callable[[Tensor], None]) -> C
     def undo() -> None:
         dict.pop(deferred, -1, None)
         if hooks_after_accumulation(parameter) is deferred:
-            parameter._post_accumulate_grad_hooks = deferred.of_users
+            parameter._post_accumulate_grad_hooks = deferred.of_users  # type: ignore[union-attr]
 
     return undo

@@ -169,7 +169,7 @@ class ParamGroup:
         for param, slot in zip(self.params, self.slots, strict=True):
             tensor, view = param.registered, self._shard_view(slot).data
             if isinstance(tensor, DTensor):
-                view.copy_(local_of(tensor).reshape(view.shape))
+                view.copy_(local_of(tensor).reshape(view.shape))  # type: ignore[unreachable]
             elif self.device.type != "meta":
                 assert tensor is not None
                 view.copy_(cut(tensor.data, slot, self.comm.rank))
@@ -553,7 +553,8 @@ class ParamGroup:
         written = [
             param.fqn
             for param in self.params
-            if (i := coming.get(id(param.compute))) is not None and before[i] != now[i]
+            if (i := coming.get(id(param.compute))) is not None
+            and before[i] != now[i]
             # An embedding with a largest norm writes to its weight whenever it is used.
             and not any(getattr(place.module, "max_norm", None) is not None for place in param.info.places)
         ]

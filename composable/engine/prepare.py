@@ -91,7 +91,12 @@ class Preparation:
         with as_tensors():
             trains = list(map(trainability, (*self._at_rest, *self._strangers)))
         # A shard's memory is the engine's; that of users' own parameters may be exchanged (`param.data = ...`).
-        return [trains, list(map(Tensor.numel, self._locals)), list(map(Tensor.data_ptr, self._own)), list(map(_dtype_of, self._dtyped))]
+        return [
+            trains,
+            list(map(Tensor.numel, self._locals)),
+            list(map(Tensor.data_ptr, self._own)),
+            list(map(_dtype_of, self._dtyped)),
+        ]
 
     def _unchanged(self) -> bool:
         return (
@@ -186,7 +191,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         if isinstance(found, nn.Module) and frame.f_code.co_name in ("_call_impl", "forward"):
             around = found
         frame = frame.f_back  # type: ignore[assignment]
-    if around is root.module:
+    if around is root.module:  # type: ignore[unreachable]
         return
     alone: dict[tuple[int, str], None] = {}
     for state in (*get_all_sharded_states(around), *get_replicated_states(around)):
@@ -306,7 +311,11 @@ def _untie(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
     untied = False
     for param in [*unit.params]:
         places = param.info.places
-        if param.compute is not param.at_rest or len(places) == 1 or all(place.registered is not param.at_rest for place in places):
+        if (
+            param.compute is not param.at_rest
+            or len(places) == 1
+            or all(place.registered is not param.at_rest for place in places)
+        ):
             continue
         others: dict[int, list[Place]] = {}
         for place in places:
@@ -364,13 +373,13 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
     """The parameter that a user registered in place of the at-rest one, at any of its places; None if there is none."""
     name, at_rest = param.fqn, param.at_rest
     held = [found for place in param.info.places if (found := place.registered) is not None and found is not at_rest]
-    if any(not isinstance(other, nn.Parameter) and isinstance(innermost(other), DTensor) for other in held):
+    if any(not isinstance(other, nn.Parameter) and isinstance(innermost(other), DTensor) for other in held):  # type: ignore[unreachable]
         raise ForeignParameterError(
             f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is no nn.Parameter, as "
             "torch.func.functional_call does with what torch.func.grad and the like hand to it; nothing would gather it. "
             "Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work"
         )
-    others = {id(other): other for other in held if isinstance(other, nn.Parameter)}
+    others = {id(other): other for other in held if isinstance(other, nn.Parameter)}  # type: ignore[redundant-expr]
     if not others:
         return None
     if len(others) > 1:
@@ -384,7 +393,8 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             f"parameter '{name}' of unit '{unit.name}' was replaced by a {type(other).__name__}; only an nn.Parameter can be sharded"
         )
     if isinstance(other, DTensor) and isinstance(at_rest, DTensor):
-        if (at_rest.device_mesh, at_rest.placements) != (other.device_mesh, other.placements):
+        spread = (other.device_mesh, other.placements)
+        if spread != (at_rest.device_mesh, at_rest.placements):
             raise ForeignParameterError(
                 f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is spread otherwise: {other.placements} over "
                 f"{describe_mesh(other.device_mesh)}, where the unit has {at_rest.placements} over "

@@ -507,7 +507,9 @@ class Root:
         if iteration is None or iteration.end is None:
             return
         with self._streams.on(iteration.stream):
-            due = [unit for unit in self.units if unit.accumulation.now is SyncMode.REDUCE and any(b.held for b in unit.buckets)]
+            due = [
+                unit for unit in self.units if unit.accumulation.now is SyncMode.REDUCE and any(b.held for b in unit.buckets)
+            ]
             sent = [*iteration.in_flight, *iteration.over_replicas]
             rest = dict.fromkeys([*iteration.active, *iteration.to_reduce, *iteration.untracked, *due])
             for unit in rest if self._alike else [*(unit for unit in rest if unit not in self._shown), *self._shown]:
@@ -668,7 +670,7 @@ def _explain_mixing(error: BaseException | None, units: Sequence[Unit]) -> None:
         names = [
             f"'{param.fqn}'"
             for param in unit.params
-            if isinstance(param.registered, DTensor) and any(id(place.module) in below for place in param.info.places)
+            if isinstance(param.registered, DTensor) and any(id(place.module) in below for place in param.info.places)  # type: ignore[redundant-expr, unreachable]
         ]
         if names:
             kind = type(reader).__name__
@@ -737,4 +739,3 @@ def reduce_held(units: Sequence[Unit]) -> None:
         if root.iteration is not None and root.iteration.end is not None:
             root.reset("its backward did not finish")
         root.reduce_held()
-

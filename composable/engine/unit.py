@@ -25,7 +25,7 @@ from composable.compilation import untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import on_undo
 from composable.contract.traversal import SHARD, names_below
-from composable.engine.accumulation import Accumulation, SyncMode
+from composable.engine.accumulation import Accumulation
 from composable.engine.comm_hooks import CommHook, attach_hooks
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.loading import StateDictHook
@@ -52,6 +52,7 @@ from composable.engine.root import EXPLICIT, Iteration, Root, root_for_call, uni
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
 from composable.memory.torch_private import backward_id, in_backward, local_of, next_node
+
 
 @dataclass(frozen=True, slots=True)
 class UnitSpec:
@@ -146,6 +147,7 @@ class Unit:
         self._exact: list[ExactModule] = []
         self._undo: list[Callable[[], object]] = []
         self._rebuild_undo: list[Callable[[], object]] = []
+        self._whole: list[tuple[Tensor, Tensor | None]] = []  # values and gradients, between `before_removal` and `restore`
 
     # --- construction -----------------------------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class Unit:
                 continue
             if in_place and factor != 1.0:
                 self._multiply_gradients(group.params, factor)
-            if in_place and ranks == 1 or self.reduces_by_arrival and (in_place or ranks > 1):
+            if (in_place and ranks == 1) or (self.reduces_by_arrival and (in_place or ranks > 1)):
                 continue  # autograd has done everything, or the root reduces them in buckets of all units
             members = list(zip(group.params, group.slots, strict=True))
             self.buckets.append(
@@ -298,8 +300,10 @@ class Unit:
         sparse = not self.is_sharded and only_looked_up(param.info)
 
         # Weak: torch holds the hook where the garbage collector does not look, and the unit holds the parameter.
+        to_unit, to_param = ref(self), ref(param)
+
         @untraced
-        def arrived(_: Tensor, to_unit: ref[Unit] = ref(self), to_param: ref[ManagedParam] = ref(param)) -> None:
+        def arrived(_: Tensor) -> None:
             unit, param = to_unit(), to_param()
             if unit is None or param is None:
                 return
@@ -568,8 +572,6 @@ class Unit:
             unit.reshard()
             unit._whole = [_whole_of(param.at_rest, unit.mesh_info.device) for param in unit.params] if unit.is_sharded else []
 
-    _whole: list[tuple[Tensor, Tensor | None]] = []
-
     def restore(self) -> None:
         """Undo the annotation: whole plain parameters are registered again, the original objects where they still exist."""
         for undo in (*self._rebuild_undo, *reversed(self._undo)):
@@ -649,7 +651,11 @@ class Unit:
 
 def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None:
     """Add a note to torch's error if plain and sharded tensors, or tensors of two dtypes, met in the forward of `module`."""
-    if not isinstance(error, RuntimeError) or unit.root is None or any("unit '" in note for note in getattr(error, "__notes__", ())):
+    if (
+        not isinstance(error, RuntimeError)
+        or unit.root is None
+        or any("unit '" in note for note in getattr(error, "__notes__", ()))
+    ):
         return
     names = {below: name for name, below in module.named_modules()}
     owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
@@ -698,7 +704,7 @@ def _whole_of(parameter: nn.Parameter, device: torch.device) -> tuple[Tensor, Te
             assert isinstance(tensor, DTensor)
         return tensor.full_tensor()
 
-    if local_of(parameter).device.type == "meta":
+    if local_of(parameter).device.type == "meta":  # type: ignore[arg-type]
         return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), None
     return whole(parameter), None if parameter.grad is None else whole(parameter.grad)
 

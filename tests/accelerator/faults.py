@@ -317,7 +317,10 @@ FAULTS: Final[dict[str, Fault]] = {
         _launch("(read|write)", "all_reduce", REDUCE),
     ),
     "sums over the replicas are taken before they are there": Fault(
-        _wait_for_nothing_on("all_reduce"), "hybrid", _launch("write", "(all_reduce|(_foreach_)?mul)", REDUCE), _launch("(read|write)", "", COMPUTE)
+        _wait_for_nothing_on("all_reduce"),
+        "hybrid",
+        _launch("write", "(all_reduce|(_foreach_)?mul)", REDUCE),
+        _launch("(read|write)", "", COMPUTE),
     ),
     "sums of buckets are taken before they are there": Fault(
         _wait_for_nothing_on("all_reduce"),

@@ -16,7 +16,7 @@ from composable import offload_activations
 from composable.memory import activations
 from composable.memory.activations import TO_DEVICE_STREAM, TO_HOST_STREAM
 from tests.accelerator import sim, watch
-from tests.accelerator.faults import COMPUTE, fork_without_waiting, _launch
+from tests.accelerator.faults import COMPUTE, _launch, fork_without_waiting
 from tests.helpers.world import Pool, current_device
 
 _LEAVES, _RETURNS = f"stream '{TO_HOST_STREAM}'", f"stream '{TO_DEVICE_STREAM}'"

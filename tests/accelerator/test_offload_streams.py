@@ -21,7 +21,7 @@ from composable.memory import offload
 from composable.memory.offload import TO_DEVICE_STREAM, TO_HOST_STREAM, ComingShards
 from composable.memory.torch_private import local_of
 from tests.accelerator import sim, watch
-from tests.accelerator.faults import COMPUTE, GATHER, fork_without_waiting, _launch
+from tests.accelerator.faults import COMPUTE, GATHER, _launch, fork_without_waiting
 from tests.accelerator.twins import Block, mesh_of, model_of, x_of
 from tests.helpers.world import Pool, current_device, spmd
 

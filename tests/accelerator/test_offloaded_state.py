@@ -19,7 +19,6 @@ from composable import (
     remove,
 )
 from composable.comm import base
-from composable.memory.torch_private import local_of
 from tests.accelerator.twins import Block, assert_at_home, assert_equal, mesh_of, model_of, one_batch, train, twins_of
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, spmd

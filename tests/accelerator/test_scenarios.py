@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import fully_shard, remove, replicate
-from composable.memory.streams import streams_of
 from composable.errors import AnnotationError, ForeignParameterError
+from composable.memory.streams import streams_of
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 

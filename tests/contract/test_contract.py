@@ -1,7 +1,6 @@
 """`contract`, `registry` and `remove`: records, clashes, states and undoing."""
 
 # Messages are compared word for word, each on one line.
-# ruff: noqa: E501
 
 from __future__ import annotations
 

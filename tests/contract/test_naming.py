@@ -1,7 +1,6 @@
 """Names of modules in messages, and containers without a forward."""
 
 # Messages are compared word for word, each on one line.
-# ruff: noqa: E501
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Records in copies of annotated modules, by deepcopy and pickling."""
 
 # Messages are compared word for word, each on one line.
-# ruff: noqa: E501
 
 from __future__ import annotations
 

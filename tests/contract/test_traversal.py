@@ -12,7 +12,7 @@ from torch import nn
 
 from composable import traversal as public
 from composable.contract import traversal
-from composable.contract.contract import contract, remove
+from composable.contract.contract import contract
 from composable.contract.traversal import (
     TreeWatch,
     get_all_sharded_states,

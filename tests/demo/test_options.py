@@ -29,21 +29,21 @@ def answer(capsys: pytest.CaptureFixture[str], *command_line: str) -> str:
 def test_a_value_that_is_no_number_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert_expected_inline(
         answer(capsys, "--steps", "many"),
-        """python -m composable demo: --steps: needs a whole number of at least 1, got 'many' (see python -m composable demo --help)""",  # noqa: E501
+        """python -m composable demo: --steps: needs a whole number of at least 1, got 'many' (see python -m composable demo --help)""",
     )
 
 
 def test_a_number_out_of_range_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert_expected_inline(
         answer(capsys, "--ranks", "0"),
-        """python -m composable demo: --ranks: needs a whole number from 1 to 64, got '0' (see python -m composable demo --help)""",  # noqa: E501
+        """python -m composable demo: --ranks: needs a whole number from 1 to 64, got '0' (see python -m composable demo --help)""",
     )
 
 
 def test_a_learning_rate_that_is_not_positive_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert_expected_inline(
         answer(capsys, "--learning-rate", "nan"),
-        """python -m composable demo: --learning-rate: needs a number above 0 and up to 1, got 'nan' (see python -m composable demo --help)""",  # noqa: E501
+        """python -m composable demo: --learning-rate: needs a number above 0 and up to 1, got 'nan' (see python -m composable demo --help)""",
     )
 
 
@@ -116,5 +116,5 @@ def test_the_missing_extra_is_named_with_what_brings_it() -> None:
     assert done.returncode == 1
     assert_expected_inline(
         done.stderr.strip(),
-        """python -m composable demo: rich is missing; pip install 'torch-composable[demo]' brings it, or pip install -e '.[demo]' in a checkout""",  # noqa: E501
+        """python -m composable demo: rich is missing; pip install 'torch-composable[demo]' brings it, or pip install -e '.[demo]' in a checkout""",
     )

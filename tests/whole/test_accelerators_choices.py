@@ -12,16 +12,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-
-from composable import fully_shard, no_sync, replicate
 from composable.device import memory
 from composable.device.collectives import Communicator, communicators_wrapped_by
 from composable.device.memory import HOST_MEMORY, Resizing
 from composable.plan.routes import Route
 from composable.runtime import sharded_bracket
 from composable.runtime.hop import Hop
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import fully_shard, no_sync, replicate
 from tests.helpers.battery import BATTERY
 from tests.helpers.communicators import all_accelerators
 from tests.helpers.compare import assert_same_training, full, full_gradients

@@ -247,7 +247,9 @@ def _fickle(how: str, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("how", "options"), [("shape", {}), ("fewer", {}), ("more", {"early_stop": False}), ("shape", {"debug": True})]
 )
-def test_a_second_run_that_does_something_else_loses_one_step(pool: Pool, how: str, options: dict[str, Any], device: str) -> None:
+def test_a_second_run_that_does_something_else_loses_one_step(
+    pool: Pool, how: str, options: dict[str, Any], device: str
+) -> None:
     need_devices(device, 2)
     pool.run(2, _fickle, how, options, device=device)
 

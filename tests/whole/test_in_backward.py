@@ -9,6 +9,7 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
+from composable.model.traversal import get_handles, get_replicated_states
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -25,7 +26,6 @@ from composable import (
     replicate,
     weighted_gradients,
 )
-from composable.model.traversal import get_handles, get_replicated_states
 from tests.helpers import host
 from tests.helpers.world import current_device, spmd
 

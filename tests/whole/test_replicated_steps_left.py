@@ -120,7 +120,10 @@ def test_a_rank_that_leaves_a_backward_out_is_named_on_all_ranks_before_any_step
     for well, error in pool.run(ranks, _skip, annotate):
         assert well == "well"
         assert error.startswith(f"gradient all-reduce of unit '{unit}'")
-        assert f"the ranks brought gradients of different units or steps. Before it, {'; '.join(seen)}. Every rank must run" in error
+        assert (
+            f"the ranks brought gradients of different units or steps. Before it, {'; '.join(seen)}. Every rank must run"
+            in error
+        )
 
 
 # --- what each rank may do for itself ---------------------------------------------------------------------------------
