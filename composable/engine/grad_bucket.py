@@ -241,7 +241,7 @@ class GradBucket:
             absent: in place, indices of parameters that this backward brought no gradient for.
         """
         if self._alone:
-            self._deliver_whole(self._take())
+            self._deliver_whole(later=True)
             return
         if not self.trains:
             return
@@ -340,6 +340,9 @@ class GradBucket:
         if shards_only and self._shards is None:
             self.hold()
             return
+        if self._alone:
+            self._deliver_whole()
+            return
         self._lands_early = shards_only and self._replicas is None
         shards_only = shards_only and self._replicas is not None
         self._hold_shards = shards_only
@@ -352,9 +355,6 @@ class GradBucket:
             self._wanted, self.held = trainable, self.held + 1
         else:
             self._hold_no_more()
-        if self._alone:
-            self._deliver_whole(gradients)
-            return
         plan = self._plan_of(trainable)
         if self._before != 1.0 and self.first_stage is None:
             gradients = [None if gradient is None else gradient / self._before for gradient in gradients]
@@ -545,13 +545,17 @@ class GradBucket:
                 grad.copy_(gradient)  # it was part of the sum
             else:
                 _add(parameter, grad, gradient)
-        if after and self._lands_early:
+        if after or self._unhooked:
+            self._run_hooks(indices, later=self._lands_early)
+
+    def _run_hooks(self, indices: Sequence[int], *, later: bool) -> None:
+        if later:
             self._unhooked.update(dict.fromkeys(indices))
             self.held = max(self.held, 1)
-        elif after or self._unhooked:
-            late, self._unhooked = self._unhooked, {}
-            for index in dict.fromkeys([*indices, *late]):
-                run_post_accumulate_hooks(at_rest[index])
+            return
+        late, self._unhooked = self._unhooked, {}
+        for index in dict.fromkeys([*indices, *late]):
+            run_post_accumulate_hooks(self.at_rest[index])
 
     def _hold_on(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
         """Accumulate gradients that are reduced over the shard dimension only."""
@@ -566,23 +570,24 @@ class GradBucket:
                 local = local + local_of(before)
             at_rest.grad = gradient_of_shards(local, at_rest, self.mesh_info.shard_dim)
 
-    def _deliver_whole(self, gradients: Sequence[Tensor | None]) -> None:
-        """One rank alone: nothing is summed; dtypes are those of a reduction."""
-        there = [(p, g) for p, g in zip(self.at_rest, gradients, strict=True) if g is not None]
+    def _deliver_whole(self, *, later: bool = False) -> None:
+        """One rank alone: nothing is summed; dtypes are those of a reduction. `later`: post-accumulate hooks have to wait."""
+        there = [(index, gradient) for index, gradient in enumerate(self._take()) if gradient is not None]
+        if not later:
+            self.held = 0
         # To the reduce dtype as well, as where there are other ranks.
         casts = [gradient.to(self.precision.reduce).to(self.precision.gradient) for _, gradient in there]
         if self._home is not None:
             casts = self._home.take(casts)
             wait_for_traffic()
-        for (parameter, _), cast in zip(there, casts, strict=True):
-            gradient = gradient_like(cast, parameter)
-            if not self.in_place:
-                gradient = run_gradient_hooks(parameter, gradient)
+        for (index, _), cast in zip(there, casts, strict=True):
+            parameter = self.at_rest[index]
+            gradient = run_gradient_hooks(parameter, gradient_like(cast, parameter))
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 _add(parameter, parameter.grad, gradient)
-            run_post_accumulate_hooks(parameter)
+        self._run_hooks([index for index, _ in there], later=later)
 
     # --- giving up --------------------------------------------------------------------------------------------------
 
@@ -600,7 +605,7 @@ class GradBucket:
             for parameter in self.compute if not self.in_place else ():
                 parameter.grad = None
             for parameter in self.at_rest:
-                if is_unreduced(parameter.grad) or (lost and self._marks):
+                if is_unreduced(parameter.grad) or (lost and self._marks and not self._alone):
                     parameter.grad = None
             self._hold_no_more()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -174,7 +175,7 @@ class Root:
         # Whether all ranks leave the units in one order in backward, so that replicated units can be reduced where they are left.
         self._alike: bool | None = None if self._shown and self._shown != self.units[:1] else True
         self._left: list[int] = []  # in this backward, until that is known
-        arriving = [unit for unit in self.units if unit.reduces_by_arrival and unit.mesh_info.all.size > 1]
+        arriving = [unit for unit in self.units if unit.reduces_by_arrival]
         self.buckets = Buckets(self, arriving) if arriving else None
         self._preparation = Preparation(self)
         _ROOTS.add(self)
@@ -213,7 +214,7 @@ class Root:
 
     def renew_buckets(self) -> None:
         """Parameters of replicated units were replaced."""
-        self.buckets = Buckets(self, [unit for unit in self.units if unit.reduces_by_arrival and unit.mesh_info.all.size > 1])
+        self.buckets = Buckets(self, [unit for unit in self.units if unit.reduces_by_arrival])
 
     def shows(self, unit: Unit) -> bool:
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
@@ -240,7 +241,7 @@ class Root:
             self._record(unit)
             if not self._verified:
                 self._check_order(unit)
-            self._gather(unit, self.order[self._cursor : self._cursor + PREFETCHED])
+            self._gather(unit, _ahead(unit, islice(self.order, self._cursor, None)))
         except BaseException:
             self.on_error(unit)
             raise
@@ -404,10 +405,12 @@ class Root:
         if unit in iteration.active:
             self._gather(unit, ())  # another output of it; a recomputation may have freed it
             return
-        for other in [*iteration.active]:
+        # Innermost first, here and at the end: ranks on which an expert is entered leave what lies before it earlier than others.
+        for other in [*reversed(iteration.active)]:
             if other not in unit.around and unit not in other.around:
                 self._leave_backward(other)
         iteration.active.append(unit)
+        iteration.to_reduce.pop(unit, None)
         iteration.to_reduce[unit] = iteration.entered[unit] = None
         finished = iteration.finished
         for position in range(len(finished) - 1, -1, -1) if unit.gathers else ():
@@ -418,7 +421,7 @@ class Root:
             iteration.builds_graph = True
             self._pinned[unit] = None
             unit.keep(self)
-        self._gather(unit, finished[-PREFETCHED:])
+        self._gather(unit, _ahead(unit, reversed(finished)))
         unit.swap_in()  # parts of it may be recomputed by themselves
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
@@ -430,10 +433,8 @@ class Root:
         if iteration is None or iteration.end is None:
             iteration = self._open_backward()
         if unit.reduces_by_arrival:
-            if self.buckets is not None:
-                self.buckets.arrived(param)
-            else:
-                iteration.to_reduce[unit] = None  # one rank
+            assert self.buckets is not None
+            self.buckets.arrived(param)
         else:
             iteration.to_reduce[unit] = None  # a parameter that was read outside of its module, or after the unit was left
 
@@ -459,6 +460,8 @@ class Root:
     def _reduce(self, unit: Unit) -> None:
         iteration = self.iteration
         assert iteration is not None
+        if unit.unhooked and unit.accumulation.now is SyncMode.REDUCE:
+            unit.run_hooks()
         if not unit.buckets:
             return
         if iteration.builds_graph and unit.has_gradients:
@@ -507,13 +510,12 @@ class Root:
         if iteration is None or iteration.end is None:
             return
         with self._streams.on(iteration.stream):
-            due = [
-                unit for unit in self.units if unit.accumulation.now is SyncMode.REDUCE and any(b.held for b in unit.buckets)
-            ]
+            reducing = [unit for unit in self.units if unit.accumulation.now is SyncMode.REDUCE]
+            due = [unit for unit in reducing if unit.unhooked or any(bucket.held for bucket in unit.buckets)]
             sent = [*iteration.in_flight, *iteration.over_replicas]
-            rest = dict.fromkeys([*iteration.active, *iteration.to_reduce, *iteration.untracked, *due])
+            rest = dict.fromkeys([*reversed(iteration.to_reduce), *iteration.untracked, *due])
             for unit in rest if self._alike else [*(unit for unit in rest if unit not in self._shown), *self._shown]:
-                if unit in iteration.active or unit in iteration.to_reduce or unit not in sent or unit.has_gradients:
+                if unit in iteration.to_reduce or unit not in sent or unit.has_gradients:
                     self._leave_backward(unit, at_end=True)
             if self.buckets is not None and not iteration.builds_graph:
                 self.buckets.launch_rest()
@@ -603,6 +605,7 @@ class Root:
             logger.warning("gradients that were accumulated under no_sync are dropped (unit '%s' and others)", held[0])
         for unit in dict.fromkeys([*launched, *self.units]):
             unit.drop_calls()
+            unit.unhooked.clear()
             try:
                 for bucket in unit.buckets:
                     bucket.drop()
@@ -637,6 +640,7 @@ class Root:
             for sparse in unit.sparse:
                 if sparse.holds:
                     sparse.reduce()
+            unit.run_hooks()
         wait_for_traffic()
         release_idle_memory()
 
@@ -655,6 +659,24 @@ class Root:
                     f"{', '.join(f'rank {rank} {count}' for rank, (count,) in enumerate(said))}. Every rank must run the same "
                     "backwards under no_sync. What was accumulated is dropped on all ranks"
                 )
+
+
+def _ahead(unit: Unit, following: Iterable[Unit]) -> list[Unit]:
+    """The units whose all-gather is launched ahead of need: of those that probably follow, the next ones over the same ranks.
+
+    Units over fewer ranks (experts) in between are not entered on all of these; the first of them is launched as well.
+    """
+    ahead: list[Unit] = []
+    comm, missing = unit.mesh_info.all, PREFETCHED
+    for other in following if missing else ():
+        if other.mesh_info.all is comm:
+            ahead.append(other)
+            missing -= 1
+            if not missing:
+                break
+        elif not ahead and other.mesh_info.all.size < comm.size:
+            ahead.append(other)
+    return ahead
 
 
 def _explain_mixing(error: BaseException | None, units: Sequence[Unit]) -> None:

@@ -43,6 +43,7 @@ from composable.engine.param import (
     is_unreduced,
     keep_gradients_in,
     move_hooks,
+    run_post_accumulate_hooks,
     set_label,
     set_unit,
 )
@@ -114,6 +115,7 @@ class Unit:
         accumulation: the scopes of `no_sync`.
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
+        unhooked: on one rank, parameters that have gradients, and whose post-accumulate hooks were not called.
     """
 
     def __init__(self) -> None:
@@ -137,6 +139,7 @@ class Unit:
         self.accumulation = Accumulation()
         self.comm_hooks: dict[str, CommHook] = {}
         self.sparse: list[SparseGradients] = []
+        self.unhooked: dict[ManagedParam, None] = {}
         self.around: dict[Unit, None] = {}  # units that have ever been running when this one was called
         self.trains = False
         self.fed = self.starved = False  # since the last step: a backward brought gradients; one went through and brought none
@@ -248,7 +251,7 @@ class Unit:
     @property
     def reduces_by_arrival(self) -> bool:
         """Autograd accumulates on the parameters that users see, and the root reduces them in buckets of all its units."""
-        return not self.is_sharded and self.beside is None
+        return not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
 
     def _build_buckets(self) -> None:
         assert self.spec is not None
@@ -266,8 +269,8 @@ class Unit:
                 continue
             if in_place and factor != 1.0:
                 self._multiply_gradients(group.params, factor)
-            if (in_place and ranks == 1) or (self.reduces_by_arrival and (in_place or ranks > 1)):
-                continue  # autograd has done everything, or the root reduces them in buckets of all units
+            if self.reduces_by_arrival or (in_place and ranks == 1):
+                continue  # the root reduces them in buckets of all units, or autograd has done everything
             members = list(zip(group.params, group.slots, strict=True))
             self.buckets.append(
                 GradBucket(members, group.precision, group.device, self.mesh_info, factor=factor, home=group.home)
@@ -291,12 +294,11 @@ class Unit:
         A unit that backward entered at its outputs needs no word of it; the root reduces it when backward leaves. Others bring
         gradients by another way (a parameter that is read outside of its module), or are reduced by arrival.
         """
-        if self.mesh_info.all.size == 1 and param.compute is param.at_rest:
-            return  # one rank: autograd has done everything
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
 
+        alone = self.mesh_info.all.size == 1 and param.compute is param.at_rest
         sparse = not self.is_sharded and only_looked_up(param.info)
 
         # Weak: torch holds the hook where the garbage collector does not look, and the unit holds the parameter.
@@ -307,7 +309,9 @@ class Unit:
             unit, param = to_unit(), to_param()
             if unit is None or param is None:
                 return
-            if sparse:
+            if alone:
+                unit.unhooked[param] = None
+            elif sparse:
                 next(each for each in unit.sparse if param in each.params).arrived(param)
             root = unit.root
             if root is None:
@@ -537,7 +541,13 @@ class Unit:
 
     @property
     def holds(self) -> bool:
-        return any(bucket.held for bucket in self.buckets) or any(sparse.holds for sparse in self.sparse)
+        return bool(self.unhooked) or any(bucket.held for bucket in self.buckets) or any(sparse.holds for sparse in self.sparse)
+
+    def run_hooks(self) -> None:
+        """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished their gradients."""
+        due, self.unhooked = self.unhooked, {}
+        for param in due:
+            run_post_accumulate_hooks(param.at_rest)
 
     @property
     def has_unreduced(self) -> bool:
