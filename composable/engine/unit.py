@@ -674,11 +674,11 @@ def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None
     if "mixed torch.Tensor and DTensor" in text:
         at_rest = {other.modules[0]: f"'{other.name}'" for other in units if other.is_sharded and not other.depth}
         below = [(type(each).__name__, [at_rest[m] for m in each.modules() if m in at_rest]) for each in readers]
-        kind, read = next((found for found in below if found[1]), ("module", ["?"]))
-        error.add_note(
-            f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another unit ({few(read)}) outside of that "
-            f"unit's forward, where it is sharded. Annotate the {kind} as the unit in its place; with a policy, leave that one out"
-        )
+        for kind, read in [found for found in below if found[1]][:1]:
+            error.add_note(
+                f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another unit ({few(read)}) outside of that "
+                f"unit's forward, where it is sharded. Annotate the {kind} as the unit in its place; with a policy, leave that one out"
+            )
     elif "dtype" in text or "scalar type" in text:
         reader, kind = readers[0], type(readers[0]).__name__
         held = [*reader.named_parameters(recurse=False), *reader.named_buffers(recurse=False)]
