@@ -40,35 +40,25 @@ class Piece:
 
 
 PIECES = (
+    Piece("all-gathers of the faked group", ("comm.base:GroupComm.all_gather",), True),
+    Piece("reduce-scatter of the faked group", ("comm.base:GroupComm.reduce_scatter",), True),
+    Piece("parameters out of the message", ("engine.param_group:ParamGroup._copy_out",), True),
+    Piece("gradients into the message", ("engine.grad_bucket:_Plan.copy_in",), True),
+    Piece("gradients taken from parameters", ("engine.grad_bucket:GradBucket._take",)),
+    Piece("gradients onto parameters", ("engine.grad_bucket:GradBucket._deliver",)),
+    Piece("checks before forward", ("engine.prepare:Preparation.prepare",), True),
     Piece(
-        "all-gathers of the faked group",
+        "version counters",
         (
-            "device.collectives.generic:GenericCommunicator.all_gather",
-            "device.collectives.accelerator:AcceleratorCommunicator.all_gather",
+            "engine.param_group:ParamGroup.note_writes",
+            "engine.param_group:ParamGroup._look_for_writes",
+            "engine.param_group:set_versions",
         ),
         True,
     ),
-    Piece(
-        "reduce-scatter of the faked group",
-        (
-            "device.collectives.generic:GenericCommunicator.reduce_scatter",
-            "device.collectives.accelerator:AcceleratorCommunicator.reduce_scatter",
-        ),
-        True,
-    ),
-    Piece("parameters out of the message", ("device.flat_parameters:FlatParameters.copy_out",), True),
-    Piece("gradients into the message", ("device.sharded_gradients:GradientRows.copy_in",), True),
-    Piece("gradients onto parameters", ("device.sharded_gradients:GradientShards.deliver",)),
-    Piece("checks before forward", ("runtime.preparation:Preparation.prepare",), True),
-    Piece("who keeps gradients", ("device.sharded_gradients:GradientShards.refresh",), True),
-    Piece(
-        "which form modules see",
-        ("device.parameter_swap:ParameterSwap.use_unsharded", "device.parameter_swap:ParameterSwap.use_sharded"),
-    ),
-    Piece("guards", ("model.hooks:GuardRow.step_aside", "model.hooks:GuardRow.stand")),
-    Piece("gradients taken over", ("runtime.gradient_group:take_gradients",)),
-    Piece("outputs watched", ("runtime.outputs:UnitOutputs.watch",)),
-    Piece("memory", ("device.elastic_buffer:ElasticBuffer.allocate", "device.elastic_buffer:ElasticBuffer.free")),
+    Piece("which form modules hold", ("engine.param:ParameterSwap.swap_in", "engine.param:ParameterSwap.swap_out"), True),
+    Piece("outputs watched", ("engine.unit:watch",)),
+    Piece("memory", ("memory.elastic:ElasticBuffer.allocate", "memory.elastic:ElasticBuffer.free")),
 )
 HOOKS = "torch's calls of empty hooks"
 REST = "everything else"
