@@ -94,7 +94,7 @@ CHECKS = (
         "every test that a device can run passes there",
         _tests("-k", "cuda", "tests"),
         _PATIENT,
-        rehearsal=_tests("-k", "cpu", "tests/device", "--collect-only"),
+        rehearsal=_tests("-k", "cpu", "tests/engine", "--collect-only"),
     ),
     Check(
         "sanitizer",
