@@ -1,4 +1,4 @@
-"""Which gradients share a message of a replicated model, and that buckets are launched in one order whatever arrives when."""
+"""Which gradients share a message of a replicated model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from composable import replicate
 from composable.comm import LocalComm, MeshInfo
 from composable.engine.bucketing import FIRST_BYTES, Buckets
-from composable.engine.param import ManagedParam, ParamInfo, Place
+from composable.engine.param import ParamInfo, Place
 from composable.engine.unit import Unit, UnitSpec
 from composable.errors import PhaseError
 from tests.engine.layouts import SETTINGS
-from tests.engine.ranks import CPU, infos_of_replicas
-from tests.helpers.communicators import Log, Recording
+from tests.engine.ranks import CPU
+from tests.helpers.world import current_device, spmd
 
 _DTYPES = {"f": torch.float32, "h": torch.bfloat16}
 
@@ -63,84 +65,25 @@ def test_the_first_bucket_is_small_so_that_communication_starts_early() -> None:
     assert [len(bucket) for bucket in _filled(buckets)] == [4, 8, 1]
 
 
-def _ranks(number: int = 2) -> tuple[list[Unit], list[Buckets], list[Log]]:
-    """Four parameters in buckets of their own on every rank."""
-    logs = [Log() for _ in range(number)]
-    made = []
-    for info, log in zip(infos_of_replicas(number), logs, strict=True):
-        comm: Any = Recording(info.all, log)
-        made.append(_unit([3] * 4, "f" * 4, 1, MeshInfo(info.mesh, info.shard, comm, comm)))
-    return [unit for unit, _ in made], [buckets for _, buckets in made], logs
+class Twice(nn.Module):
+    """A layer that runs twice; reentrant checkpoints give each run a backward of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: Tensor, *, checkpoints: bool) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=True) if checkpoints else self.layer(x)
+        return x
 
 
-def _launched(log: Log) -> str:
-    found = [label.partition("('p")[2][0] if "('p" in label else "o" for label in log.labels()]
-    log.events.clear()
-    return "".join(found)
-
-
-def _arrive(unit: Unit, buckets: Buckets, *indices: int) -> None:
-    for index in indices:
-        param: ManagedParam = unit.params[index]
-        param.at_rest.grad = torch.full((3,), index + 1.0)
-        buckets.arrived(param)
-
-
-def test_buckets_are_launched_in_one_order_by_gradients_that_come_in_any_order_or_not_at_all() -> None:
-    units, buckets, (log, other) = _ranks()
-    for each in buckets:
-        each._ready = None  # the order is agreed
-        each.open()
-    _arrive(units[0], buckets[0], 2, 0)
-    assert _launched(log) == "", "the bucket of 3 comes first"
-    _arrive(units[0], buckets[0], 3)
-    assert _launched(log) == "32"
-    _arrive(units[0], buckets[0], 1)
-    assert _launched(log) == "10"
-    buckets[1].open()
-    _arrive(units[1], buckets[1], 3)
-    for each in buckets:
-        each.launch_rest()
-        each.launch_rest()
-    assert _launched(other) == "3210"
-    for each in buckets:
-        each.land()
-    for unit in units:
-        found = [param.at_rest.grad for param in unit.params]
-        assert [float(gradient[0]) for gradient in found if gradient is not None] == [0.5, 1.0, 1.5, 4.0]
-
-
-def test_the_order_is_that_of_arrival_on_rank_0_agreed_once() -> None:
-    units, buckets, logs = _ranks()
-    order = {0: [1, 3, 0, 2], 1: [0, 1, 2, 3]}
-    sent: list[list[int]] = []
-    for rank, (unit, each) in enumerate(zip(units, buckets, strict=True)):
-        each.open()
-        _arrive(unit, each, *order[rank])
-    for unit, each in zip(units, buckets, strict=True):
-
-        def broadcast(tensors: Sequence[torch.Tensor], label: str) -> None:
-            sent.append(tensors[0].tolist())
-            tensors[0].copy_(torch.tensor(sent[0]))
-
-        comm: Any = unit.mesh_info.all
-        comm.broadcast = broadcast
-        each.land()
-        assert _filled(each) == [[1], [3], [0], [2]]
-    assert len(sent) == 2
-    for rank, (unit, each) in enumerate(zip(units, buckets, strict=True)):
-        each.open()
-        _launched(logs[rank])
-        _arrive(unit, each, 0, 1, 2, 3)
-        assert _launched(logs[rank]) == "1302"
-    for each in buckets:
-        each.land()
-    assert len(sent) == 2
-
-
+@spmd(ranks=2)
 def test_a_second_gradient_after_the_first_was_sent_is_refused_by_name() -> None:
-    units, buckets, _ = _ranks()
-    buckets[0].open()
-    _arrive(units[0], buckets[0], 3)
-    with pytest.raises(PhaseError, match=r"^parameter 'p3' of unit .* got a second gradient in one backward"):
-        _arrive(units[0], buckets[0], 3)
+    model = replicate(Twice().to(current_device()), bucket_cap_mb=1e-5)
+    x = torch.ones(2, 3, device=current_device(), requires_grad=True)
+    for _ in range(2):
+        with pytest.raises(PhaseError, match=r"^parameter 'layer\.(weight|bias)' of .* got a second gradient in one backward"):
+            model(x, checkpoints=True).sum().backward()
+    model(x, checkpoints=False).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

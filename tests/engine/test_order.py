@@ -164,9 +164,9 @@ wait 3, run 3
 
 gather 3, gather 2,
 wait 3, reduce 3, gather 1,
-wait 2, reduce 2, gather 0,
-wait 1, reduce 1, land 3,
-wait 0, reduce 0, land 2, land 1, land 0""",
+wait 2, reduce 2, land 3, gather 0,
+wait 1, reduce 1, land 2,
+wait 0, reduce 0, land 1, land 0""",
     )
 
 
@@ -180,8 +180,8 @@ wait 1, run 1,
 wait 2, run 2
 
 gather 1, reduce 2, gather 0,
-wait 1, reduce 1,
-wait 0, reduce 0, land 2, land 1, land 0""",
+wait 1, reduce 1, land 2,
+wait 0, reduce 0, land 1, land 0""",
     )
 
 
