@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -24,8 +25,10 @@ from composable import (
     fully_shard,
     no_sync,
     reduce_gradients,
+    register_comm_hook,
     replicate,
 )
+from composable.engine.root import units_below
 from composable.errors import ClippingError, OptimizerError, PhaseError
 from tests.helpers.world import current_device, spmd
 
@@ -102,6 +105,21 @@ def _replicated_in_bfloat16(model: Model) -> None:
     replicate(model, bucket_cap_mb=0.0005, mp_policy=policy)
 
 
+def _hooked(model: Model) -> None:
+    _replicated(model)
+    register_comm_hook(model, fp16_compress_hook)
+
+
+def _tied(model: Model) -> None:
+    model.blocks[2].down.weight = model.blocks[0].down.weight
+    _sharded(model)
+
+
+def _tied_and_replicated(model: Model) -> None:
+    model.blocks[2].down.weight = model.blocks[0].down.weight
+    _replicated(model)
+
+
 def _mixed(model: Model) -> None:
     replicate(model.blocks[1])
     fully_shard(model, policy={Block})
@@ -117,6 +135,9 @@ SCHEMES: Final[dict[str, Annotate]] = {
     "frozen": _frozen,
     "replicated": _replicated,
     "replicated in bfloat16": _replicated_in_bfloat16,
+    "hooked": _hooked,
+    "tied": _tied,
+    "tied and replicated": _tied_and_replicated,
     "mixed": _mixed,
     "plain": lambda model: None,
 }
@@ -390,3 +411,71 @@ def test_it_is_not_applied_or_removed_inside_a_backward() -> None:
         output.register_hook(lambda _, act=act: act())  # type: ignore[misc]
         with pytest.raises(PhaseError, match="inside a backward"):
             output.sum().backward()
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+UNITS: Final = 12
+WIDE: Final = 256
+
+
+def _gradient_bytes(model: nn.Module) -> int:
+    """Of all memory that gradients live in now."""
+    units = units_below([model])
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    roots = dict.fromkeys(unit.root for unit in units if unit.root is not None and unit.root.buckets is not None)
+    buckets += [each.bucket for root in roots for each in root.buckets._buckets]  # type: ignore[union-attr]
+    parameters = [*model.parameters(), *(p for bucket in buckets for p in bucket.compute)]
+    tensors = [*(p.grad for p in parameters), *(bucket._flat for bucket in buckets)]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if each is not None]
+    storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
+    messages = [plan.message.nbytes for bucket in buckets for plan in bucket._plans.values() if plan.message.held]
+    return sum(storages.values()) + sum(messages)
+
+
+class _Watched(torch.optim.SGD):
+    """Notes how many bytes of gradients there are at each step."""
+
+    model: nn.Module
+    seen: list[int]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.seen.append(_gradient_bytes(self.model))
+        super().step()
+
+
+def _peak(annotate: Callable[[nn.Module], Any], *, early: bool) -> int:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = [nn.Linear(WIDE, WIDE, bias=False) for _ in range(UNITS)]
+    model = nn.Sequential(*layers).to(current_device())
+    for layer in layers:  # ranks go through them together, or sums would be there when the slowest rank wants them to be
+        layer.register_full_backward_hook(lambda *_: dist.barrier())
+    annotate(model)
+    _Watched.model, _Watched.seen = model, []
+    usual = None if early else _Watched(model.parameters(), lr=0.1)
+    if early:
+        apply_optimizer_in_backward(_Watched, model.parameters(), {"lr": 0.1})
+    for _ in range(3):
+        _Watched.seen = []
+        model(torch.randn(2, WIDE, device=current_device(), requires_grad=True)).sum().backward()
+        if usual is not None:
+            usual.step()
+            usual.zero_grad()
+    if early:
+        assert _gradient_bytes(model) <= WIDE * WIDE * 4
+    return max(_Watched.seen) // (WIDE * WIDE * 4)  # in layers
+
+
+@spmd(ranks=2)
+def test_gradients_are_given_back_when_their_unit_has_been_stepped() -> None:
+    def sharded(model: nn.Module) -> None:
+        fully_shard(model, policy={nn.Linear})
+
+    def replicated(model: nn.Module) -> None:
+        replicate(model, bucket_cap_mb=0.25)
+
+    every_layer = UNITS // dist.get_world_size()
+    assert _peak(sharded, early=False) == every_layer, "the watch sees them all"
+    assert _peak(sharded, early=True) <= 2
+    assert _peak(replicated, early=False) >= UNITS, "the watch sees them all"
+    assert _peak(replicated, early=True) <= UNITS // 2
