@@ -49,6 +49,7 @@ class StateDictHook:
             for index, param in enumerate(self._unit.params):
                 for place in param.info.places:
                     self._here.setdefault(id(place.module), []).append((index, place.name))
+        self._unit.before_state_dict()
         assign = local_metadata.get("assign_to_params_buffers", False)
         for index, name in self._here.get(id(module), ()):
             value = state_dict.get(prefix + name)

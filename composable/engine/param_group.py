@@ -232,8 +232,8 @@ class ParamGroup:
     def _make_buffers(self) -> None:
         layout, dtype, device = self.layout, self.precision.compute, self.device
         self._buffers: list[ElasticBuffer] = []  # memory of compute parameters
-        self._messages: list[ElasticBuffer] = []  # memory from the launch of the gather to its end
-        self.full = self.late = self._staging = self._sent = None
+        self.full = self.late = None
+        self._staging = self._sent = None  # memory from the launch of the gather to its end
         self._coming: ComingShards | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -248,12 +248,10 @@ class ParamGroup:
             self._buffers.append(self.late)
         if layout.packed_numel:
             self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, dtype, device)
-            self._messages.append(self._staging)
         if self.home is not None:
             self._coming = ComingShards(self.shard, self.home)
         if self.takes_message and self.precision.casts:
             self._sent = ElasticBuffer(layout.cut_numel, dtype, device)
-            self._messages.append(self._sent)
         if self.mesh_info.post_forward is not None and self.takes_message:
             self._post_forward_shard = ElasticBuffer(layout.full_numel // self.mesh_info.post_forward.size, dtype, device)
         self._plan_sending()
@@ -464,8 +462,9 @@ class ParamGroup:
         if self.state is ShardedState.SHARDED_POST_FORWARD:
             self._unshard_from_neighbours()
         else:
-            for buffer in (*self._messages, *((self.full,) if self.full is not None else ())):
-                buffer.allocate()
+            for buffer in (self._staging, self._sent, self.full):
+                if buffer is not None:
+                    buffer.allocate()
             targets, sources = self._casts
             if self._coming is not None:
                 self._coming.bring(targets, sources)
@@ -494,6 +493,7 @@ class ParamGroup:
         if self._post_forward_shard is not None and self._post_forward_shard.held:
             self._post_forward_shard.free()
         elif self._staging is not None:
+            self._end_sending()  # before there is memory for what is copied out
             if self.late is not None:
                 self.late.allocate()
             self._copy_out(self._staging.tensor.data.view(self.layout.num_shards, -1))
@@ -513,11 +513,17 @@ class ParamGroup:
                 sources.append(source)
         torch._foreach_copy_(targets, sources)
 
-    def _end_messages(self) -> None:
+    def _end_sending(self) -> None:
+        """The gather has read its input."""
         if self._coming is not None:
             self._coming.end()
-        for buffer in self._messages:
-            buffer.free()
+        if self._sent is not None:
+            self._sent.free()
+
+    def _end_messages(self) -> None:
+        self._end_sending()
+        if self._staging is not None:
+            self._staging.free()
 
     def reshard(self) -> None:
         """Free the compute parameters; a gather in flight is waited for first."""

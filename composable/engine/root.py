@@ -92,7 +92,8 @@ class Iteration:
 class BackwardEnd:
     """The end of one backward, for all roots that take part: first all launch, then all wait.
 
-    It is queued on autograd's engine, which calls it when the backward ends, and destroys it without a call when it raised.
+    It is queued on autograd's engine, which calls it when the backward ends, and destroys it without a call when it raised:
+    before the caller sees the error; on an accelerator a thread of autograd's may do so some milliseconds later.
     """
 
     def __init__(self) -> None:
@@ -122,7 +123,7 @@ class BackwardEnd:
     def _restore(self) -> None:
         roots, self.roots = self.roots, []
         for root in roots:
-            root.on_failed_backward()
+            root.on_failed_backward(self)
 
 
 _ROOTS: Final[WeakSet[Root]] = WeakSet()
@@ -586,8 +587,11 @@ class Root:
         if not self.running:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")
 
-    def on_failed_backward(self) -> None:
+    def on_failed_backward(self, end: BackwardEnd) -> None:
         """A backward raised. Modules hold at-rest parameters again; the next forward resets the rest. Waits for nothing."""
+        iteration = self.iteration
+        if iteration is None or iteration.end is None or iteration.end() not in (None, end):
+            return  # the next forward came first
         for unit in self.units:
             if not unit.depth:
                 unit.swap_out()

@@ -52,7 +52,7 @@ from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, 
 from composable.engine.root import EXPLICIT, Iteration, Root, root_for_call, units_below
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
-from composable.memory.torch_private import backward_id, in_backward, local_of, next_node
+from composable.memory.torch_private import backward_id, can_take_data, in_backward, local_of, next_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,7 @@ class Unit:
         """
         undo: list[Callable[[], object]] = []
         for module in holders:
-            undo.append(module.register_state_dict_pre_hook(self._before_state_dict).remove)
+            undo.append(module.register_state_dict_pre_hook(self.before_state_dict).remove)
             if self.mesh_info.mesh is not None:
                 undo.append(module.register_load_state_dict_pre_hook(self._load_hook).remove)
             if isinstance(module, nn.RNNBase) and (self.is_sharded or self.param_dtype):
@@ -213,8 +213,8 @@ class Unit:
         return None if self.spec is None else self.spec.mp_policy.param_dtype
 
     @untraced
-    def _before_state_dict(self, *_: object) -> None:
-        """A state dict in an `except` block after a failed step shows at-rest parameters."""
+    def before_state_dict(self, *_: object) -> None:
+        """A state dict that is made or loaded in an `except` block after a failed step is one of at-rest parameters."""
         if not self.depth and not in_backward():
             self.swap_out()
 
@@ -729,7 +729,8 @@ def _laid_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:
 def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) -> None:
     original, at_rest = param.original(), param.at_rest
     fits = original is not None and original.shape == value.shape and original.dtype == value.dtype
-    if original is not None and fits and original.is_meta is value.is_meta:  # torch gives no memory to what was made on meta
+    # torch gives no memory to what was made on meta, and none of some devices to what was made on a host.
+    if original is not None and fits and original.is_meta is value.is_meta and can_take_data(original, value):
         plain = original
         if plain.device == value.device:
             plain.data.copy_(value)

@@ -3,7 +3,7 @@
 An all-gather reads a copy of the shards on the device, which exists from the launch of the all-gather to its end. Reduced
 gradients land on the device and leave it at once. Each direction has a stream of its own; device memory is allocated and freed
 on the compute stream, which waits for the end of a copy before the memory is freed. For gradients that is when the gradients
-of the next units leave, so at most two units' reduced gradients are on the device.
+of the next unit leave: those of one unit are on their way to the host while those of the next are reduced.
 
 Optimizers, clipping and `load_state_dict` work on the host, and no stream orders that. So the host waits (`wait_for_traffic`)
 at the end of a root forward, because shards may be written to afterwards, and at the end of backward, because gradients may be
@@ -26,7 +26,7 @@ from composable.memory.streams import Mark, streams_of
 
 TO_DEVICE_STREAM: Final = "copy shards to device"
 TO_HOST_STREAM: Final = "copy gradients to host"
-_MAX_LEAVING: Final = 2  # reductions whose device memory is held while they are copied to the host
+_MAX_LEAVING: Final = 1  # reductions whose device memory is held while backward goes on and they are copied to the host
 
 
 class _Traffic:

@@ -173,6 +173,10 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+# Whether `parameter.data = tensor` is possible: not from a host to every device. `nn.Module.to` asks the same.
+can_take_data: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
+
+
 # Whether a profiler runs in this process. A label costs 2 us even if no profiler reads it. Without it nothing is labelled.
 # Made in C, because it is asked at every launch and every wait.
 profiled: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled", False)
