@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 from composable import fully_shard
 from composable.memory.torch_private import local_of
+from tests.accelerator.twins import at_rest_again
 from tests.helpers.world import current_device, spmd
 
 TRIALS = 20
-PATIENCE = 5.0  # seconds in which modules hold at-rest parameters again; it takes milliseconds
 
 
 class Asked(BaseException):
@@ -41,15 +40,6 @@ def _fails_before_the_first_unit(model: nn.Module, error: BaseException) -> Call
     return loss.backward  # type: ignore[no-any-return]
 
 
-def _at_rest_again(model: nn.Module, parameters: list[nn.Parameter]) -> bool:
-    deadline = time.monotonic() + PATIENCE
-    while any(one is not other for one, other in zip(model.parameters(), parameters, strict=True)):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.001)
-    return True
-
-
 @spmd(ranks=1)
 @pytest.mark.parametrize("error", [MemoryError, Asked])
 def test_state_dicts_are_those_of_parameters_at_rest_and_the_next_step_works(error: type[BaseException]) -> None:
@@ -61,7 +51,7 @@ def test_state_dicts_are_those_of_parameters_at_rest_and_the_next_step_works(err
         with pytest.raises(error):
             backward()
         assert [value.data_ptr() for value in map(local_of, model.state_dict().values())] == addresses
-        assert _at_rest_again(model, parameters)
+        assert at_rest_again(model, parameters)
         model.zero_grad()
     model(torch.ones(2, 4, device=current_device())).sum().backward()
     expected = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
@@ -94,5 +84,5 @@ def test_parameters_come_back_where_two_threads_call_backward_and_one_of_them_ra
     over.set()
     thread.join()
     torch.ones((), device=current_device(), requires_grad=True).square().backward()  # after those
-    assert _at_rest_again(raising, parameters)
+    assert at_rest_again(raising, parameters)
     assert all(parameter.grad is not None for parameter in other.parameters())

@@ -25,7 +25,7 @@ from composable import (
 )
 from composable.memory.torch_private import local_of
 from tests.accelerator import sim
-from tests.accelerator.twins import Block, assert_at_home, assert_equal, mesh_of, model_of, one_batch, train, twins_of, x_of
+from tests.accelerator.twins import Block, assert_at_home, assert_equal, at_rest_again, mesh_of, model_of, one_batch, train, twins_of, x_of
 from tests.helpers.world import current_device, spmd
 
 Options = dict[str, Any]
@@ -88,10 +88,12 @@ def test_a_backward_that_raises_leaves_a_model_that_trains_on() -> None:
         raise RuntimeError("as asked")
 
     for model in models:
+        parameters = list(model.parameters())
         hook = model[1].register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
         with pytest.raises(RuntimeError, match="as asked"):
             one_batch(model, 3)
         hook.remove()
+        assert at_rest_again(model, parameters)
         model.zero_grad()
     train(models, one_batch)
 

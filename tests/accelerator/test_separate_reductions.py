@@ -26,7 +26,7 @@ def _train(after: bool | None) -> tuple[list[str], bool]:
         fully_shard(model, mesh=group, policy={Layer}, reshard_after_forward=after)
     unit = fully_shard.state(model)
     assert unit is not None
-    reductions = getattr(unit.handle.mesh_info.shard, "reductions", lambda: None)()
+    reductions = getattr(unit.mesh_info.shard, "_reductions", lambda: None)()
     left = []
     for step in range(3):
         x = batch(step).to(current_device())
@@ -44,7 +44,7 @@ def _train(after: bool | None) -> tuple[list[str], bool]:
             torch.testing.assert_close(
                 gradient, mean, rtol=1e-5, atol=1e-6, msg=lambda text, n=name, s=step: f"{s} {n}: {text}"
             )
-    return left, reductions is not None and reductions.group_desc == "composable reduce-scatters"
+    return left, reductions is not None and reductions.group_desc == "composable: reduce-scatters"
 
 
 @pytest.mark.parametrize("after", [None, True, False])

@@ -1,9 +1,10 @@
-"""A model that rests on the host, and its twin that does not; knows no test."""
+"""A model that rests on the host, and its twin that does not."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from torch.distributed.tensor import DTensor
 from composable import CPUOffloadPolicy, fully_shard
 from composable.memory.torch_private import local_of
 from tests.helpers.world import current_device
+
+
+PATIENCE: Final = 5.0  # seconds in which modules hold at-rest parameters after a backward that raised; it takes milliseconds
 
 
 class Block(nn.Module):
@@ -57,6 +61,16 @@ def twins_of(**options: Any) -> tuple[nn.Module, nn.Module]:
     for policy in (None, offload):
         made.append(fully_shard(model_of(), offload_policy=policy, **options))
     return made[0], made[1]
+
+
+def at_rest_again(model: nn.Module, parameters: list[nn.Parameter]) -> bool:
+    """Whether modules hold `parameters` some time after a backward that raised, which a thread of autograd's has to drop."""
+    deadline = time.monotonic() + PATIENCE
+    while any(one is not other for one, other in zip(model.parameters(), parameters, strict=True)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.001)
+    return True
 
 
 def assert_at_home(model: nn.Module) -> None:
