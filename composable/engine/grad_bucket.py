@@ -692,7 +692,8 @@ class _Plan:
         found = self._rows.get(key)
         if found is None:
             with torch.inference_mode(False):
-                found = torch.tensor(self._flags((), counts), dtype=dtype).to(self._device).repeat(self._ranks, 1)
+                row = torch.tensor(self._flags((), counts), dtype=dtype).to(self._device, non_blocking=True)
+                found = row.repeat(self._ranks, 1)
             self._rows[key] = found
         return found
 
