@@ -89,13 +89,6 @@ def test_direct_rows_land_where_the_whole_parameter_has_them(plan: Planned) -> N
         assert torch.equal(torch.cat(landed), whole.view(-1))
 
 
-@SETTINGS
-@given(planned())
-def test_a_layout_is_a_function_of_its_inputs_only(plan: Planned) -> None:
-    """Ranks plan on their own, so equal inputs must give equal plans."""
-    assert plan_layout(plan.shapes, **plan.options) == plan.layout
-
-
 def _slot(shape: tuple[int, ...], num_shards: int, dim: int | None = 0, direct: int = 0, packed_align: int = 1) -> Slot:
     shapes = [ParamShape("p", shape, dim)]
     return plan_layout(shapes, num_shards=num_shards, direct_numel=direct, packed_align=packed_align).slots[0]
@@ -124,16 +117,6 @@ def test_a_parameter_takes_the_cheapest_route_that_it_can(
 def test_a_message_that_is_not_aligned_is_packed() -> None:
     assert _slot((8, 4), 4, packed_align=4).route is Route.DIRECT
     assert _slot((8, 3), 4, packed_align=4).route is Route.PACKED
-
-
-@pytest.mark.parametrize(
-    ("size", "shards"),
-    [(8, [2, 2, 2, 2]), (7, [2, 2, 2, 1]), (6, [2, 2, 2, 0]), (5, [2, 2, 1, 0]), (1, [1, 0, 0, 0]), (0, [0, 0, 0, 0])],
-)
-def test_the_first_ranks_have_full_shards_and_the_last_ones_fewer_or_none(size: int, shards: list[int]) -> None:
-    slot = _slot((size, 3), 4)
-    assert [slot.extent(rank)[1] for rank in range(4)] == shards
-    assert slot.even is (len(set(shards)) == 1)
 
 
 def test_a_layout_without_cut_parameters_needs_no_message() -> None:

@@ -139,7 +139,7 @@ def _steps(orders: Sequence[Sequence[int]], reshard: bool | None) -> str:
             output.sum().backward()
         found = f"{forward}\n\n{_short(log)}".replace(", wait", ",\nwait")  # what was launched before each wait
         for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
-            mine = None if other.grad is None else other.grad.full_tensor()  # type: ignore[operator]
+            mine = None if other.grad is None else other.grad.full_tensor()
             torch.testing.assert_close(mine, one.grad)
     return found
 

@@ -6,23 +6,19 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
 from torch import Tensor, nn
 
-from composable.engine.layout import Route
 from composable.engine.param import (
     ManagedParam,
     ParameterSwap,
     ParamInfo,
     Place,
-    cut,
     defer_hooks,
     memory_order,
     move_hooks,
     run_gradient_hooks,
     run_post_accumulate_hooks,
 )
-from tests.engine.layouts import SETTINGS, Planned, planned
 
 # --- what modules hold --------------------------------------------------------------------------------------------------
 
@@ -58,7 +54,7 @@ def test_a_tied_parameter_changes_in_all_its_places() -> None:
     swap.swap_out()
     assert one.weight is other.weight is rnn.weight_hh_l0 is param.at_rest
     fresh = nn.Parameter(torch.ones(2, 2))
-    other.weight = None  # type: ignore[assignment]
+    other.weight = None
     param.register(fresh)
     assert one.weight is rnn.weight_hh_l0 is param.registered is fresh
     assert any(weight is fresh for weight in rnn._flat_weights)
@@ -80,22 +76,6 @@ def test_a_parameter_that_the_user_registered_stays_where_it_is(kind: type[nn.Mo
     setattr(module, name, theirs)
     swap.swap_out()
     assert getattr(module, name) is theirs
-
-
-# --- shards -------------------------------------------------------------------------------------------------------------
-
-
-@SETTINGS
-@given(planned())
-def test_shards_put_together_are_the_whole(plan: Planned) -> None:
-    for slot in plan.layout.slots:
-        whole = torch.arange(slot.numel).view(slot.shape)
-        pieces = [cut(whole, slot, rank) for rank in range(plan.num_shards)]
-        assert [tuple(piece.shape) for piece in pieces] == [slot.local_shape(rank) for rank in range(plan.num_shards)]
-        if slot.route is Route.WHOLE:
-            assert all(torch.equal(piece, whole) for piece in pieces)
-        else:
-            assert torch.equal(torch.cat(pieces, slot.dim), whole)
 
 
 def test_the_order_of_memory_is_that_of_the_strides() -> None:

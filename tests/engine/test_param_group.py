@@ -104,7 +104,7 @@ def test_a_shard_at_rest_is_a_dtensor_with_a_storage_of_its_own_over_the_shard_b
     for rank in _some():
         w, v, s = rank.at_rest
         assert isinstance(w, DTensor)
-        assert (w.placements, v.placements, s.placements) == ((Shard(0),), (Shard(1),), (Replicate(),))  # type: ignore[attr-defined]
+        assert (w.placements, v.placements, s.placements) == ((Shard(0),), (Shard(1),), (Replicate(),))
         assert [tuple(p.shape) for p in rank.at_rest] == [(4, 3), (3, 5), (2,)]
         with torch.no_grad():
             w.fill_(7.0)
@@ -165,7 +165,7 @@ CELLS = [
 def test_groups_go_from_state_to_state(state: ShardedState, event: str, after: str, traits: Traits) -> None:
     ranks = _some(4, traits, near=2)
     for step in (*REACHED_BY[state], event):
-        each(ranks, lambda rank, step=step: getattr(rank.group, step)())  # type: ignore[misc]
+        each(ranks, lambda rank, step=step: getattr(rank.group, step)())
     expected = state if after == "-" else ShardedState[after]
     assert all(rank.group.state is expected for rank in ranks)
     assert all((_nbytes(rank) > 0) is (expected in (UNSHARDING, UNSHARDED)) for rank in ranks)
@@ -200,7 +200,7 @@ def test_a_gather_that_fails_leaves_the_group_sharded_without_memory() -> None:
             raise CommunicationError("as planned")
 
     group = ranks[0].group
-    group.comm.all_gather = lambda pairs, label: Failed()  # type: ignore[method-assign]
+    group.comm.all_gather = lambda pairs, label: Failed()
     group.unshard()
     with pytest.raises(CommunicationError):
         group.wait_for_unshard()
@@ -292,7 +292,7 @@ def test_at_rest_parameters_stay_the_same_objects_when_a_group_is_built_again(wa
     for rank in ranks:
         for index, parameter in enumerate(rank.at_rest):
             if way == "moved":
-                set_local(parameter, local(parameter.detach()) * 2.0)  # type: ignore[arg-type]
+                set_local(parameter, local(parameter.detach()) * 2.0)
             elif way == "assigned":
                 setattr(rank.module, f"p{index}", nn.Parameter(parameter.detach() * 2.0))
         rank.build()
@@ -313,15 +313,15 @@ def _whole() -> list[Tensor]:
 def test_attributes_and_hooks_go_with_a_parameter() -> None:
     (rank, _) = ranks_of([torch.ones(2, 2)], [None], infos_of_replicas(2), shards=False)
     (own,) = rank.at_rest
-    own.tag = "mine"  # type: ignore[attr-defined]
+    own.tag = "mine"
     calls: list[str] = []
     handle = own.register_hook(lambda gradient: calls.append("hook"))
     rank.shards = True
     rank.build()
     (at_rest,) = rank.at_rest
     assert at_rest is not own
-    assert at_rest.tag == "mine"  # type: ignore[attr-defined]
-    assert list(at_rest._backward_hooks) == list(own._backward_hooks)  # type: ignore[call-overload]
+    assert at_rest.tag == "mine"
+    assert list(at_rest._backward_hooks) == list(own._backward_hooks)
     handle.remove()
     assert not at_rest._backward_hooks
 
@@ -341,10 +341,10 @@ def test_replicated_parameters_rest_as_dtensors_over_the_users_memory_and_back()
     assert at_rest.placements == (Replicate(),)
     assert local(at_rest).data_ptr() == own.data_ptr()
     assert rank.compute == [own]
-    assert local(at_rest.grad).tolist() == [1.0] * 4  # type: ignore[arg-type]
+    assert local(at_rest.grad).tolist() == [1.0] * 4
     assert own.grad is None
     assert at_rest._post_accumulate_grad_hooks
-    assert not own._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    assert not own._post_accumulate_grad_hooks
     with torch.no_grad():
         at_rest.mul_(2.0)
     rank.rest_mesh = None
@@ -352,7 +352,7 @@ def test_replicated_parameters_rest_as_dtensors_over_the_users_memory_and_back()
     assert rank.at_rest[0] is own
     assert own.tolist() == [0.0, 2.0, 4.0, 6.0]
     assert own.grad is not None
-    assert own._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    assert own._post_accumulate_grad_hooks
 
 
 def test_a_cast_of_a_replicated_parameter_takes_memory_only_while_it_is_unsharded() -> None:

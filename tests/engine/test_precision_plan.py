@@ -23,7 +23,7 @@ from composable.engine.precision import Precision, resolve
 def test_gradients_are_summed_in_the_dtype_of_the_computation_unless_told_otherwise(
     asked: dict[str, torch.dtype], expected: Precision
 ) -> None:
-    policy = MixedPrecisionPolicy(**asked)  # type: ignore[arg-type]
+    policy = MixedPrecisionPolicy(**asked)
     assert resolve(policy, float32) == expected
     assert not resolve(policy, float32, exact=True).changes
 
