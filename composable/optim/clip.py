@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Real
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -34,9 +34,6 @@ from composable.optim.numbers import Groups, groups_sharded_over, local_tensor, 
 _EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
 _DOUBLE: Final = (torch.float64, torch.complex128)
 _HALF: Final = (torch.float16, torch.bfloat16)
-
-Around = tuple[DeviceMesh | None, dist.ProcessGroup | None]
-_NOTHING_AROUND: Final[Around] = (None, None)
 
 
 @torch.no_grad()
@@ -84,7 +81,19 @@ def clip_grad_norm_(
 
     After Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks" (ICML 2013).
     """
-    limit, order = _limit(max_norm), _order(norm_type)
+    if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not isinstance(max_norm, DTensor):
+        max_norm = max_norm.item()
+    limit, order = _number("max_norm", max_norm), _number("norm_type", norm_type)
+    if not limit >= 0:
+        raise ClippingError(
+            f"clip_grad_norm_: max_norm must not be negative or NaN, got {limit}: gradients would change their direction. "
+            "To measure the norm only, pass float('inf')"
+        )
+    if not order > 0:
+        raise ClippingError(
+            f"clip_grad_norm_: norm_type must be a positive number or inf, got {order}: no other norm of a tensor can be put "
+            "together from those of its shards"
+        )
     parameters = _parameters_of(model_or_parameters)
     _check_pipeline(pp_group)
     if not parameters:
@@ -121,14 +130,15 @@ class _Part:
 
     Attributes:
         groups: the process groups over which the gradients are sharded; none: every rank holds them whole.
-        unit_mesh: the mesh of their units, if it does not have all ranks of the process.
+        mesh: of their units, if it does not have all ranks of the process.
         model_group: the ranks of the model of which these are a part, if known.
-        copies: the number of ranks of `unit_mesh` that hold the same values.
+        copies: the number of ranks of `mesh` that hold the same values.
     """
 
-    def __init__(self, groups: Groups, around: Around, copies: int) -> None:
-        self.groups, self.copies = groups, copies
-        self.unit_mesh, self.model_group = around
+    def __init__(
+        self, groups: Groups = (), mesh: DeviceMesh | None = None, model_group: dist.ProcessGroup | None = None, copies: int = 1
+    ) -> None:
+        self.groups, self.mesh, self.model_group, self.copies = groups, mesh, model_group, copies
         self.locals: list[Tensor] = []
 
     def lists(self) -> list[list[Tensor]]:
@@ -155,50 +165,37 @@ class _Gradients:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.device = local_tensor(parameters[0]).device
-        # Parameters decide, and not gradients, since all ranks have to round alike.
+        # Parameters decide, and not gradients, since all ranks have to round alike and run the same collectives.
         self.dtype = torch.float64 if any(p.dtype in _DOUBLE for p in parameters) else torch.float32
-        self._world = dist.get_world_size() if is_distributed() else 1
-        self._whole = _Part((), _NOTHING_AROUND, 1)
-        self._parts: dict[tuple[Groups, Around], _Part] = {}
-        self._unit_meshes: dict[int, DeviceMesh | None] = {}
-        mesh, placements, last, part = None, None, _NOTHING_AROUND, self._whole
+        self._whole = _Part()
+        self._parts: dict[tuple[Any, ...], _Part] = {}
+        self._meshes: dict[int, DeviceMesh] = {}  # of units
+        world = dist.get_world_size() if is_distributed() else 1
+        last: tuple[Any, ...] | None = None
+        part = self._whole
         for parameter in parameters:
-            gradient = parameter.grad
-            _check_trained(parameter)
-            around = self._around(parameter) if self._world > 1 else _NOTHING_AROUND
-            if not isinstance(parameter, DTensor):
-                if isinstance(gradient, DTensor):
-                    raise _placed_differently(parameter, gradient)
-                if gradient is not None:
-                    self._part_of(parameter, around).locals.append(gradient)
-                continue
-            # Neighbours mostly have the same placements: a look-up costs more than the comparison.
-            if parameter.device_mesh is not mesh or parameter.placements != placements or around != last:
-                mesh, placements, last = parameter.device_mesh, parameter.placements, around
-                part = self._part_of(parameter, around)
+            gradient, label = parameter.grad, label_of(parameter)
+            if label is not None:
+                _check_trained(parameter, label)
+            mesh, group = (None, None) if label is None or world == 1 else (unit_mesh_of(parameter), model_group_of(parameter))
+            if mesh is not None:
+                self._meshes[id(mesh)] = mesh
+                mesh = None if mesh.size() == world else mesh
+            placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            if last != (placed, mesh, group):  # neighbours mostly are alike, and a look-up costs more than the comparison
+                last = placed, mesh, group
+                part = self._part_of(parameter, mesh, group)
             if gradient is None:
                 continue
-            if not isinstance(gradient, DTensor) or gradient.placements != placements:
-                raise _placed_differently(parameter, gradient)
-            if gradient.device_mesh is not mesh and gradient.device_mesh != mesh:
+            if placed != ((gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None):
                 raise _placed_differently(parameter, gradient)
             part.locals.append(local_tensor(gradient))
 
-    def _around(self, parameter: Tensor) -> Around:
-        """The mesh of the parameter's unit, if other ranks are not on it, and the group of the model around it."""
-        if label_of(parameter) is None:
-            return _NOTHING_AROUND
-        mesh = unit_mesh_of(parameter)
-        self._unit_meshes[id(mesh)] = mesh
-        return (None if mesh is None or mesh.size() == self._world else mesh), model_group_of(parameter)
-
-    def _part_of(self, parameter: Tensor, around: Around) -> _Part:
-        groups, copies = _groups_and_copies(parameter, around[0])
-        if not groups and around == _NOTHING_AROUND:
+    def _part_of(self, parameter: Tensor, mesh: DeviceMesh | None, model_group: dist.ProcessGroup | None) -> _Part:
+        groups, copies = _groups_and_copies(parameter, mesh)
+        if not groups and mesh is None and model_group is None:
             return self._whole
-        if (groups, around) not in self._parts:
-            self._parts[groups, around] = _Part(groups, around, copies)
-        return self._parts[groups, around]
+        return self._parts.setdefault((groups, mesh, model_group), _Part(groups, mesh, model_group, copies))
 
     @property
     def groups(self) -> Groups:
@@ -211,11 +208,10 @@ class _Gradients:
         Besides the group of an annotation around the units, parameters in the same list tell of such groups. The groups of a
         tensor parallel mesh are not among them: no group of `mesh["tp"]` contains one of `mesh["dp"]`.
         """
-        if part.unit_mesh is None:
+        if part.mesh is None:
             return part.model_group
-        ranks = set(part.unit_mesh.mesh.flatten().tolist())
-        meshes = [mesh for mesh in self._unit_meshes.values() if mesh is not None and mesh.ndim == 1]
-        known = [*self.groups, *(mesh.get_group() for mesh in meshes)]
+        ranks = set(part.mesh.mesh.flatten().tolist())
+        known = [*self.groups, *(mesh.get_group() for mesh in self._meshes.values() if mesh.ndim == 1)]
         larger = [group for group in dict.fromkeys(known) if ranks < set(dist.get_process_group_ranks(group))]
         if part.model_group is not None:
             larger.append(part.model_group)
@@ -224,21 +220,22 @@ class _Gradients:
     def total_norm(self, order: float) -> Tensor:
         """The norm of all gradients of all ranks, as if they were one vector: the same on all ranks."""
         largest = order == math.inf
+        join = torch.maximum if largest else torch.add
         shares: dict[Groups, Tensor] = {}
         for part in self._parts.values():
             model_group = self._model_group(part)
             if model_group is None and not part.groups:
                 self._whole.locals, part.locals = self._whole.locals + part.locals, []
                 continue
-            groups, power = part.groups, self._power(part, order)
+            groups, power = part.groups, _power(part.norm(order, self.device), order)
             if model_group is not None:
                 groups, power = (model_group,), power if largest else power / part.copies
-            shares[groups] = power if groups not in shares else _joined(shares[groups], power, largest)
+            shares[groups] = power if groups not in shares else join(shares[groups], power)
+        norm = self._whole.norm(order, self.device)
         if not shares:
-            return self._whole.norm(order, self.device).to(self.dtype)
-        most = max(shares, key=_num_ranks)
-        share = self._power(self._whole, order)
-        shares[most] = _joined(shares[most], share if largest else share / _num_ranks(most), largest)
+            return norm.to(self.dtype)
+        most, power = max(shares, key=_num_ranks), _power(norm, order)
+        shares[most] = join(shares[most], power if largest else power / _num_ranks(most))
         for group in dict.fromkeys(group for groups in shares for group in groups):
             over = [groups for groups in shares if group in groups]
             sent = torch.stack([shares[groups] for groups in over])
@@ -246,9 +243,6 @@ class _Gradients:
             shares |= dict(zip(over, found.unbind(), strict=True))
         together = torch.stack(list(shares.values()))
         return _root(together.amax() if largest else together.sum(), order).to(self.dtype)
-
-    def _power(self, part: _Part, order: float) -> Tensor:
-        return _power(part.norm(order, self.device), order)
 
     def scale(self, coefficient: Tensor) -> None:
         """Multiply all gradients, in place."""
@@ -278,10 +272,6 @@ def _num_ranks(groups: Groups) -> int:
     return math.prod(map(dist.get_world_size, groups))
 
 
-def _joined(one: Tensor, other: Tensor, largest: bool) -> Tensor:
-    return torch.maximum(one, other) if largest else one + other
-
-
 def _power(norm: Tensor, order: float) -> Tensor:
     """What is summed over ranks, or compared: in double precision, so that it overflows only where the norm does."""
     return norm.double() if order == math.inf else norm.double() ** order
@@ -301,11 +291,8 @@ def _over_stages(norm: Tensor, order: float, group: dist.ProcessGroup) -> Tensor
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def _check_trained(parameter: Tensor) -> None:
+def _check_trained(parameter: Tensor, label: ParamLabel) -> None:
     """Raise if another parameter is trained in its place, or if a plain gradient is this rank's alone."""
-    label = label_of(parameter)
-    if label is None:
-        return
     if label.form != "at_rest" and not (label.form == "original" and parameter.grad is not None):
         # An original parameter with a gradient is used outside of its module as well.
         raise ClippingError(
@@ -327,27 +314,24 @@ def _unreduced(label: ParamLabel) -> ClippingError:
 
 
 def _placed_differently(parameter: Tensor, gradient: Tensor) -> ClippingError:
-    def form(tensor: Tensor) -> str:
-        return f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
-
     if is_unreduced(gradient) and (label := label_of(parameter)) is not None:
         return _unreduced(label)
+    one, other = (f"a DTensor with placements {t.placements}" if isinstance(t, DTensor) else "a plain tensor"
+                  for t in (parameter, gradient))  # fmt: skip
     cure = "p.grad = p.grad.redistribute(p.device_mesh, p.placements)"
     if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
         cure = "make both DTensors, or neither"
     return ClippingError(
-        f"clip_grad_norm_: a parameter of shape {tuple(parameter.shape)} is {form(parameter)}, but its gradient is "
-        f"{form(gradient)}; what it adds to the norm cannot be told without communication. First, {cure}."
+        f"clip_grad_norm_: a parameter of shape {tuple(parameter.shape)} is {one}, but its gradient is "
+        f"{other}; what it adds to the norm cannot be told without communication. First, {cure}."
     )
 
 
 def _check_pipeline(group: object) -> None:
-    if group is None:
-        return
-    if not isinstance(group, dist.ProcessGroup):
+    if group is not None and not isinstance(group, dist.ProcessGroup):
         cure = '; of a mesh, pass mesh["pp"].get_group()' if isinstance(group, DeviceMesh) else ""
         raise ClippingError(f"clip_grad_norm_: pp_group must be a process group, got a {type(group).__name__}{cure}")
-    if dist.get_rank(group) < 0:
+    if group is not None and dist.get_rank(group) < 0:
         raise ClippingError("clip_grad_norm_: this rank is not in pp_group. Pass the group of the pipeline it is a stage of")
 
 
@@ -356,54 +340,25 @@ def _parameters_of(given: object) -> list[Tensor]:
         return list(given.parameters())
     if isinstance(given, Tensor):
         return [given]
-    if not isinstance(given, Iterable):
-        raise _not_parameters(given)
-    by_id: dict[int, Tensor] = {}
-    for each in given:
-        if not isinstance(each, Tensor):
-            raise _not_parameters(each, "an iterable that holds a ")
-        by_id[id(each)] = each
-    return list(by_id.values())
-
-
-def _not_parameters(found: object, inside: str = "a ") -> ClippingError:
-    if isinstance(found, tuple):
+    members = list(given) if isinstance(given, Iterable) else None
+    strange = [given] if members is None else [each for each in members if not isinstance(each, Tensor)]
+    if members is not None and not strange:
+        return list({id(each): each for each in members}.values())
+    wrong, cure = strange[0], "pass the model, or model.parameters()"
+    if isinstance(wrong, tuple):
         cure = "from named_parameters(), take the parameters alone: model.parameters()"
-    elif isinstance(found, (torch.optim.Optimizer, dict)):
+    elif isinstance(wrong, (torch.optim.Optimizer, dict)):
         cure = 'of an optimizer, pass the parameters: [p for group in optimizer.param_groups for p in group["params"]]'
-    else:
-        cure = "pass the model, or model.parameters()"
-    return ClippingError(
-        f"clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not {inside}{type(found).__name__}; {cure}"
+    inside = "a" if members is None else "an iterable that holds a"
+    raise ClippingError(
+        f"clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not {inside} {type(wrong).__name__}; {cure}"
     )
 
 
 def _number(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (Real, str)):
-        raise ClippingError(f"clip_grad_norm_: {name} must be a number, got {value!r}")
     try:
-        return float(value)
+        if not isinstance(value, bool) and isinstance(value, (Real, str)):
+            return float(value)
     except ValueError:
-        raise ClippingError(f"clip_grad_norm_: {name} must be a number, got {value!r}") from None
-
-
-def _limit(max_norm: object) -> float:
-    if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not isinstance(max_norm, DTensor):
-        max_norm = max_norm.item()
-    limit = _number("max_norm", max_norm)
-    if not limit >= 0:
-        raise ClippingError(
-            f"clip_grad_norm_: max_norm must not be negative or NaN, got {limit}: gradients would change their direction. "
-            "To measure the norm only, pass float('inf')"
-        )
-    return limit
-
-
-def _order(norm_type: object) -> float:
-    order = _number("norm_type", norm_type)
-    if not order > 0:
-        raise ClippingError(
-            f"clip_grad_norm_: norm_type must be a positive number or inf, got {order}: no other norm of a tensor can be put "
-            "together from those of its shards"
-        )
-    return order
+        pass
+    raise ClippingError(f"clip_grad_norm_: {name} must be a number, got {value!r}")

@@ -6,7 +6,7 @@ reduced gradient lands; autograd calls those of other parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Final, NoReturn
 from weakref import WeakSet
 
@@ -20,7 +20,9 @@ from composable.engine.param import label_of
 from composable.errors import OptimizerError, PhaseError
 from composable.memory.torch_private import in_backward
 
-_NOT_SETTINGS: Final = ("params", "param_names")
+_NAME: Final = "apply_optimizer_in_backward"
+_alive: Final[WeakSet[OptimizerInBackward]] = WeakSet()
+_steppers: Final[WeakSet[Optimizer]] = WeakSet()
 
 
 class OptimizerInBackward(Optimizer):
@@ -28,62 +30,47 @@ class OptimizerInBackward(Optimizer):
     hyper-parameters: schedulers, state dicts, `torch.distributed.checkpoint`. Backward steps; `step()` finds nothing to do.
 
     Args:
-        optimizer_class: as given there.
-        params: as given there.
-        optimizer_kwargs: as given there.
+        stepper: an optimizer over the parameters; it is handed one of them at a time.
     """
 
-    def __init__(
-        self,
-        optimizer_class: type[Optimizer],
-        params: Sequence[nn.Parameter] | Sequence[tuple[str, nn.Parameter]],
-        optimizer_kwargs: dict[str, Any],
-    ) -> None:
-        whole = optimizer_class(params, **optimizer_kwargs)
-        super().__init__(whole.param_groups, whole.defaults)
-        self.state.update(whole.state)  # that some have from the start
-        self._class, self._kwargs = optimizer_class, dict(optimizer_kwargs)
-        self._steppers: dict[int, Optimizer] = {}
+    def __init__(self, stepper: Optimizer) -> None:
+        super().__init__(stepper.param_groups, stepper.defaults)
+        self.state = stepper.state  # some have state from the start
+        self._stepper = stepper
+        _steppers.add(stepper)
+        _alive.add(self)
         parameters = self.param_groups[0]["params"]
-        self._ids = frozenset(map(id, parameters))  # of tensors that `param_groups` keeps alive
+        self.ids = frozenset(map(id, parameters))  # of tensors that `param_groups` keeps alive
         self._hooks: list[RemovableHandle] = []
         for parameter in parameters:
             trains = parameter.requires_grad
             parameter.requires_grad_(True)  # or torch refuses the hook; it may train later
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
             parameter.requires_grad_(trains)
-        _alive.add(self)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """The reduced gradient of `parameter` is there."""
-        if id(parameter) not in self._ids:
+        if id(parameter) not in self.ids:
             raise PhaseError(
-                f"apply_optimizer_in_backward: {_name_of(parameter)} took the place of one that is stepped in backward, and is "
-                "not stepped itself. Call remove() on what apply_optimizer_in_backward returned, and the function again, after "
-                "annotating and after replacing parameters"
+                f"{_NAME}: {_name_of(parameter)} took the place of one that is stepped in backward, and is not stepped itself. "
+                "Call remove() on what the function returned, and the function again, after annotating and replacing parameters"
             )
         if parameter.grad is not None:
             self._step_one(parameter)
             parameter.grad = None
 
     def _step_one(self, parameter: Tensor) -> None:
-        settings = {key: value for key, value in self.param_groups[0].items() if key not in _NOT_SETTINGS}
-        stepper = self._steppers.get(id(parameter))
-        if stepper is None:
-            stepper = self._steppers[id(parameter)] = self._class([parameter], **self._kwargs)
-            _steppers.add(stepper)
-        group = stepper.param_groups[0]
-        group.update(settings)
-        stepper.state = self.state
-        stepper.step()
+        settings = self.param_groups[0]
+        group = {**settings, "params": [parameter]}
+        self._stepper.param_groups, self._stepper.state = [group], self.state
+        self._stepper.step()
         increment_version(parameter)  # for autograd, since fused implementations do not
         self._opt_called = True  # or torch's schedulers warn that there was no step
         for key, value in group.items():
-            if key not in _NOT_SETTINGS and value is not settings.get(key):
+            if key != "params" and value is not settings.get(key):
                 raise OptimizerError(
-                    f"apply_optimizer_in_backward: {self._class.__name__} wrote '{key}' to its parameter group, a number for "
-                    "all parameters of a step. In backward each parameter is stepped by itself; step this optimizer after "
-                    "backward"
+                    f"{_NAME}: {type(self._stepper).__name__} wrote '{key}' to its parameter group, a number for all parameters "
+                    "of a step. In backward each parameter is stepped by itself; step this optimizer after backward"
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -96,9 +83,7 @@ class OptimizerInBackward(Optimizer):
             OptimizerError: there is a closure.
         """
         if closure is not None:
-            raise OptimizerError(
-                "apply_optimizer_in_backward: step() was given a closure, whose backward would step already. Call it without"
-            )
+            raise OptimizerError(f"{_NAME}: step() was given a closure, whose backward would step already. Call it without")
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 self._step_one(parameter)
@@ -106,17 +91,10 @@ class OptimizerInBackward(Optimizer):
 
     def remove(self) -> None:
         """Let backward step nothing any more. State stays readable. May be called again."""
-        if in_backward():
-            raise PhaseError("apply_optimizer_in_backward: remove() was called inside a backward. Call it between steps")
+        _refuse_in_backward("remove() was called")
         for hook in self._hooks:
             hook.remove()
         _alive.discard(self)
-
-    def _name_of(self, parameter: Tensor) -> str | None:
-        """What messages call `parameter`, if it is one of these."""
-        return _name_of(parameter) if id(parameter) in self._ids else None
-
-    # --- what is refused ----------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refused after the first one: call `apply_optimizer_in_backward` again for other parameters.
@@ -128,30 +106,19 @@ class OptimizerInBackward(Optimizer):
             OptimizerError: there is a group already.
         """
         if self.param_groups:
-            raise OptimizerError(
-                "apply_optimizer_in_backward takes no second parameter group: call it again for other parameters, with other "
-                "settings"
-            )
+            raise OptimizerError(f"{_NAME} takes no second parameter group: call it again for other parameters and settings")
         super().add_param_group(param_group)
 
     def __reduce__(self) -> NoReturn:
-        raise OptimizerError(
-            "apply_optimizer_in_backward: what it returned cannot be copied or pickled, since it belongs to parameters. Save "
-            "its state_dict()"
-        )
-
-
-_alive: Final[WeakSet[OptimizerInBackward]] = WeakSet()
-_steppers: Final[WeakSet[Optimizer]] = WeakSet()
+        raise OptimizerError(f"{_NAME}: what it returned cannot be copied or pickled. Save its state_dict()")
 
 
 def stepped_in_backward(parameters: Iterable[Tensor]) -> str | None:
     """The name of the first of `parameters` that is stepped in backward; None if none is."""
-    optimizers = list(_alive)
-    if not optimizers:  # as in most programs
+    if not _alive:  # as in most programs
         return None
-    names = (optimizer._name_of(parameter) for parameter in parameters for optimizer in optimizers)
-    return next((name for name in names if name is not None), None)
+    stepped: frozenset[int] = frozenset().union(*(optimizer.ids for optimizer in _alive))
+    return next((_name_of(parameter) for parameter in parameters if id(parameter) in stepped), None)
 
 
 def is_part_of_backward(optimizer: Optimizer) -> bool:
@@ -161,12 +128,12 @@ def is_part_of_backward(optimizer: Optimizer) -> bool:
 
 def _name_of(parameter: Tensor) -> str:
     label = label_of(parameter)
-    if label is not None:
-        return f"parameter '{label.fqn}' of unit '{label.unit}'"
-    return f"a parameter of shape {tuple(parameter.shape)}"
+    return f"a parameter of shape {tuple(parameter.shape)}" if label is None else f"parameter '{label.fqn}' of unit '{label.unit}'"
 
 
-# --- the function -----------------------------------------------------------------------------------------------------
+def _refuse_in_backward(what: str) -> None:
+    if in_backward():
+        raise PhaseError(f"{_NAME}: {what} inside a backward. Call it between steps")
 
 
 def apply_optimizer_in_backward(
@@ -203,50 +170,29 @@ def apply_optimizer_in_backward(
 
     After `torch.distributed.optim._apply_optimizer_in_backward`, whose arguments it has.
     """
-    if in_backward():
-        raise PhaseError("apply_optimizer_in_backward was called inside a backward. Call it between steps")
+    _refuse_in_backward("it was called")
     kind: object = optimizer_class
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise OptimizerError(
-            f"apply_optimizer_in_backward takes a class of optimizers first, e.g. torch.optim.AdamW, got {kind!r}"
-        )
+        raise OptimizerError(f"{_NAME} takes a class of optimizers first, e.g. torch.optim.AdamW, got {kind!r}")
     if issubclass(optimizer_class, torch.optim.LBFGS):
-        raise OptimizerError(
-            "apply_optimizer_in_backward: LBFGS takes inner products over all parameters, and computes the loss again in its "
-            "step. Step it after backward"
-        )
-    found = _checked(params)
-    parameters = [parameter for _, parameter in found]
-    if (taken := stepped_in_backward(parameters)) is not None:
-        raise OptimizerError(
-            f"apply_optimizer_in_backward: {taken} is stepped in backward already. Call remove() on what the first call "
-            "returned, or give this one other parameters"
-        )
-    given: Any = found if all(name for name, _ in found) else parameters
-    return OptimizerInBackward(optimizer_class, given, optimizer_kwargs or {})
-
-
-def _checked(params: object) -> list[tuple[str, nn.Parameter]]:
-    """The parameters, with the names that came with them."""
-    if isinstance(params, (nn.Module, nn.Parameter)) or not isinstance(params, Iterable):
-        raise OptimizerError(
-            f"apply_optimizer_in_backward takes parameters, e.g. model.parameters(), not a {type(params).__name__}"
-        )
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for each in params:
-        name, parameter = each if isinstance(each, tuple) and len(each) == 2 else ("", each)
+        raise OptimizerError(f"{_NAME}: LBFGS takes inner products over all parameters. Step it after backward")
+    given: list[Any] = [params] if isinstance(params, (nn.Module, Tensor)) or not isinstance(params, Iterable) else list(params)
+    parameters = [each[1] if isinstance(each, tuple) else each for each in given]
+    if not parameters:
+        raise OptimizerError(f"{_NAME} was given no parameter")
+    for parameter in parameters:
         if not isinstance(parameter, nn.Parameter):
-            cure = "; call it once for each parameter group" if isinstance(each, dict) else ""
-            raise OptimizerError(
-                f"apply_optimizer_in_backward takes parameters, e.g. model.parameters(), not a {type(each).__name__}{cure}"
-            )
+            cure = "; call it once for each parameter group" if isinstance(parameter, dict) else ""
+            raise OptimizerError(f"{_NAME} takes parameters, e.g. model.parameters(), not a {type(parameter).__name__}{cure}")
         label = label_of(parameter)
         if label is not None and label.form != "at_rest":
             raise OptimizerError(
-                f"apply_optimizer_in_backward: {_name_of(parameter)} is not registered any more, or only while modules "
-                "compute. Pass model.parameters(), after annotating and outside of forward and backward"
+                f"{_NAME}: {_name_of(parameter)} is not registered any more, or only while modules compute. Pass "
+                "model.parameters(), after annotating and outside of forward and backward"
             )
-        found.setdefault(id(parameter), (name, parameter))
-    if not found:
-        raise OptimizerError("apply_optimizer_in_backward was given no parameter")
-    return list(found.values())
+    if (taken := stepped_in_backward(parameters)) is not None:
+        raise OptimizerError(
+            f"{_NAME}: {taken} is stepped in backward already. Call remove() on what the first call returned, or give this one "
+            "other parameters"
+        )
+    return OptimizerInBackward(optimizer_class(given, **(optimizer_kwargs or {})))
