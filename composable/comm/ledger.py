@@ -60,6 +60,7 @@ class Ledger:
         self._rank = dist.get_rank(group)
         self._names = dist.get_process_group_ranks(group)  # texts call ranks by their global number
         self._read: dict[int, bytes] = {}  # reports of earlier errors, which say nothing about the next one
+        self._reported: tuple[int, str] | None = None  # the count at the last report, and its text
 
     def note(self, label: str) -> None:
         self.count += 1
@@ -98,8 +99,14 @@ class Ledger:
     def report(self) -> str:
         """The last launches of this rank and, as far as the other ranks failed, too, and can be reached, theirs.
 
-        Called for an error: publishes this rank's launches in the group's store and waits `REPORT_SECONDS` at most.
+        Called for an error: publishes this rank's launches in the group's store and waits `REPORT_SECONDS` at most. Errors of
+        more collectives that were in flight at the same time have the same report.
         """
+        if self._reported is None or self._reported[0] != self.count:
+            self._reported = self.count, self._report()
+        return self._reported[1]
+
+    def _report(self) -> str:
         lines = [self.describe()]
         group = self._group()
         store = None if group is None else store_of(group)

@@ -153,6 +153,8 @@ def _reports(differs: bool) -> str:
     first = notes.report()
     dist.barrier()
     if dist.get_rank() == 0:
+        assert notes.report() == first, "of another collective that was in flight"
+        notes.note("all-gather of unit 'c'")
         with mock.patch.object(ledger, "REPORT_SECONDS", 0.3):
             assert "rank 1, 2: no report" in notes.report(), "reports of an earlier error are not taken for new ones"
     dist.barrier()

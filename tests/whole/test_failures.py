@@ -1,0 +1,333 @@
+"""Rows of the failure model (docs/failures.md) that no other file tests, on gloo."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import signal
+from collections.abc import Callable
+from typing import Any, Final
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable import (
+    checkpoint,
+    describe,
+    fully_shard,
+    keep_unsharded,
+    no_sync,
+    offload_activations,
+    replicate,
+    reset,
+    reshard,
+    unshard,
+)
+from composable.comm import ledger
+from composable.errors import CommunicationError, RanksDisagreeError
+from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.logged import logged
+from tests.helpers.world import Pool, RanksFailed, spmd
+
+WIDTH: Final = 8
+
+
+class Block(nn.Module):
+    """Calls `act` in forward and in backward, where these are set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.in_forward: Callable[[], object] | None = None
+        self.in_backward: Callable[[], object] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_forward is not None:
+            self.in_forward()
+        y: Tensor = self.linear(x).tanh()
+        if self.in_backward is not None and y.requires_grad:
+            act = self.in_backward
+            y.register_hook(lambda gradient: act() and None)
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 2)
+        self.skipped = -1
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.blocks):
+            if index != self.skipped:
+                x = block(x)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _fully_sharded(model: Model) -> None:
+    fully_shard(model, policy={Block})
+
+
+def _replicated(model: Model) -> None:
+    replicate(model, bucket_cap_mb=1e-4)
+
+
+def _mixed(model: Model) -> None:
+    replicate(model.head)
+    fully_shard(model, policy={Block})
+
+
+VERBS: Final[dict[str, Callable[[Model], None]]] = {
+    "fully_shard": _fully_sharded,
+    "replicate": _replicated,
+    "both": _mixed,
+}
+
+
+def _batch(number: int = 0) -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def _loss(model: nn.Module, number: int = 0) -> Tensor:
+    return model(_batch(number)).square().mean()  # type: ignore[no-any-return]
+
+
+def _assert_good_step(model: Model, *, skipped: int = -1) -> None:
+    """A step has the gradients of a plain model with the same parameters, which are those of a new one."""
+    model.zero_grad()
+    plain = Model()
+    plain.skipped = skipped
+    for each in (plain, model):
+        _loss(each, 5).backward()
+    actual = full_gradients(model)
+    for name, expected in averaged_gradients(plain).items():
+        torch.testing.assert_close(actual[name], expected, rtol=1e-5, atol=1e-7)
+
+
+def _fail() -> None:
+    raise MemoryError("as planned")
+
+
+# --- all ranks raise --------------------------------------------------------------------------------------------------
+
+
+def _reset_after(where: str, verb: str) -> None:
+    model = Model()
+    VERBS[verb](model)
+    _assert_good_step(model)
+    model.zero_grad()
+    with no_sync(model):
+        _loss(model).backward()
+    block: Any = model.blocks[1]
+    if where == "between":
+        _loss(model)
+    else:
+        setattr(block, f"in_{where}", _fail)
+        with pytest.raises(MemoryError, match="as planned"):
+            _loss(model).backward()
+        setattr(block, f"in_{where}", None)
+    reset(model)
+    assert {row.state for row in describe(model).rows} <= {"SHARDED", "-"}
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
+    with logged() as lines:
+        _assert_good_step(model)
+    assert lines == [], "nothing is left to reset"
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+def test_reset_frees_and_drops_everything_at_once(pool: Pool, where: str, verb: str) -> None:
+    pool.run(2, _reset_after, where, verb)
+
+
+def _ask_in_except(verb: str) -> None:
+    model = Model()
+    VERBS[verb](model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    at_rest = dict(model.named_parameters())
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    block: Any = model.blocks[1]
+    block.in_backward = _fail
+    try:
+        _loss(model).backward()
+    except MemoryError:
+        optimizer.zero_grad()
+        found = model.state_dict()
+        assert all(parameter is at_rest[name] for name, parameter in model.named_parameters())
+    block.in_backward = None
+    for name, value in found.items():
+        assert type(value) is type(before[name])
+        assert not isinstance(value, DTensor) or value.placements == before[name].placements
+        assert torch.equal(*(each.to_local() if isinstance(each, DTensor) else each for each in (value, before[name])))
+    assert all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
+    _assert_good_step(model)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_where_a_failed_backward_is_caught_modules_hold_what_they_hold_at_rest(pool: Pool, verb: str) -> None:
+    pool.run(2, _ask_in_except, verb)
+
+
+def _skip_together(verb: str) -> None:
+    """The recipe of docs/failures.md: ranks agree on whether a batch is good before anything is launched for its backward."""
+    model = Model()
+    VERBS[verb](model)
+    for number in range(3):
+        loss = _loss(model, number)
+        bad = torch.tensor(float(number == 1 and dist.get_rank() == 1))  # of one rank alone
+        dist.all_reduce(bad)
+        if bad.item():
+            continue
+        loss.backward()
+    _assert_good_step(model)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_ranks_that_agree_to_skip_a_batch_go_on(pool: Pool, verb: str) -> None:
+    pool.run(2, _skip_together, verb)
+
+
+# --- one rank ends ----------------------------------------------------------------------------------------------------
+
+
+class _Told(Exception):
+    """What a surviving rank was told."""
+
+
+def _end_alone(verb: str, where: str, how: str) -> None:
+    model = Model()
+    VERBS[verb](model)
+    _assert_good_step(model)
+    if dist.get_rank() == 1:
+        end = (lambda: os._exit(3)) if how == "ends" else (lambda: os.kill(os.getpid(), signal.SIGKILL))
+        setattr(model.blocks[1], f"in_{where}", end)
+    with mock.patch.object(ledger, "REPORT_SECONDS", 1.0):
+        try:
+            _loss(model).backward()
+            _loss(model).backward()  # what was launched before it ended may have come
+        except CommunicationError as error:
+            raise _Told(str(error)) from None
+
+
+@pytest.mark.parametrize(
+    ("verb", "where", "how"),
+    [
+        ("fully_shard", "forward", "ends"),
+        ("fully_shard", "backward", "is killed"),
+        ("replicate", "backward", "ends"),
+        ("both", "forward", "is killed"),
+    ],
+)
+def test_when_one_rank_ends_the_others_are_told_what_they_waited_for(pool: Pool, verb: str, where: str, how: str) -> None:
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(3, _end_alone, verb, where, how)
+    text = str(failed.value)
+    assert f"rank 1:\ndied with exit code {3 if how == 'ends' else -9}" in text
+    for rank in (0, 2):
+        assert re.search(rf"_Told: rank {rank}: the [a-z -]* of unit '[\w.()]+'[^\n]* failed: \S", text), text
+        assert re.search(rf"\nLast launches of rank {rank} \(\d+ in all\): ", text), text
+    assert "Another rank raised, ended or took another path through the model" in text
+    assert "rank 1: no report within 1 s: ended, or did not fail so far" in text
+
+
+# --- ranks that run other things --------------------------------------------------------------------------------------
+
+
+def _skip_a_unit(ranks: list[int]) -> None:
+    model = Model()
+    _fully_sharded(model)
+    _assert_good_step(model)
+    if dist.get_rank() in ranks:
+        model.skipped = 1
+    _assert_good_step(model, skipped=1)
+    model.skipped = -1
+    _assert_good_step(model)
+
+
+def test_a_unit_may_be_skipped_on_all_ranks(pool: Pool) -> None:
+    pool.run(2, _skip_a_unit, [0, 1])
+
+
+def _skip_a_unit_alone() -> str:
+    try:
+        _skip_a_unit([1])
+    except (CommunicationError, RanksDisagreeError) as error:
+        return str(error)
+    return "nothing happened"
+
+
+def test_a_unit_that_one_rank_skips_later_ends_with_what_each_rank_launched(pool: Pool) -> None:
+    for said in pool.run(2, _skip_a_unit_alone, spoils=True, group_timeout=8.0):
+        assert re.search(r"unit 'blocks\.[12]'", said), said
+        assert "rank 0" in said
+        assert "rank 1" in said
+
+
+def _evaluate_alone(verb: str) -> None:
+    model = Model()
+    VERBS[verb](model)
+    for _ in range(2):
+        _assert_good_step(model)
+        with keep_unsharded(model) if verb != "replicate" else torch.no_grad(), torch.no_grad():
+            model(_batch())  # all ranks: it gathers
+            for number in range(2 * dist.get_rank()):
+                model(_batch(number))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_ranks_may_run_other_numbers_of_forwards_without_gradients_where_nothing_is_gathered(pool: Pool, verb: str) -> None:
+    pool.run(3, _evaluate_alone, verb)
+
+
+# --- reads of freed memory --------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+def test_a_graph_that_needs_parameters_which_were_freed_is_refused_by_autograd() -> None:
+    model = Model()
+    _fully_sharded(model)
+    unshard(model)
+    weight = model.head.weight
+    assert not isinstance(weight, DTensor)
+    loss = weight.square().sum()
+    reshard(model)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 2147483647"):
+        loss.backward()
+    _assert_good_step(model)
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("verbs", [(fully_shard,), (replicate,), (checkpoint, fully_shard), (offload_activations, fully_shard)])
+def test_the_cell_of_a_notebook_that_was_interrupted_can_be_run_again(verbs: tuple[Any, ...], where: str) -> None:
+    assert not dist.is_initialized()
+    model = Model()
+    plain = copy.deepcopy(model)
+    for verb in verbs:
+        verb(model, policy={Block})
+    block: Any = model.blocks[1]
+    for _ in range(2):
+        setattr(block, f"in_{where}", _interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            _loss(model).backward()
+        setattr(block, f"in_{where}", None)
+        for each in (model, plain):  # first the one that was interrupted: torch goes on saving tensors for its checkpoint
+            each.zero_grad()
+            _loss(each).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            torch.testing.assert_close(one.grad, other.grad)
