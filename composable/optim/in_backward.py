@@ -128,7 +128,9 @@ def is_part_of_backward(optimizer: Optimizer) -> bool:
 
 def _name_of(parameter: Tensor) -> str:
     label = label_of(parameter)
-    return f"a parameter of shape {tuple(parameter.shape)}" if label is None else f"parameter '{label.fqn}' of unit '{label.unit}'"
+    return (
+        f"a parameter of shape {tuple(parameter.shape)}" if label is None else f"parameter '{label.fqn}' of unit '{label.unit}'"
+    )
 
 
 def _refuse_in_backward(what: str) -> None:

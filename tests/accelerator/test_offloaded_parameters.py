@@ -25,7 +25,18 @@ from composable import (
 )
 from composable.memory.torch_private import local_of
 from tests.accelerator import sim
-from tests.accelerator.twins import Block, assert_at_home, assert_equal, at_rest_again, mesh_of, model_of, one_batch, train, twins_of, x_of
+from tests.accelerator.twins import (
+    Block,
+    assert_at_home,
+    assert_equal,
+    at_rest_again,
+    mesh_of,
+    model_of,
+    one_batch,
+    train,
+    twins_of,
+    x_of,
+)
 from tests.helpers.world import current_device, spmd
 
 Options = dict[str, Any]

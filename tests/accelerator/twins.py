@@ -16,7 +16,6 @@ from composable import CPUOffloadPolicy, fully_shard
 from composable.memory.torch_private import local_of
 from tests.helpers.world import current_device
 
-
 PATIENCE: Final = 5.0  # seconds in which modules hold at-rest parameters after a backward that raised; it takes milliseconds
 
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from composable import fully_shard, remove, replicate
 from tests.helpers.refusals import refused, same_on_all
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
 class Quantised(nn.Module):
@@ -139,6 +139,18 @@ def test_complex_parameters_train_beside_a_convolution_in_channels_last(
 def test_parameters_of_integers_are_sharded(pool: Pool, ranks: int, device: str) -> None:
     need_devices(device, ranks)
     pool.run(ranks, _integers, device=device)
+
+
+@spmd(ranks=2)
+def test_a_unit_of_one_large_parameter_trains() -> None:
+    """Its gradient travels in a message of its own, next to one that has nothing but flags."""
+    torch.manual_seed(0)
+    plain = nn.Linear(1024, 1024, bias=False).to(current_device())
+    model = fully_shard(copy.deepcopy(plain))
+    x = torch.randn(2, 4, 1024).to(current_device())
+    plain(x).square().mean().backward()
+    model(x[dist.get_rank()]).square().mean().backward()
+    torch.testing.assert_close(model.weight.grad.full_tensor(), plain.weight.grad)
 
 
 class Reader(nn.Module):

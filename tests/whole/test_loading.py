@@ -226,21 +226,19 @@ def _register(what: str) -> list[str]:
 
 _OURS: Final = "(Shard(dim=0),) over the (2,) any mesh of ranks 0, 1"
 _CURE: Final = "Register its full_tensor() as a parameter, or load it with load_state_dict(), which spreads it anew"
-_SPREAD: Final = (
-    "ForeignParameterError: parameter 'weight' of unit 'body.0' was replaced by a DTensor that is spread otherwise:"
-)
+_SPREAD: Final = "parameter 'weight' of unit 'body.0' was replaced by a DTensor that is spread otherwise:"
 _REFUSED: Final = {
     "another placement": f"{_SPREAD} (Shard(dim=1),) over the (2,) any mesh of ranks 0, 1, where the unit has {_OURS}. {_CURE}",
     "another mesh": f"{_SPREAD} (Replicate(), Shard(dim=0)) over the (1, 2) any mesh of ranks 0, 1, where the unit has "
     f"{_OURS}. {_CURE}",
-    "two for a tied one": "ForeignParameterError: parameter 'embed.weight' of unit '(root)' is tied: it has 2 places, and different parameters "
-    "were registered at them. Register one parameter at all of them; to untie them, call remove() on the annotated modules first",
+    "two for a tied one": "parameter 'embed.weight' of unit '(root)' is tied: it has 2 places, and different parameters were "
+    "registered at them. Register one parameter at all of them; to untie them, call remove() on the annotated modules first",
 }
 
 
 @pytest.mark.parametrize("what", _REFUSED)
 def test_a_foreign_parameter_that_cannot_be_the_units_own_is_refused_by_name(pool: Pool, what: str) -> None:
-    assert pool.run(2, _register, what) == [[_REFUSED[what]]] * 2
+    assert pool.run(2, _register, what) == [[f"ForeignParameterError: {_REFUSED[what]}"]] * 2
 
 
 def _cut_over_four() -> None:
