@@ -19,7 +19,7 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import DTensor
 
 from composable import CPUOffloadPolicy, describe, fully_shard, remove, replicate
-from composable.api import offload_policy
+from composable.api import arguments
 from composable.errors import AnnotationError
 from tests.helpers.compare import full
 from tests.helpers.refusals import refusal, refused
@@ -97,7 +97,7 @@ def test_without_a_process_group_nothing_changes_and_that_is_said_once() -> None
 
 
 def test_without_a_process_group_a_model_on_an_accelerator_is_refused() -> None:
-    with mock.patch.object(offload_policy, "has_streams", return_value=True):
+    with mock.patch.object(arguments, "has_streams", return_value=True):
         text = refused(model := _model(), lambda: fully_shard(model, offload_policy=CPUOffloadPolicy()))
     assert_text(
         text,
