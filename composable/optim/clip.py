@@ -40,7 +40,7 @@ _HALF: Final = (torch.float16, torch.bfloat16)
 @untraced
 def clip_grad_norm_(
     model_or_parameters: nn.Module | Tensor | Iterable[Tensor],
-    max_norm: float,
+    max_norm: float | Tensor,
     norm_type: float = 2.0,
     *,
     error_if_nonfinite: bool = False,

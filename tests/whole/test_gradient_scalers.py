@@ -111,7 +111,7 @@ def test_scaled_gradients_are_unscaled_once_each_and_clipped_as_one_process_clip
     torch.testing.assert_close(clip_grad_norm_(model, 0.1), norm)
     for expected, gradient in zip(_gradients(plain), _gradients(model), strict=True):
         torch.testing.assert_close(full(gradient), expected, rtol=1e-5, atol=1e-7)
-    again = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    again = clip_grad_norm_(model, 0.1)
     torch.testing.assert_close(again, torch.full_like(norm, 0.1), rtol=1e-4, atol=0)
     for expected, gradient in zip(_gradients(plain), _gradients(model), strict=True):
         torch.testing.assert_close(full(gradient), expected, rtol=1e-4, atol=1e-7)
@@ -146,7 +146,7 @@ def test_a_group_that_is_no_pipelines_is_refused() -> None:
     grid = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("pp", "dp"))
     model = fully_shard(nn.Linear(4, 4).to(current_device()), mesh=grid["dp"], sync_module_states="broadcast")
     model(torch.ones(2, 4, device=current_device())).sum().backward()
-    with pytest.raises(ClippingError, match="parameters are cut over pp_group"):
+    with pytest.raises(ClippingError, match="parameters are sharded over pp_group"):
         clip_grad_norm_(model, 1.0, pp_group=grid["dp"].get_group())
     with pytest.raises(ClippingError, match=re.escape('got a DeviceMesh; of a mesh, pass mesh["pp"].get_group()')):
         clip_grad_norm_(model, 1.0, pp_group=grid["pp"])  # type: ignore[arg-type]
