@@ -103,7 +103,7 @@ def test_a_parameter_read_outside_of_its_unit_is_named_with_a_cure(pool: Pool) -
     (note,) = pool.run(2, _reading, False)[0]
     assert_text(
         note,
-        """Reading read a parameter of unit '1.mix' ('weight', 'bias') outside of a call of that unit, where it is a DTensor. Annotate the Reading as the unit, in place of '1.mix'; with a policy, leave that one out""",
+        """a Reading in the forward of unit '(root)' reads a parameter of another unit ('1.mix') outside of that unit's forward, where it is sharded. Annotate the Reading as the unit in its place; with a policy, leave that one out""",
     )
     assert pool.run(2, _reading, True) == [[], []]
 
