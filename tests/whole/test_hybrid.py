@@ -169,22 +169,19 @@ def test_launches_do_not_depend_on_which_gradients_a_rank_has(pool: Pool, ordere
     sums = [label for label in logs[0] if "reduction" in label]
     first, second = "gradient reduction of unit '{}'", "gradient reduction of unit '{}' over replicas"
     units = ["blocks.4", "blocks.3", "blocks.2", "blocks.1", "blocks.0", "(root)"]
-    if device == "cpu":
-        # The second hop of a unit comes when there is no room for its first one any more, and before any other second hop.
-        assert sums == [
-            first.format(units[0]),
-            first.format(units[1]),
-            second.format(units[0]),
-            first.format(units[2]),
-            second.format(units[1]),
-            first.format(units[3]),
-            second.format(units[2]),
-            first.format(units[4]),
-            first.format(units[5]),
-            *[second.format(unit) for unit in units[3:]],
-        ]
-    else:  # streams order the hops of a unit, and nobody on the host waits for the first one
-        assert sums == [hop.format(unit) for unit in units for hop in (first, second)]
+    # The second hop of a unit comes when there is no room for its first one any more, and before any other second hop.
+    assert sums == [
+        first.format(units[0]),
+        first.format(units[1]),
+        second.format(units[0]),
+        first.format(units[2]),
+        second.format(units[1]),
+        first.format(units[3]),
+        second.format(units[2]),
+        first.format(units[4]),
+        first.format(units[5]),
+        *[second.format(unit) for unit in units[3:]],
+    ]
 
 
 @spmd(ranks=4)
