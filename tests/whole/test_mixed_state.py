@@ -67,6 +67,9 @@ def test_gradients_cleared_between_forward_and_backward_are_not_added(set_to_non
         assert_alike(plain, mixed, f"gradients of step {step}", gradient)
 
 
+@pytest.mark.beyond_sim(
+    "autograd's thread of a device may let go of what restores the parameters after the caller sees the error"
+)
 @spmd(ranks=2)
 def test_nothing_of_a_backward_that_raised_is_left() -> None:
     plain, mixed = twins("in_the_readme")
