@@ -5,9 +5,6 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -22,6 +19,7 @@ from composable import CPUOffloadPolicy, describe, fully_shard, remove, replicat
 from composable.api import arguments
 from composable.errors import AnnotationError
 from tests.helpers.compare import full
+from tests.helpers.logged import logged
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool
 
@@ -41,22 +39,9 @@ def _model() -> nn.Sequential:
     return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
 
 
-@contextmanager
-def _log() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("composable")
-    logger.addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logger.removeHandler(handler)
-
-
 def _trained(policy: Any) -> tuple[list[Tensor], list[str], str]:
     model = _model()
-    with _log() as lines:
+    with logged() as lines:
         fully_shard(model, policy={Block}, offload_policy=policy)
     described = str(describe(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -82,7 +67,7 @@ def _nothing_changes() -> None:
     for policy in (CPUOffloadPolicy(), CPUOffloadPolicy(pin_memory=False), fsdp.CPUOffloadPolicy()):
         found, lines, described = _trained(policy)
         assert all(map(torch.equal, found, expected))
-        assert lines == [_NOTE]
+        assert [line.partition(": ")[2] for line in lines] == [_NOTE]
         assert described == f"{plain}\noffload_policy: no effect where ranks compute on the CPU: (root), 0, 1"
     assert _trained(fsdp.OffloadPolicy())[1] == [], "torch's way to say that nothing is offloaded"
 
