@@ -1,8 +1,8 @@
 """`replicate` alone: gradients are reduced in buckets while backward runs, as DDP does.
 
 Buckets are launched strictly in one order, and all of them in every backward: a rank without a gradient sends zeros. The order is
-the reverse of the parameters' until the first backward has ended; from then on it is the order in which rank 0's gradients were
-ready, which is broadcast once.
+the reverse of the parameters' in the first backward, which launches them all at its end; from then on it is the order in which
+rank 0's gradients were ready, which is broadcast once.
 """
 
 from __future__ import annotations
@@ -114,7 +114,8 @@ class Buckets:
         """A backward begins; every bucket takes part in it, whichever gradient came first.
 
         Args:
-            alone: no other root may launch collectives in this backward; their order would depend on which gradients arrive.
+            alone: launch by arrival. No other root may launch collectives in this backward; their order would depend on which
+                gradients arrive.
         """
         if not self.is_open:
             self.is_open, self._next, self._by_arrival = True, 0, alone

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import islice
+from itertools import count, islice
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, WeakValueDictionary, ref
@@ -62,6 +62,7 @@ class Iteration:
 
     Attributes:
         stream: that the forward computes on; autograd ends a backward on whatever stream the caller has.
+        began: when its last forward did, on the clock of `_CLOCK`.
         finished: units that gather and whose forward has ended, newest last; backward probably comes to them from the end.
         last: of these, those that `reshard_after_forward=None` keeps until another unit is entered.
         untracked: units whose gradients may come by another way than through their outputs.
@@ -76,6 +77,7 @@ class Iteration:
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
+        self.began = next(_CLOCK)
         self.finished: list[Unit] = []
         self.last: list[Unit] = []
         self.untracked: dict[Unit, None] = {}
@@ -127,6 +129,7 @@ class BackwardEnd:
 
 
 _ROOTS: Final[WeakSet[Root]] = WeakSet()
+_CLOCK: Final = count()  # of forwards and ends of backwards
 _ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()  # by the number of autograd's pass
 
 
@@ -167,6 +170,7 @@ class Root:
         self._outermost: nn.Module | None = None
         self._tree = TreeWatch(module)
         self._gone = False
+        self._last_backward: int | None = None  # when it ended, on the clock of `_CLOCK`
         self._streams = streams_of(self.units[0].mesh_info.device)
         self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
         self._pinned: dict[Unit, None] = {}
@@ -269,7 +273,7 @@ class Root:
             iteration = self.iteration = Iteration(None)
         for unit in explicit if not grad else ():
             unit.swap_in()
-        iteration.stream = self._streams.here()
+        iteration.stream, iteration.began = self._streams.here(), next(_CLOCK)
         self._outermost = module
         for unit in self._shown:
             unit.unshard()
@@ -394,9 +398,19 @@ class Root:
                 unit.wait_for_unshard()
                 unit.swap_in()
             if self.buckets is not None:
-                others = any(root.iteration is not None for root in _ROOTS if root is not self and not root._gone)
-                self.buckets.open(alone=not others)
+                self.buckets.open(alone=self._last_backward is not None and not self._others_since(self._last_backward))
         return iteration
+
+    def _others_since(self, when: int) -> bool:
+        """Whether other roots had forwards since then, so that they may take part in this backward.
+
+        Older ones are models that somebody dropped: when the garbage collector comes to those differs between ranks.
+        """
+        return any(
+            root.iteration is not None and root.iteration.began > when
+            for root in _ROOTS
+            if root is not self and not root._gone
+        )
 
     def enter_backward(self, unit: Unit) -> None:
         """Backward is about to go through an output of `unit`."""
@@ -569,7 +583,7 @@ class Root:
                     unit.swap_out()
                 if not unit.kept_by and not (goes_on and unit in iteration.last):
                     unit.reshard()
-        self.iteration = None
+        self.iteration, self._last_backward = None, next(_CLOCK)
         if goes_on:
             following = self.iteration = Iteration(iteration.stream)
             following.finished, following.untracked = iteration.finished, iteration.untracked

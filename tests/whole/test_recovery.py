@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from typing import Final
@@ -161,6 +162,31 @@ def _fail_then_train(failure: str, scheme: str) -> None:
 def test_the_step_after_an_exception_is_a_good_one(pool: Pool, failure: str, scheme: str, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _fail_then_train, failure, scheme, device=device)
+
+
+def _fail_where_another_model_was_dropped() -> None:
+    case = BATTERY["a unit used several times"]
+    models = [case.model(0, 0, current_device()) for _ in range(2)]
+    for model in models:
+        SCHEMES["replicate in small buckets"].annotate(model, case)
+    dropped, model = models
+    abandoned = _loss(dropped(*case.inputs(0, 0, dist.get_rank(), current_device())))
+    if dist.get_rank() == 1:
+        del dropped, models, abandoned
+        gc.collect()
+    for step in range(3):
+        (x,) = case.inputs(0, step, dist.get_rank(), current_device())
+        in_backward(model, x)
+        # Not ours: it would meet the reduction of a bucket if only one rank had launched that.
+        total = torch.ones(3, device=current_device())
+        dist.all_reduce(total)
+        assert total.tolist() == [2.0] * 3
+        _loss(model(x)).backward()
+
+
+def test_what_a_failed_backward_has_launched_does_not_depend_on_the_garbage_collector(pool: Pool, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _fail_where_another_model_was_dropped, device=device)
 
 
 def _states_after(failure: str) -> list[str]:
