@@ -82,6 +82,12 @@ class Twice(nn.Module):
 def test_a_second_gradient_after_the_first_was_sent_is_refused_by_name() -> None:
     model = replicate(Twice().to(current_device()), bucket_cap_mb=1e-5)
     x = torch.ones(2, 3, device=current_device(), requires_grad=True)
+    found = []
+    for checkpoints in (True, False):  # the first backward sends everything at its end, when both gradients are there
+        model(x, checkpoints=checkpoints).sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    torch.testing.assert_close(found[0], found[1])
     for _ in range(2):
         with pytest.raises(PhaseError, match=r"^parameter 'layer\.(weight|bias)' of .* got a second gradient in one backward"):
             model(x, checkpoints=True).sum().backward()
