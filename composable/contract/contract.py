@@ -34,8 +34,6 @@ from composable.contract.naming import (
 )
 from composable.errors import AlreadyAnnotatedError, AnnotationError, ClashError, NotAnnotatedError, few
 
-__all__ = ["Annotation", "NotPickled", "Verb", "contract", "is_rolling_back", "on_undo", "registry", "remove", "running_verbs"]
-
 _RECORDS: Final = "_composable_annotations"  # the attribute of a module that holds its records, by the verb's name
 _NOTHING: Final[Mapping[str, Annotation]] = MappingProxyType({})
 
@@ -88,10 +86,9 @@ class Annotation:
             reference cycle. While the verb runs it holds a single module, too.
         nested: annotations made inside this one, with their (first) modules.
         undo_stack: the callbacks of `on_undo` and of nested annotations.
-        rolling_back: whether the stack runs because the verb failed.
     """
 
-    __slots__ = ("_given", "call_site", "copied", "fqn", "modules", "name", "nested", "rolling_back", "state", "undo_stack")
+    __slots__ = ("_given", "call_site", "copied", "fqn", "modules", "name", "nested", "state", "undo_stack")
 
     def __init__(
         self, name: str, kwargs: Mapping[str, Any], call_site: str, state: Any, modules: tuple[nn.Module, ...]
@@ -164,7 +161,6 @@ class Annotation:
 
     def roll_back(self, error: BaseException) -> None:
         """The verb raised `error`: run the undo stack. An exception of a callback becomes a note of `error`."""
-        self.rolling_back = True
         try:
             self.undo_stack.close()
         except Exception as second:
@@ -186,7 +182,7 @@ class Annotation:
         self.name, self._given, self.call_site, self.fqn, self.state = state
         self.nested: list[tuple[nn.Module, Annotation]] = []
         self.modules, self.copied = modules, copied
-        self.undo_stack, self.rolling_back = ExitStack(), False
+        self.undo_stack = ExitStack()
 
 
 def _holds_modules(value: Any) -> bool:
@@ -254,19 +250,6 @@ class _Snapshot:
                 table.extend(content)
             else:
                 table.update(content)
-
-
-def running_verbs() -> tuple[Annotation, ...]:
-    """The records of the verbs that this thread runs, innermost last."""
-    return _running.get()
-
-
-def is_rolling_back() -> bool:
-    """Whether callbacks of `on_undo` run because a verb failed, not because of `remove`.
-
-    After them the snapshot registers the parameters from before the verb, so that nothing has to be gathered.
-    """
-    return any(record.rolling_back for record in _running.get())
 
 
 def on_undo(callback: Callback) -> Callback:

@@ -51,24 +51,21 @@ class _Call:
 
 
 class Dispatcher:
-    """The pair of forward hooks of one module.
+    """The pair of forward hooks of one module. Copied and pickled with it, together with the brackets, but not open calls."""
 
-    It is copied and pickled with its module, together with the brackets; open calls are not.
-    """
-
-    __slots__ = ("_calls", "_handles", "_ordered", "brackets")
+    __slots__ = ("_calls", "_ordered", "brackets", "handles")
 
     def __init__(self, module: nn.Module) -> None:
         self.brackets: dict[str, Bracket] = {}
         self._ordered: tuple[Bracket, ...] = ()
         self._calls: list[_Call] = []  # innermost last: a module may call itself
-        self._handles: tuple[RemovableHandle, RemovableHandle] = (
+        self.handles: tuple[RemovableHandle, RemovableHandle] = (
             module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
             module.register_forward_hook(self.after, always_call=True),
         )
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        return None, {"brackets": self.brackets, "_ordered": self._ordered, "_calls": [], "_handles": self._handles}
+        return None, {"brackets": self.brackets, "_ordered": self._ordered, "_calls": [], "handles": self.handles}
 
     def add(self, name: str, bracket: Bracket) -> None:
         self.brackets[name] = bracket
@@ -78,26 +75,17 @@ class Dispatcher:
         self.brackets.pop(name, None)
         self._sort()
         if not self.brackets:
-            for handle in self._handles:
+            for handle in self.handles:
                 handle.remove()
 
     def _sort(self) -> None:
-        known = [name for name in OUTERMOST_FIRST if name in self.brackets]
-        others = [name for name in self.brackets if name not in OUTERMOST_FIRST]
-        self._ordered = tuple(self.brackets[name] for name in (*known, *others))
-
-    @property
-    def hook_ids(self) -> tuple[int, int]:
-        """The keys of the pair in `module._forward_pre_hooks` and `module._forward_hooks`."""
-        return self._handles[0].id, self._handles[1].id
+        places = {name: place for place, name in enumerate(OUTERMOST_FIRST)}
+        names = sorted(self.brackets, key=lambda name: places.get(name, len(places)))
+        self._ordered = tuple(self.brackets[name] for name in names)
 
     @untraced_alone
     def before(self, module: nn.Module, args: Any, kwargs: Any, without: str = "") -> tuple[Any, Any]:
-        """Enter the brackets, outermost first.
-
-        Args:
-            without: the name of a bracket to leave out, for methods other than forward that call this themselves.
-        """
+        """Enter the brackets, outermost first, except for the one named `without`; that is for methods other than forward."""
         call = _Call()
         self._calls.append(call)
         skipped = self.brackets.get(without) if without else None
@@ -127,11 +115,8 @@ class Dispatcher:
         return output
 
     def drop_calls(self, module: nn.Module, keep: int) -> None:
-        """Close calls that a KeyboardInterrupt ended, as if forward had raised: torch does not tell forward hooks of it.
-
-        Args:
-            keep: so many of the newest calls go on.
-        """
+        """Close calls that a KeyboardInterrupt ended, as if forward had raised: torch does not tell forward hooks of it. The
+        newest `keep` calls go on."""
         newest = self._calls[len(self._calls) - keep :]
         del self._calls[len(self._calls) - keep :]
         while self._calls:
@@ -170,7 +155,7 @@ def detach(module: nn.Module, name: str) -> None:
 
 
 def drop_calls(module: nn.Module, keep: int = 0) -> None:
-    """`Dispatcher.drop_calls`, if `module` has a dispatcher. All but the newest `keep` calls of `module` have ended."""
+    """`Dispatcher.drop_calls`, if `module` has a dispatcher."""
     dispatcher = dispatcher_of(module)
     if dispatcher is not None:
         dispatcher.drop_calls(module, keep)
@@ -179,33 +164,15 @@ def drop_calls(module: nn.Module, keep: int = 0) -> None:
 def hooks_attached(module: nn.Module) -> bool:
     """Whether both hooks of the dispatcher are still registered on `module`; user code may have cleared them."""
     dispatcher = dispatcher_of(module)
-    return dispatcher is not None and dispatcher.hook_ids[1] in module._forward_hooks
-
-
-class EdgeHooks:
-    """Changes the inputs and the output of a module that has no annotation of its own, such as a full-precision norm."""
-
-    __slots__ = ("_handles",)
-
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: Callable[[nn.Module, Any, Any], tuple[Any, Any]],
-        output: Callable[[nn.Module, Any, Any], Any],
-    ) -> None:
-        before = module.register_forward_pre_hook(inputs, with_kwargs=True)
-        self._handles = (before, module.register_forward_hook(output))
-
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    return dispatcher is not None and dispatcher.handles[1].id in module._forward_hooks
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------
 
 
 def before_gradient(tensor: Tensor, callback: Callable[..., None], where: Callable[[Any], bool] | None = None) -> bool:
-    """Call `callback` before backward goes through `tensor`.
+    """Call `callback` before backward goes through `tensor`, which requires gradients. Returns whether there is a node that
+    `where` accepts (by default any), or a leaf, where it is called.
 
     A view is watched at its own node and at its base's: an in-place write gives the view a new node and leaves the old one
     out of the graph, but the graph still goes through the base. A callback at a leaf is called once and is then removed,
@@ -213,13 +180,6 @@ def before_gradient(tensor: Tensor, callback: Callable[..., None], where: Callab
 
     Several callbacks at one node are called in reverse order. They come from nested modules that return the same tensor, and
     backward enters the outer module first. Another rank may see different tensors there, and all ranks must use one order.
-
-    Args:
-        tensor: requires gradients.
-        where: whether a node counts; by default every node does.
-
-    Returns:
-        Whether there is a node, or a leaf, where `callback` is called.
     """
     node = tensor.grad_fn
     if node is None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from composable.config import MixedPrecisionPolicy
-from composable.contract.hooks import EdgeHooks
 from composable.contract.values import map_tensors
 
 _REAL: Final = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -123,7 +122,8 @@ class ExactModule:
 
     def __init__(self, module: nn.Module, low: torch.dtype) -> None:
         self._low = low
-        self._edges = EdgeHooks(module, self._cast_inputs, self._cast_back)
+        before = module.register_forward_pre_hook(self._cast_inputs, with_kwargs=True)
+        self._handles = (before, module.register_forward_hook(self._cast_back))
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         changed: tuple[Any, Any] = _cast_between((args, kwargs), self._low, _dtype_of(module))
@@ -133,7 +133,8 @@ class ExactModule:
         return _cast_between(output, _dtype_of(module), self._low)
 
     def remove(self) -> None:
-        self._edges.remove()
+        for handle in self._handles:
+            handle.remove()
 
 
 def _dtype_of(module: nn.Module) -> torch.dtype:

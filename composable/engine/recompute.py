@@ -54,15 +54,13 @@ class RecomputeBracket:
         options = self.options
         generator = checkpoint_generator(
             partial(self._again, module, compiler),
-            (
-                options.preserve_rng_state,
-                options.context_fn or noop_context_fn,
-                options.determinism_check,
-                options.debug,
-                options.early_stop,
-            ),
-            args,
-            kwargs,
+            options.preserve_rng_state,
+            options.context_fn or noop_context_fn,
+            options.determinism_check,
+            options.debug,
+            options.early_stop,
+            *args,
+            **kwargs,
         )
         self._open.append(generator)
         next(generator)

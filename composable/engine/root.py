@@ -43,7 +43,7 @@ from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
-from composable.memory.torch_private import backward_id, in_backward, outside_transforms
+from composable.memory.torch_private import backward_id, in_backward, on_backward_end, outside_transforms
 
 if TYPE_CHECKING:
     from composable.engine.unit import Unit
@@ -143,7 +143,7 @@ def _end_of_backward(root: Root) -> BackwardEnd:
                 "the model or its blocks, and leave compiled autograd off"
             )
         end = _ENDS[number] = BackwardEnd()
-        torch.autograd.Variable._execution_engine.queue_callback(end)
+        on_backward_end(end)
     end.roots.append(root)
     return end
 

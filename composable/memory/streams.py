@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch.profiler import record_function
@@ -23,16 +23,18 @@ from torch.profiler import record_function
 from composable.memory.torch_private import profiled
 
 LABEL_PREFIX: Final = "composable: "
-_NO_LABEL: Final = nullcontext()
+_NOTHING: Final = nullcontext()
 
 
 def range_label(name: str, before: str = "") -> AbstractContextManager[Any]:
     """Label the body as `composable: <before><name>` in a trace, if a profiler runs."""
-    return record_function(LABEL_PREFIX + before + name) if profiled() else _NO_LABEL
+    return record_function(LABEL_PREFIX + before + name) if profiled() else _NOTHING
 
 
-class Mark(Protocol):
-    """A point in the work of a stream."""
+class Mark:
+    """A point in the work of a stream. On a host the work is done by then."""
+
+    __slots__ = ()
 
     def join(self) -> None:
         """Make the current stream wait for this point; the host goes on."""
@@ -41,51 +43,30 @@ class Mark(Protocol):
         """Return when the stream has reached this point."""
 
 
-class Streams(Protocol):
-    """The streams of one device, by name."""
+_HOST_MARK: Final = Mark()
+
+
+class Streams:
+    """The streams of one device, by name. On a host work runs where it is called, and there is nothing to order."""
 
     def fork(self, name: str) -> AbstractContextManager[None]:
         """Run the body on stream `name`, after all work that the current stream has so far."""
+        return _NOTHING
 
     def mark(self) -> Mark:
         """The end of the current stream's work so far."""
+        return _HOST_MARK
 
     def here(self) -> Any:
         """The current stream, for `on`; None on a host."""
+        return None
 
     def on(self, stream: Any) -> AbstractContextManager[None]:
         """Run the body on `stream`, after the work that the current stream has so far and before its later work."""
+        return _NOTHING
 
 
-class _HostMark:
-    def join(self) -> None:
-        return None
-
-    def wait_on_host(self) -> None:
-        return None
-
-
-_HOST_MARK: Final = _HostMark()
-_HOST_CONTEXT: Final = nullcontext()
-
-
-class HostStreams:
-    """For a host: work runs where it is called, so there is nothing to order."""
-
-    def fork(self, name: str) -> AbstractContextManager[None]:
-        return _HOST_CONTEXT
-
-    def mark(self) -> Mark:
-        return _HOST_MARK
-
-    def here(self) -> None:
-        return None
-
-    def on(self, stream: None) -> AbstractContextManager[None]:
-        return _HOST_CONTEXT
-
-
-class _EventMark:
+class _EventMark(Mark):
     __slots__ = ("_event", "_index")
 
     def __init__(self, event: torch.Event, index: int) -> None:
@@ -119,7 +100,7 @@ class _Fork:
             torch.accelerator.set_device_index(self._device_before)
 
 
-class AcceleratorStreams:
+class AcceleratorStreams(Streams):
     """One stream per name on one accelerator device, made at its first use.
 
     Args:
@@ -161,7 +142,7 @@ class AcceleratorStreams:
 
 
 _STREAMS: Final[dict[int, AcceleratorStreams]] = {}
-_HOST_STREAMS: Final = HostStreams()
+_HOST_STREAMS: Final = Streams()
 
 
 def has_streams(device: torch.device) -> bool:
@@ -184,8 +165,3 @@ def streams_of(device: torch.device) -> Streams:
     if index not in _STREAMS:
         _STREAMS[index] = AcceleratorStreams(torch.device(device.type, index))
     return _STREAMS[index]
-
-
-def wait_for_current_stream() -> None:
-    """Return when the current stream of the accelerator has done its work so far."""
-    torch.accelerator.current_stream().synchronize()

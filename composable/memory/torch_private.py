@@ -1,15 +1,14 @@
 """Every use of a part of torch that is not public, except those of torch.compile (`composable/compilation.py`).
 
-Each name says why the public interface does not do, and what happens where a version of torch lacks it: the fallback is
-correct, only slower or less precise. Checked with torch 2.11.0, 2.13.0 and 2.15.0. A name without a fallback exists in all
-three.
+Each name says why the public interface does not do. All of them exist in torch 2.11.0, 2.13.0 and 2.14.1, except where a
+fallback says that one does not.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch._functorch import pyfunctorch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
@@ -46,19 +45,15 @@ def in_backward() -> bool:
     return backward_id() != -1
 
 
-def on_backward_end(callback: Callable[[], None]) -> None:
-    """Call `callback` when the running backward pass ends without an error.
-
-    The engine holds `callback` until then. If backward raises, the engine drops it without a call, so an object whose
-    `__del__` cleans up learns of the error: on a host before the caller of backward sees the error, on an accelerator, where
-    a thread of the engine holds the pass, up to a few milliseconds later. DDP and FSDP2 queue their callbacks in the same way.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
+# `on_backward_end(callback)`: the engine calls `callback` when the running backward pass ends without an error. If backward
+# raises, the engine drops it without a call, so an object whose `__del__` cleans up learns of the error: on a host before the
+# caller of backward sees the error, on an accelerator, where a thread of the engine holds the pass, up to a few milliseconds
+# later. DDP and FSDP2 queue their callbacks in the same way.
+on_backward_end: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 # The number of the next autograd node that this thread makes; backward runs the highest numbers first. Tells which nodes a
-# forward has made from those of its inputs. Without it every node counts as made by the forward.
-next_node: Callable[[], int] = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+# forward has made from those of its inputs.
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 def made_since(number: int, node: torch.autograd.graph.Node) -> bool:
@@ -85,52 +80,37 @@ def take_hooks(source: Tensor, target: Tensor) -> None:
         target._post_accumulate_grad_hooks = hooks
 
 
-def checkpoint_generator(function: Any, options: tuple[Any, ...], args: Any, kwargs: Any) -> Any:
-    """Non-reentrant checkpointing as a generator: code before the first yield runs before forward, the rest after it.
-
-    `torch.utils.checkpoint.checkpoint` calls the function itself, which forward hooks cannot do.
-
-    Args:
-        options: preserve_rng_state, context_fn, determinism_check, debug, early_stop.
-    """
-    return torch.utils.checkpoint._checkpoint_without_reentrant_generator(function, *options, *args, **kwargs)
+# Non-reentrant checkpointing as a generator: code before the first yield runs before forward, the rest after it.
+# `torch.utils.checkpoint.checkpoint` calls the function itself, which forward hooks cannot do.
+checkpoint_generator: Callable[..., Any] = torch.utils.checkpoint._checkpoint_without_reentrant_generator
 
 
 # --- torch.func -------------------------------------------------------------------------------------------------------
 
-_is_wrapped: Callable[[Tensor], bool] = getattr(torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False)
-
 
 def innermost(tensor: Tensor) -> Tensor:
     """The tensor inside the wrappers of `torch.func`'s transforms (`grad`, `vmap`, ...), which have no storage of their own."""
-    while _is_wrapped(tensor):
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor
 
 
 # Whether a transform of `torch.func` is active. Asking for the stack of transforms would create one for this thread, which
 # every autograd node copies from then on: 2 % of the instructions of a small model's step.
-if hasattr(torch._C, "_dispatch_tls_is_dispatch_key_included"):
-    is_transformed: Callable[[], bool] = partial(
-        torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
-    )
-else:
-    _stack: Callable[[], Any] = getattr(torch._C._functorch, "peek_interpreter_stack", lambda: None)
-    is_transformed = lambda: _stack() is not None  # noqa: E731
-_without_transforms: Callable[[], AbstractContextManager[Any]] = getattr(
-    pyfunctorch, "temporarily_clear_interpreter_stack", nullcontext
+is_transformed: Callable[[], bool] = partial(
+    torch._C._dispatch_tls_is_dispatch_key_included, torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
 )
 
 
 def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
     """Hide `function` from the transforms of `torch.func` that it is called in. They refuse in-place writes to tensors from
-    outside of the transformed function, and the full buffers are such tensors. Without it torch raises its own error."""
+    outside of the transformed function, and the full buffers are such tensors."""
 
     @wraps(function)
     def hidden(*args: P.args, **kwargs: P.kwargs) -> R:
         if not is_transformed():
             return function(*args, **kwargs)
-        with _without_transforms():
+        with temporarily_clear_interpreter_stack():
             return function(*args, **kwargs)
 
     return hidden
@@ -144,17 +124,10 @@ def outside_transforms(function: Callable[P, R]) -> Callable[P, R]:
 chunk_cat: Callable[..., Tensor] = torch._chunk_cat
 
 
-def _cannot_swap(one: torch.UntypedStorage, other: torch.UntypedStorage) -> None:
-    raise NotImplementedError("this version of torch cannot swap the memory of two storages")
-
-
-CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
-
-# Swaps the memory of two storages, so that all views of one see the memory of the other; only if `CAN_SWAP`. `resize_(0)` and
+# Swaps the memory of two storages, so that all views of one see the memory of the other; torch 2.11 cannot. `resize_(0)` and
 # back returns memory to the system and faults every page in again: about 8 ms for 32 MiB.
-swap_memory: Callable[[torch.UntypedStorage, torch.UntypedStorage], None] = getattr(
-    torch.UntypedStorage, "_swap_data_ptr_", _cannot_swap
-)
+CAN_SWAP: Final = hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+swap_memory: Any = getattr(torch.UntypedStorage, "_swap_data_ptr_", None)
 
 
 def view_without_memory(start: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor | None:
@@ -162,7 +135,7 @@ def view_without_memory(start: Tensor, shape: Sequence[int], strides: Sequence[i
     the storage. None if the device does not implement it."""
     try:
         view: Tensor = torch.ops.aten._reshape_alias(start, shape, strides)
-    except (AttributeError, NotImplementedError):
+    except NotImplementedError:
         return None
     return view
 
@@ -177,9 +150,9 @@ def storage_key(tensor: Tensor) -> int:
 can_take_data: Callable[[Tensor, Tensor], bool] = torch._has_compatible_shallow_copy_type
 
 
-# Whether a profiler runs in this process. A label costs 2 us even if no profiler reads it. Without it nothing is labelled.
-# Made in C, because it is asked at every launch and every wait.
-profiled: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled", False)
+# Whether a profiler runs in this process. A label costs 2 us even if no profiler reads it. Made in C, because it is asked at
+# every launch and every wait.
+profiled: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled")
 
 
 def as_real(tensor: Tensor) -> Tensor:
@@ -201,18 +174,17 @@ def set_local(tensor: DTensor, local: Tensor) -> None:
 
 # Inside of this context attributes of a `DTensor` are looked up as those of a plain tensor, in 60 ns in place of 110: torch
 # does not ask `DTensor.__torch_function__`, which does not override them. No code of the user may run inside.
-as_tensors: Callable[[], AbstractContextManager[Any]] = getattr(torch._C, "DisableTorchFunctionSubclass", nullcontext)
+as_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
 def parameter_around(tensor: DTensor, *, requires_grad: bool) -> nn.Parameter:
     """A parameter on the mesh object of `tensor`.
 
     `nn.Parameter` detaches its argument, and DTensor's caches may give the result of an operation an equal mesh that was made
-    earlier, whose process groups are destroyed or differ. Without `_spec` the parameter may have such a mesh.
+    earlier, whose process groups are destroyed or differ.
     """
     parameter = nn.Parameter(tensor, requires_grad=requires_grad)
-    if getattr(tensor, "_spec", None) is not None:
-        parameter._spec = tensor._spec  # type: ignore[attr-defined]
+    parameter._spec = tensor._spec  # type: ignore[attr-defined]
     return parameter
 
 
@@ -222,16 +194,9 @@ def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = Non
 
     `DTensor.from_local` computes in 50 us what `like` knows; this takes 5 us.
     """
-    spec = getattr(like, "_spec", None)
-    if spec is None:
-        return DTensor.from_local(
-            local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
     with torch.inference_mode(False):
-        # Around an empty tensor first, because a `DTensor` takes over the storage offset of its argument.
-        made = DTensor(local.new_empty(0, device=local.device if device is None else device), spec, requires_grad=False)
-    set_local(made, local)
-    return made
+        stand_in = local.new_empty(0, device=local.device if device is None else device)
+        return dtensor_around(local, like._spec, stand_in)
 
 
 # `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a construction.
@@ -250,28 +215,12 @@ def dtensor_around(local: Tensor, spec: Any, stand_in: Tensor) -> DTensor:
     return made
 
 
-def replace_dtensor_operation(operation: Any, handler: Callable[[Any, tuple[Any, ...], Any], Any]) -> bool:
-    """Call `handler(operation, args, kwargs)` in place of torch's own handler of an operation on DTensors.
-
-    Returns:
-        False if this version of torch has no handler of its own for it; then nothing changes.
-    """
-    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
-    if handlers is None or operation not in handlers:
-        return False
-    handlers[operation] = handler
-    return True
-
-
 # --- optimizers -------------------------------------------------------------------------------------------------------
 
 
 def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[OrderedDict[int, Any], OrderedDict[int, Any]]:
-    """The pre-hooks and post-hooks of an optimizer's `step`, in the order in which they run. The public calls only append.
-    Two empty dicts where torch has others: then hooks run in the order in which they were added."""
-    before = getattr(optimizer, "_optimizer_step_pre_hooks", None)
-    after = getattr(optimizer, "_optimizer_step_post_hooks", None)
-    return OrderedDict() if before is None else before, OrderedDict() if after is None else after
+    """The pre-hooks and post-hooks of an optimizer's `step`, in the order in which they run. The public calls only append."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks  # type: ignore[return-value]
 
 
 # --- process groups ---------------------------------------------------------------------------------------------------
@@ -287,12 +236,9 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store through which the group's ranks found each other, with the group's prefix; None where torch does not tell.
+    """The store through which the group's ranks found each other, with the group's prefix; None if the group was destroyed.
     A rank whose collectives failed can still read and write it."""
-    with suppress(AttributeError, KeyError, TypeError, ValueError):
-        _, store = dist.distributed_c10d._world.pg_map[group]
-        return store
-    return None
+    return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,14 +270,20 @@ def launchers(group: dist.ProcessGroup, *, asynchronous: bool) -> Launchers:
     torch's public functions end in these methods, after 9 us of Python checks that give the same result at every call. The
     only public way to several collectives in one launch is a context, which stays open if an exception ends its body.
     """
-    gather, total, mean = AllgatherOptions(), ReduceScatterOptions(), ReduceScatterOptions()
-    reduce, reduce_coalesced = AllreduceOptions(), AllreduceCoalescedOptions()
-    reduce_mean, reduce_mean_coalesced = AllreduceOptions(), AllreduceCoalescedOptions()
-    for averaging in (mean, reduce_mean, reduce_mean_coalesced):
-        averaging.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
-    for options in (gather, total, mean, reduce, reduce_coalesced, reduce_mean, reduce_mean_coalesced):
-        options.asyncOp = asynchronous
-    if hasattr(group, "all_gather_single"):  # since torch 2.13
+
+    def options(kind: Any, *, mean: bool = False) -> Any:
+        made = kind()
+        made.asyncOp = asynchronous
+        if mean:
+            made.reduceOp = dist.ReduceOp.AVG
+        return made
+
+    def all_reduce(mean: bool) -> Launcher:
+        single, coalesced = options(AllreduceOptions, mean=mean), options(AllreduceCoalescedOptions, mean=mean)
+        return Launcher("allreduce", "allreduce_coalesced", single, coalesced)
+
+    gather, total, mean = options(AllgatherOptions), options(ReduceScatterOptions), options(ReduceScatterOptions, mean=True)
+    if hasattr(group, "all_gather_single"):  # not in torch 2.11
         gathers = ("all_gather_single", "all_gather_single_coalesced")
         scatters = ("reduce_scatter_single", "reduce_scatter_single_coalesced")
     else:
@@ -341,8 +293,8 @@ def launchers(group: dist.ProcessGroup, *, asynchronous: bool) -> Launchers:
         Launcher(*gathers, gather, gather),
         Launcher(*scatters, total, total),
         Launcher(*scatters, mean, mean),
-        Launcher("allreduce", "allreduce_coalesced", reduce, reduce_coalesced),
-        Launcher("allreduce", "allreduce_coalesced", reduce_mean, reduce_mean_coalesced),
+        all_reduce(mean=False),
+        all_reduce(mean=True),
     )
 
 
@@ -351,6 +303,6 @@ def cannot_coalesce(error: RuntimeError) -> bool:
     return "does not support" in str(error) or "No backend type associated" in str(error)
 
 
-def active_ddp() -> Any:
-    """The `DistributedDataParallel` whose forward is running; None where there is none, or this torch does not tell."""
-    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+def active_ddp() -> DistributedDataParallel | None:
+    """The `DistributedDataParallel` whose forward is running."""
+    return DistributedDataParallel._active_ddp_module

@@ -24,7 +24,7 @@ from composable.comm import (
     world_group,
 )
 from composable.memory.elastic import idle_bytes, release_idle_memory
-from composable.memory.streams import HostStreams
+from composable.memory.streams import Streams
 from tests.comm.in_process import seats
 from tests.helpers.world import Pool, spmd
 
@@ -33,7 +33,7 @@ DTYPES: Final = (torch.float32, torch.float64, torch.float16, torch.bfloat16, to
 
 
 def _accelerator(group: dist.ProcessGroup, device: torch.device) -> Comm:
-    return AcceleratorComm(group, device, HostStreams())
+    return AcceleratorComm(group, device, Streams())
 
 
 KINDS: Final[dict[str, Callable[[dist.ProcessGroup, torch.device], Comm]]] = {

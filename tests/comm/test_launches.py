@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.comm import AcceleratorComm, choose, comm_of, world_group
 from composable.errors import CommunicationError
-from composable.memory.streams import HostStreams
+from composable.memory.streams import Streams
 from composable.memory.torch_private import launchers
 from tests.helpers.world import Pool, spmd
 from tests.memory.races import ClockedStreams, watched
@@ -25,7 +25,7 @@ CPU: Final = torch.device("cpu")
 
 
 def _comm(streams: Any = None) -> AcceleratorComm:
-    return AcceleratorComm(world_group(), CPU, streams or HostStreams())
+    return AcceleratorComm(world_group(), CPU, streams or Streams())
 
 
 def _gather(comm: AcceleratorComm, count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -171,7 +171,7 @@ def _reductions_apart(setting: str) -> list[str]:
     with (
         mock.patch.dict(os.environ, {choose.REDUCTIONS_VARIABLE: setting}),
         mock.patch.object(choose, "has_streams", return_value=True),
-        mock.patch.object(choose, "streams_of", return_value=HostStreams()),
+        mock.patch.object(choose, "streams_of", return_value=Streams()),
     ):
         comm = comm_of(group, CPU)
     assert isinstance(comm, AcceleratorComm)

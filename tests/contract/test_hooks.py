@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from composable.contract.hooks import (
     OUTERMOST_FIRST,
     Dispatcher,
-    EdgeHooks,
     attach,
     before_gradient,
     before_node,
@@ -362,21 +361,6 @@ def test_a_pickled_module_has_no_open_calls() -> None:
     for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         drop_calls(twin)
         assert dispatcher_of(twin).brackets["checkpoint"].log == ENTERED  # type: ignore[union-attr, attr-defined]
-
-
-# --- modules without an annotation ------------------------------------------------------------------------------------
-
-
-def test_edge_hooks_change_inputs_and_output_until_they_are_removed() -> None:
-    module = Echo()
-    edges = EdgeHooks(
-        module,
-        lambda _, args, kwargs: (tuple(arg + "a" for arg in args), {key: value + "b" for key, value in kwargs.items()}),
-        lambda _, args, output: output + "c",
-    )
-    assert module("x", other="y") == "xa yb c"
-    edges.remove()
-    assert module("x", other="y") == "x y "
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------

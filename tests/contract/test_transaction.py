@@ -13,7 +13,6 @@ from torch import nn
 
 from composable.contract.contract import (
     contract,
-    is_rolling_back,
     on_undo,
     registry,
     remove,
@@ -198,25 +197,6 @@ def test_remove_keeps_a_submodule_that_was_annotated_again_separately():
     remove(model, mark_tree)
     assert [list(registry(module)) for module in (model, *model)] == [[], [], ["mark_tree"]]
     assert len(model[1]._forward_hooks) == 1
-
-
-def test_callbacks_can_tell_a_failed_verb_from_remove():
-    seen: list[bool] = []
-    fails = True
-
-    @contract()
-    def brittle(module):
-        on_undo(lambda: seen.append(is_rolling_back()))
-        assert not is_rolling_back()
-        if fails:
-            raise RuntimeError
-
-    block = Block()
-    with pytest.raises(RuntimeError):
-        brittle(block)
-    fails = False
-    remove(brittle(block), brittle)
-    assert seen == [True, False]
 
 
 def test_the_names_of_a_tree_with_cycles_or_modules_shared_on_many_levels_are_compared_once_per_module():

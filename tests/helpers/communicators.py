@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from composable.comm import AcceleratorComm, Comm, GenericComm, LocalComm, PointToPointComm, Work
-from composable.memory.streams import HostStreams
+from composable.memory.streams import Streams
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 CPU: Final = torch.device("cpu")
@@ -175,7 +175,7 @@ class ThreadedAccelerator(AcceleratorComm):
     """
 
     def __init__(self, group: dist.ProcessGroup, thread: ThreadPoolExecutor) -> None:
-        super().__init__(group, CPU, HostStreams())
+        super().__init__(group, CPU, Streams())
         self._thread = thread
         self._inside = threading.local()
 

@@ -26,7 +26,6 @@ from composable.memory.torch_private import (
     on_backward_end,
     outside_transforms,
     parameter_around,
-    replace_dtensor_operation,
     set_versions,
     step_hooks,
     store_of,
@@ -137,12 +136,6 @@ def test_step_hooks_are_those_of_the_optimizer() -> None:
     optimizer.register_step_pre_hook(lambda *_: None)
     before, after = step_hooks(optimizer)
     assert (len(before), len(after)) == (1, 0)
-
-
-def test_an_operation_that_torch_does_not_handle_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not replace_dtensor_operation(torch.ops.aten.add.Tensor, lambda *_: None)
-    monkeypatch.setattr(DTensor, "_op_dispatcher", object())
-    assert not replace_dtensor_operation(torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default, lambda *_: None)
 
 
 @spmd(ranks=2)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from composable import fully_shard
 from composable.api import mesh as meshes
 from composable.comm import AcceleratorComm, world_group
-from composable.memory.streams import HostStreams
+from composable.memory.streams import Streams
 from tests.helpers.logged import logged
 from tests.helpers.world import Pool
 
@@ -20,7 +20,7 @@ _CUDA: Final = torch.device("cuda", 0)
 
 
 def _broadcasts() -> tuple[list[str], list[float]]:
-    comm = AcceleratorComm(world_group(), _CUDA, HostStreams())
+    comm = AcceleratorComm(world_group(), _CUDA, Streams())
     seen: list[str] = []
     elsewhere: list[Tensor] = []
 

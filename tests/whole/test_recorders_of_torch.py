@@ -26,7 +26,7 @@ from torch._C import _distributed_c10d as c10d
 from composable import fully_shard, replicate
 from composable.comm import AcceleratorComm, Comm, comms_wrapped_by
 from composable.memory import elastic
-from composable.memory.streams import HostStreams
+from composable.memory.streams import Streams
 from tests.helpers.communicators import Around, all_accelerators
 from tests.helpers.world import Pool
 
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def _launched_by_the_caller(comm: Comm) -> Comm:
-    return AcceleratorComm(comm.group, torch.device("cpu"), HostStreams()) if comm.group is not None else comm
+    return AcceleratorComm(comm.group, torch.device("cpu"), Streams()) if comm.group is not None else comm
 
 
 def _recorded(after: int) -> dict[str, Any]:
