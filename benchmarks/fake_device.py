@@ -164,8 +164,7 @@ def install() -> None:
     meshes: Any = sys.modules["composable.api.mesh"]
     ranks_of, meshes._ranks_of = meshes._ranks_of, lambda mesh: _unfaked(ranks_of, mesh)
     meshes.Spread.in_words = lambda self: ""
-    verb: Any = sys.modules["composable.api.fully_shard"]
-    verb.refuse_unordered = lambda *_: None
+    meshes._refuse_unordered = lambda *_: None
     units: Any = sys.modules["composable.api.units"]
     units.refuse_unfit = lambda *_: None  # parameters are of another class
     info_of, units.mesh_info_of_shards = units.mesh_info_of_shards, lambda *args, **options: _unfaked(info_of, *args, **options)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from fnmatch import fnmatchcase
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +20,16 @@ from torch.nn.parameter import UninitializedBuffer
 
 from composable.config import DTYPES_BY_NAME, CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter, NamedPlace, walk
+from composable.engine.param import Place
 from composable.engine.precision import BufferHolder
 from composable.errors import AnnotationError, closest, few
 from composable.memory.streams import has_streams
-from composable.policies.base import kind_of
 
 logger = logging.getLogger("composable")
 
 MixedPrecision = MixedPrecisionPolicy | fsdp.MixedPrecisionPolicy | torch.dtype | str | None
 Offload = CPUOffloadPolicy | fsdp.OffloadPolicy | None
 Placement = Callable[[nn.Parameter], Shard | None]
-
-CAN_KEEP: Final = hasattr(Tensor, "grad_dtype")
 
 
 def _known_fields(verb: str, argument: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
@@ -57,7 +55,7 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
     """The policy that an argument stands for.
 
     Raises:
-        AnnotationError: it is not a policy, or asks for something that this torch cannot do.
+        AnnotationError: it is not a policy.
     """
     if isinstance(value, fsdp.MixedPrecisionPolicy):
         known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
@@ -70,11 +68,6 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
         raise AnnotationError(
             f"{verb}: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a floating-point dtype or its "
             f"name, e.g. 'bf16'; got {value!r}"
-        )
-    if value.keep_grads_in_reduce_dtype and not CAN_KEEP:
-        raise AnnotationError(
-            f"{verb}: keep_grads_in_reduce_dtype needs a torch in which a gradient may have another dtype than its parameter "
-            f"(Tensor.grad_dtype); this is torch {torch.__version__}. Leave it out, and gradients have the parameter's dtype"
         )
     return value
 
@@ -205,18 +198,18 @@ def offload_policy_of(verb: str, value: Any, local_device: torch.device | None) 
     return value
 
 
-def warn_if_offload_has_no_effect(verb: str, policies: Iterable[CPUOffloadPolicy | None], device: torch.device) -> None:
-    if any(policies) and not has_streams(device):
+def warn_of_no_offload(device: torch.device) -> None:
+    if not has_streams(device):
         logger.warning(
-            "%s: offload_policy has no effect where ranks compute on the CPU: parameters are in the host's memory anyway. To "
-            "compute on an accelerator, pass a mesh of it",
-            verb,
+            "fully_shard: offload_policy has no effect where ranks compute on the CPU: parameters are in the host's memory "
+            "anyway. To compute on an accelerator, pass a mesh of it"
         )
 
 
-def check_reshard_after_forward(value: object) -> None:
-    if not isinstance(value, int | None):
-        raise AnnotationError(f"reshard_after_forward must be None, True, False or a number of ranks, got {kind_of(value)}")
+def bucket_bytes_of(mib: Any) -> int:
+    if type(mib) not in (int, float) or mib <= 0:
+        raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {mib!r}")
+    return max(1, int(mib * (1 << 20)))
 
 
 def shard_dim_of(managed: ManagedParameter, choose: Placement | None) -> int | None:
@@ -258,6 +251,10 @@ class ManagedBuffer:
         return self.places[0].fqn
 
 
+def places_of(managed: ManagedParameter | ManagedBuffer) -> tuple[Place, ...]:
+    return tuple(Place(place.module, place.name) for place in managed.places)
+
+
 def buffers_of(modules: Sequence[nn.Module]) -> list[ManagedBuffer]:
     """The buffers of `modules`, persistent or not, that are in no annotated module below them.
 
@@ -280,22 +277,16 @@ def buffers_of(modules: Sequence[nn.Module]) -> list[ManagedBuffer]:
     return [ManagedBuffer(buffer, tuple(places)) for buffer, places in found.values()]
 
 
-def refuse_elsewhere(
-    verb: str, parameters: Sequence[ManagedParameter], buffers: Sequence[ManagedBuffer], device: torch.device
-) -> None:
+def refuse_elsewhere(verb: str, named: Sequence[tuple[str, Tensor]], device: torch.device) -> None:
     """Raise for tensors that are neither on `device` nor on the meta device."""
-    named = [(each.fqn, each.parameter) for each in parameters] + [(each.fqn, each.buffer) for each in buffers]
     for fqn, tensor in named:
-        if tensor.device.type != "meta" and not _same(tensor.device, device):
+        index: int | None = tensor.device.index  # torch's stubs say int
+        is_there = tensor.device.type == device.type and index in (None, device.index)
+        if not (is_there or tensor.is_meta):
             raise AnnotationError(
                 f"{verb}: '{fqn}' is on {tensor.device}, and the ranks of the mesh communicate on {device}; call "
                 f"module.to('{device}') before annotating it"
             )
-
-
-def _same(one: torch.device, other: torch.device) -> bool:
-    index: int | None = one.index  # torch's stubs say int
-    return one.type == other.type and index in (None, other.index)
 
 
 def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed import fsdp
@@ -30,30 +30,25 @@ logger = logging.getLogger("composable")
 
 _DONE: Final = {SHARD: "sharded", REPLICATE: "replicated"}
 
-Tied = tuple[Unit, nn.Parameter, tuple[Place, ...]]
-
-
 # --- parameters of other annotations ----------------------------------------------------------------------------------
 
-# The parameters that were registered when a unit was annotated, in the order of its spec.
-_originals: Final[WeakKeyDictionary[Unit, list[ref[nn.Parameter]]]] = WeakKeyDictionary()
+_units: Final[WeakKeyDictionary[Unit, None]] = WeakKeyDictionary()  # that are annotated
 
 
-def note_originals(unit: Unit, parameters: Sequence[ManagedParameter]) -> None:
-    """Inside a verb: let `owner_of` find `unit` by these parameters, even when others are registered in their place."""
-    _originals[unit] = [ref(managed.parameter) for managed in parameters]
-    on_undo(partial(_originals.pop, unit, None))
+def note_owner(unit: Unit) -> None:
+    """Inside a verb: let `_owner_of` find `unit`."""
+    _units[unit] = None
+    on_undo(partial(_units.pop, unit, None))
 
 
-def owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
+def _owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
     """The unit that manages `parameter`, or managed it until it registered another one in its place."""
     label = label_of(parameter)
     if label is None or label.form == "removed":
         return None
-    for unit, originals in list(_originals.items()):
-        infos = () if unit.spec is None else unit.spec.params
-        for info, original in zip(infos, originals, strict=True):
-            if original() is parameter or any(place.registered is parameter for place in info.places):
+    for unit in list(_units):
+        for info, param in zip(() if unit.spec is None else unit.spec.params, unit.params, strict=True):
+            if param.original() is parameter or any(place.registered is parameter for place in info.places):
                 return unit, info
     return None
 
@@ -79,7 +74,7 @@ def tied_to_replicated(
     below = {id(each) for module in modules for each in module.modules()}
     tied = []
     for managed in parameters:
-        owner = owner_of(managed.parameter)
+        owner = _owner_of(managed.parameter)
         if owner is None:
             continue
         unit, info = owner

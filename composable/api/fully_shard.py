@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, Final
 
 from torch import nn
 
-from composable.api.arguments import (
-    MixedPrecision,
-    Offload,
-    Placement,
-    buffers_of,
-    check_reshard_after_forward,
-    offload_policy_of,
-    shard_dim_of,
-    warn_if_offload_has_no_effect,
-)
-from composable.api.checks import warn_of_gradients
-from composable.api.mesh import Mesh, Spread, comm_of_all, device_of, refuse_uneven, refuse_unordered, spread_over
-from composable.api.selection import is_read_by_parent
-from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
-from composable.api.units import UnitPlan, attach_all, attach_unit, plan_for, select, unit_spread
-from composable.config import GradReduce, divisor_of, grad_reduce_in_words
+from composable.api.arguments import MixedPrecision, Offload, Placement
+from composable.api.mesh import Mesh
+from composable.api.units import annotate
+from composable.config import GradReduce
 from composable.contract.contract import contract
-from composable.contract.naming import modules_of
-from composable.contract.traversal import SHARD, names_below
 from composable.engine.unit import Unit
-from composable.errors import AnnotationError, UnknownArgumentError, unit_name
+from composable.errors import UnknownArgumentError
 from composable.policies import PolicyLike
-
-_MESH_SLICE: Final = "pass the slice of its data-parallel dimensions, mesh=mesh[...]"
 
 _EQUIVALENTS: Final = {
     "auto_wrap_policy": "policy=",
@@ -54,8 +37,6 @@ _EQUIVALENTS: Final = {
     "mixed_precision": "mp_policy=",
     "cpu_offload": "offload_policy=CPUOffloadPolicy()",
 }
-
-_OVERRIDABLE: Final = ("mesh", "reshard_after_forward", "mp_policy", "offload_policy", "shard_placement_fn", "grad_reduce")
 
 
 @contract(
@@ -126,84 +107,11 @@ def fully_shard(
 
     After Zhao et al., "PyTorch FSDP" (VLDB 2023), and Rajbhandari et al., "ZeRO" (SC 2020).
     """
-    modules = modules_of("fully_shard", module)
-    plan = plan_for(modules[0])
-    if plan is not None:
-        attach_unit(fully_shard.state(modules[0]), plan)
-        return module
     if dp_mesh_dims is not None:
-        raise UnknownArgumentError(f"fully_shard() has no argument 'dp_mesh_dims'; {_MESH_SLICE}")
+        raise UnknownArgumentError(
+            "fully_shard() has no argument 'dp_mesh_dims'; pass the slice of its data-parallel dimensions, mesh=mesh[...]"
+        )
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
     options |= {"offload_policy": offload_policy, "shard_placement_fn": shard_placement_fn, "grad_reduce": grad_reduce}
-    spread = _spread_over(modules, mesh)
-    comm = comm_of_all("fully_shard", spread, device_of(modules))
-    with failures_told("fully_shard", comm):
-        refuse_unknown_mode(sync_module_states)
-        for each in modules:
-            _refuse_read_by_parent(each)
-        selected = select("fully_shard", modules, policy, ignored_params, mp_policy, spread, options, overridable=_OVERRIDABLE)
-        # From the innermost unit outwards, as units are made: shard_placement_fn is the user's, and asked once per parameter.
-        plans = [
-            _plan(modules, spread, index, selected.options[index], selected) for index in reversed(range(len(selected.units)))
-        ]
-        plans.reverse()
-        buffers = buffers_of(modules)
-        names = names_below(modules[0])
-        treatment = [text for each in plans for text in _treatment(each, unit_name(names.get(id(each.modules[0]), "")))]
-    made = synchronise("fully_shard", comm, sync_module_states, selected.parameters, buffers, treatment)
-    plans = [each.with_parameters(made) for each in plans]
-    if spread is not None:
-        warn_of_gradients(selected.parameters)
-    attach_all(fully_shard, plans, selected.tied)
-    warn_if_offload_has_no_effect("fully_shard", [each.offload for each in plans], comm.device)
+    annotate(fully_shard, module, policy, ignored_params, sync_module_states, options)
     return module
-
-
-def _spread_over(modules: Sequence[nn.Module], mesh: Mesh, device_type: str | None = None) -> Spread | None:
-    spread = spread_over("fully_shard", mesh, modules, hybrid=True, device_type=device_type)
-    if spread is not None:
-        refuse_unordered("fully_shard", spread)
-    return spread
-
-
-def _refuse_read_by_parent(module: nn.Module) -> None:
-    if is_read_by_parent(module):
-        raise AnnotationError(
-            "fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being called, so nothing would "
-            "gather its parameters; annotate the MultiheadAttention instead"
-        )
-
-
-def _plan(top: Sequence[nn.Module], spread: Spread | None, index: int, options: dict[str, Any], selected: Any) -> UnitPlan:
-    """The plan of one of the units, after the checks of its arguments."""
-    unit, share = selected.units[index], selected.shares[index]
-    after, choose = options["reshard_after_forward"], options["shard_placement_fn"]
-    check_reshard_after_forward(after)
-    own = unit_spread("fully_shard", spread, options["mesh"], selected.options[0]["mesh"], partial(_spread_over, unit))
-    refuse_uneven(own, after)
-    device = device_of(unit)
-    return UnitPlan(
-        verb=SHARD,
-        modules=unit,
-        options=options,
-        parameters=tuple(share),
-        precision=selected.precisions[index],
-        spread=own,
-        device=device,
-        top=tuple(top),
-        divisor=divisor_of("fully_shard", options["grad_reduce"]),
-        shard_dims=tuple(shard_dim_of(managed, choose) for managed in share),
-        reshard_after_forward=after,
-        offload=offload_policy_of("fully_shard", options["offload_policy"], device if own is None else None),
-        ignored=selected.ignored_in(unit),
-    )
-
-
-def _treatment(plan: UnitPlan, name: str) -> list[str]:
-    """For each parameter of a unit, what the arguments come to, in words that are equal on ranks that agree."""
-    over = "" if plan.options["mesh"] is None or plan.spread is None else plan.spread.in_words()
-    rest = f", {plan.precision}" if str(plan.precision) else ""
-    rest += "" if plan.divisor is None else f", grad_reduce {grad_reduce_in_words(plan.divisor)}"
-    rest += "" if plan.offload is None else ", offloaded"
-    after = plan.reshard_after_forward
-    return [f"unit '{name}', reshard_after_forward={after}{over}, dimension {dim}{rest}" for dim in plan.shard_dims]

@@ -16,7 +16,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm import Comm, backend_of, comm_of, group_of_both, is_distributed, world_group
-from composable.errors import CommunicationError, MeshError, RanksDisagreeError
+from composable.contract.traversal import SHARD
+from composable.errors import AnnotationError, CommunicationError, MeshError, RanksDisagreeError
+from composable.policies.base import kind_of
 
 logger = logging.getLogger("composable")
 
@@ -149,15 +151,12 @@ def _once(key: dist.ProcessGroup, name: str, make: Callable[[], DeviceMesh]) -> 
     return mesh
 
 
-def spread_over(
-    verb: str, mesh: Mesh, modules: Sequence[nn.Module], *, hybrid: bool = False, device_type: str | None = None
-) -> Spread | None:
+def spread_over(verb: str, mesh: Mesh, modules: Sequence[nn.Module], device_type: str | None = None) -> Spread | None:
     """The mesh that `mesh` stands for; None in a single process without a process group.
 
     All ranks call it together: what a process group does not say, they ask each other.
 
     Args:
-        hybrid: the verb accepts meshes of two dimensions and pairs of groups.
         device_type: the type of device that a process group is used with, if the ranks have agreed on it.
 
     Raises:
@@ -174,23 +173,27 @@ def spread_over(
                 )
             return None
         mesh = world_group()
+    hybrid = verb == SHARD
     if hybrid and isinstance(mesh, tuple) and len(mesh) == 2:
         for each in mesh:
             if not isinstance(each, dist.ProcessGroup):
                 raise _not_a_mesh(verb, each)
-        shard, replicate = mesh
-        return Spread(_mesh_of_pair(verb, modules, shard, replicate), shard_dim=1, replicate_dim=0)
-    if isinstance(mesh, dist.ProcessGroup):
+        spread = Spread(_mesh_of_pair(verb, modules, *mesh), shard_dim=1, replicate_dim=0)
+    elif isinstance(mesh, dist.ProcessGroup):
         group, kind = mesh, device_type or _device_type(verb, modules, mesh)
-        return Spread(_once(group, kind, lambda: DeviceMesh.from_group(group, kind)))
-    if not isinstance(mesh, DeviceMesh):
+        spread = Spread(_once(group, kind, lambda: DeviceMesh.from_group(group, kind)))
+    elif isinstance(mesh, DeviceMesh):
+        if mesh.ndim > 1 + hybrid:
+            raise _too_many_dimensions(verb, mesh, hybrid=hybrid)
+        replicate_dim, shard_dim = (None, 0) if mesh.ndim == 1 else _roles(verb, mesh)
+        if mesh.get_coordinate() is None:
+            raise MeshError(f"{verb}: this rank is not part of the mesh {mesh.mesh.tolist()}.")
+        spread = Spread(mesh, shard_dim, replicate_dim)
+    else:
         raise _not_a_mesh(verb, mesh)
-    if mesh.ndim > 1 + hybrid:
-        raise _too_many_dimensions(verb, mesh, hybrid=hybrid)
-    replicate_dim, shard_dim = (None, 0) if mesh.ndim == 1 else _roles(verb, mesh)
-    if mesh.get_coordinate() is None:
-        raise MeshError(f"{verb}: this rank is not part of the mesh {mesh.mesh.tolist()}.")
-    return Spread(mesh, shard_dim, replicate_dim)
+    if verb == SHARD:
+        _refuse_unordered(verb, spread)
+    return spread
 
 
 def _mesh_of_pair(
@@ -265,12 +268,10 @@ def _too_many_dimensions(verb: str, mesh: DeviceMesh, *, hybrid: bool) -> MeshEr
     )
 
 
-def refuse_unordered(verb: str, spread: Spread) -> None:
-    """Raise if the mesh lists its ranks in another order than process groups, which sort them: shard i would be one rank's for
-    collectives and another's for `DTensor`.
+def _refuse_unordered(verb: str, spread: Spread) -> None:
+    """Raise if the mesh lists its ranks in another order than process groups, which sort them.
 
-    Raises:
-        MeshError: the order differs along the dimension that is sharded over.
+    Shard i would be one rank's for collectives and another's for `DTensor`.
     """
     ranks = spread.mesh.mesh.movedim(spread.shard_dim, -1)
     if not ranks.equal(ranks.sort(-1).values):
@@ -303,14 +304,12 @@ def comm_of_all(verb: str, spread: Spread | None, device: torch.device) -> Comm:
         ) from error
 
 
-def refuse_uneven(spread: Spread | None, reshard_after_forward: bool | int | None) -> None:
-    """Raise if `reshard_after_forward` is a number of ranks that the mesh cannot be divided into."""
-    if spread is None or reshard_after_forward is None or isinstance(reshard_after_forward, bool):
+def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
+    if not isinstance(value, int | None):
+        raise AnnotationError(f"reshard_after_forward must be None, True, False or a number of ranks, got {kind_of(value)}")
+    if spread is None or value is None or isinstance(value, bool):
         return
     size = spread.mesh.size(spread.shard_dim)
-    if reshard_after_forward < 1 or size % reshard_after_forward:
+    if value < 1 or size % value:
         where = "the mesh" if spread.replicate_dim is None else "the shard dimension of the mesh"
-        raise MeshError(
-            f"reshard_after_forward={reshard_after_forward}: {where} has {size} ranks, which {reshard_after_forward} does not "
-            "divide."
-        )
+        raise MeshError(f"reshard_after_forward={value}: {where} has {size} ranks, which {value} does not divide.")

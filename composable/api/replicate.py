@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from typing import Any, Final
 
 from torch import nn
 from torch.distributed import fsdp
 
-from composable.api.arguments import MixedPrecision, buffers_of, refuse_elsewhere
-from composable.api.mesh import Mesh, Spread, comm_of_all, communication_device, device_of, spread_over
-from composable.api.selection import enclosing_units
-from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
-from composable.api.units import Selected, UnitPlan, attach_all, attach_unit, plan_for, select, unit_spread
-from composable.config import GradReduce, divisor_of, grad_reduce_in_words
+from composable.api.arguments import MixedPrecision
+from composable.api.mesh import Mesh
+from composable.api.units import annotate
+from composable.config import GradReduce
 from composable.contract.contract import contract
-from composable.contract.naming import modules_of
-from composable.contract.traversal import REPLICATE
-from composable.engine.param import Place
 from composable.engine.unit import Unit
-from composable.errors import AnnotationError, UnknownArgumentError
+from composable.errors import UnknownArgumentError
 from composable.policies import PolicyLike
-
-_OFFLOAD: Final = "replicated parameters stay on their device; leave it out, or shard with fully_shard(offload_policy=)"
 
 _EQUIVALENTS: Final = {
     "device_ids": "the module's own device is used; leave it out",
@@ -46,8 +38,6 @@ _EQUIVALENTS: Final = {
     "init_sync": "sync_module_states=",
     "mixed_precision": "mp_policy=",
 }
-
-_OVERRIDABLE: Final = ("mesh", "bucket_cap_mb", "mp_policy", "broadcast_buffers", "grad_reduce")
 
 
 @contract(
@@ -107,76 +97,14 @@ def replicate(
 
     After Li et al., "PyTorch Distributed" (VLDB 2020).
     """
-    modules = modules_of("replicate", module)
-    plan = plan_for(modules[0])
-    if plan is not None:
-        attach_unit(replicate.state(modules[0]), plan)
-        return module
     if offload_policy is not None and type(offload_policy) is not fsdp.OffloadPolicy:
-        raise UnknownArgumentError(f"replicate() has no argument 'offload_policy'; {_OFFLOAD}")
+        raise UnknownArgumentError(
+            "replicate() has no argument 'offload_policy'; replicated parameters stay on their device; leave it out, or shard "
+            "with fully_shard(offload_policy=)"
+        )
     if dp_mesh_dims is not None:
         raise UnknownArgumentError("replicate() has no argument 'dp_mesh_dims'; pass a mesh of one dimension, mesh=mesh[...]")
     options: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy}
-    options |= {"grad_reduce": grad_reduce, "broadcast_buffers": broadcast_buffers}
-    spread = spread_over("replicate", mesh, modules)
-    comm = comm_of_all("replicate", spread, device_of(modules))
-    with failures_told("replicate", comm):
-        refuse_unknown_mode(sync_module_states)
-        _check(options)
-        selected = select("replicate", modules, policy, ignored_params, mp_policy, spread, options, overridable=_OVERRIDABLE)
-        plans = _plans(modules, spread, selected)
-        buffers = buffers_of(modules)
-        treatment = [_treatment(each) for each in plans for _ in each.parameters]
-    made = synchronise("replicate", comm, sync_module_states, selected.parameters, buffers, treatment)
-    attach_all(replicate, [each.with_parameters(made) for each in plans], selected.tied)
+    options |= {"broadcast_buffers": broadcast_buffers, "grad_reduce": grad_reduce}
+    annotate(replicate, module, policy, ignored_params, sync_module_states, options)
     return module
-
-
-def _check(options: dict[str, Any]) -> None:
-    follow, cap = options["broadcast_buffers"], options["bucket_cap_mb"]
-    if type(follow) is not bool:
-        raise AnnotationError(f"broadcast_buffers must be True or False, got {follow!r}")
-    if type(cap) not in (int, float) or cap <= 0:
-        raise AnnotationError(f"bucket_cap_mb must be a positive number of MiB, got {cap!r}")
-
-
-def _spread_over(modules: Sequence[nn.Module], mesh: Mesh, device_type: str | None) -> Spread | None:
-    return spread_over("replicate", mesh, modules, device_type=device_type)
-
-
-def _plans(modules: Sequence[nn.Module], spread: Spread | None, selected: Selected) -> list[UnitPlan]:
-    """The plans of all units, after the checks of their arguments."""
-    buffers, chains = buffers_of(modules), {}
-    if len(selected.units) > 1:
-        chains = enclosing_units(modules[0], [unit for (unit,) in selected.units[1:]])
-    plans = []
-    for index, (unit, share, options) in enumerate(zip(selected.units, selected.shares, selected.options, strict=True)):
-        _check(options)
-        own = unit_spread("replicate", spread, options["mesh"], selected.options[0]["mesh"], partial(_spread_over, unit))
-        device = device_of(unit)
-        if own is not None:
-            refuse_elsewhere("replicate", share, [] if index else buffers, communication_device(own.mesh, device))
-        places = [place for each in buffers for place in each.places if (chains.get(id(place.module)) or (0,))[-1] == index]
-        plan = UnitPlan(
-            verb=REPLICATE,
-            modules=unit,
-            options=options,
-            parameters=tuple(share),
-            precision=selected.precisions[index],
-            spread=own,
-            device=device,
-            top=tuple(modules),
-            divisor=divisor_of("replicate", options["grad_reduce"]),
-            bucket_bytes=max(1, int(options["bucket_cap_mb"] * (1 << 20))),
-            broadcast_buffers=tuple(Place(each.module, each.name) for each in places if options["broadcast_buffers"]),
-            ignored=selected.ignored_in(unit),
-        )
-        plans.append(plan)
-    return plans
-
-
-def _treatment(plan: UnitPlan) -> str:
-    """What the arguments come to for the parameters of a unit, in words that are equal on ranks that agree."""
-    text = f"bucket_cap_mb={plan.options['bucket_cap_mb']}, {len(plan.broadcast_buffers)} buffers that follow rank 0"
-    text += f", {plan.precision}" if str(plan.precision) else ""
-    return text + ("" if plan.divisor is None else f", grad_reduce {grad_reduce_in_words(plan.divisor)}")

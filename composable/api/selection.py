@@ -83,13 +83,21 @@ def picked_units(
     reachable = {id(m) for _, m in walk(modules[0], stop=(SHARD, REPLICATE))}
     chosen = {}
     for module, overrides in picked.items():
-        if module is not modules[0] and id(module) in reachable and not is_read_by_parent(module):
+        if module is not modules[0] and id(module) in reachable and not _is_read_by_parent(module):
             require_callable(module)
             chosen[module] = overrides
     return chosen
 
 
-def is_read_by_parent(module: nn.Module) -> bool:
+def refuse_read_by_parent(module: nn.Module) -> None:
+    if _is_read_by_parent(module):
+        raise AnnotationError(
+            "fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being called, so nothing would "
+            "gather its parameters; annotate the MultiheadAttention instead"
+        )
+
+
+def _is_read_by_parent(module: nn.Module) -> bool:
     """Whether a module's parameters are read by its parent, which never calls it: `nn.MultiheadAttention.out_proj`."""
     return isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
 

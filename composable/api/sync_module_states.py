@@ -97,7 +97,7 @@ def synchronise(
     parameters: Sequence[ManagedParameter],
     buffers: Sequence[ManagedBuffer],
     treatment: Sequence[str] = (),
-) -> dict[int, nn.Parameter]:
+) -> None:
     """Check that the ranks agree, and in mode "broadcast" give all of them rank 0's values.
 
     Values arrive in the tensors that users hold; tensors that have them already are not written to. A tensor on the meta device
@@ -108,14 +108,11 @@ def synchronise(
         mode: "check", "broadcast" or "off".
         treatment: for each parameter, what the arguments come to.
 
-    Returns:
-        The parameters that were made in place of those on the meta device, by the ids of the latter.
-
     Raises:
         RanksDisagreeError: another rank failed; or names, shapes, dtypes, treatment, devices or, in "check", values differ.
     """
     if comm.size == 1:
-        return {}
+        return
     entries = [_Entry("parameter", each.fqn, each.parameter, each.places) for each in parameters]
     entries += [_Entry("buffer", each.fqn, each.buffer, each.places) for each in buffers]
     trusted, label = mode == "off", _label(verb)
@@ -137,7 +134,8 @@ def synchronise(
         _refuse_meta(verb, entries, comm)
     if lowest[7] != highest[7]:
         _refuse_values(verb, entries, values, comm)
-    return _broadcast(verb, entries, comm, some_on_meta=some_on_meta) if mode == "broadcast" else {}
+    if mode == "broadcast":
+        _broadcast(verb, entries, comm, some_on_meta=some_on_meta)
 
 
 def _digest(values: Any) -> int:
@@ -254,8 +252,7 @@ def _plain_parts(tensor: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _broadcast(verb: str, entries: Sequence[_Entry], comm: Comm, *, some_on_meta: bool) -> dict[int, nn.Parameter]:
-    made: dict[int, nn.Parameter] = {}
+def _broadcast(verb: str, entries: Sequence[_Entry], comm: Comm, *, some_on_meta: bool) -> None:
     tensors = [entry.tensor for entry in entries]
     if some_on_meta:
         homes = ("meta", "cpu")  # others are the device of `comm`
@@ -273,16 +270,15 @@ def _broadcast(verb: str, entries: Sequence[_Entry], comm: Comm, *, some_on_meta
         for index, entry in enumerate(entries):
             if rows[0][index] and entry.is_meta:
                 device = torch.device("cpu") if rows[0][index] == 1 else comm.device
-                tensors[index] = _materialise(entry, device, made)
+                tensors[index] = _materialise(entry, device)
         on_meta = [not home for home in rows[0]]
     else:
         on_meta = [entry.is_meta for entry in entries]
     sent = [tensor for tensor, left_out in zip(tensors, on_meta, strict=True) if not left_out]
     _receive([part for tensor in sent for part in _plain_parts(tensor)], comm, f"broadcast of rank 0's values by {verb}()")
-    return made
 
 
-def _materialise(entry: _Entry, device: torch.device, made: dict[int, nn.Parameter]) -> Tensor:
+def _materialise(entry: _Entry, device: torch.device) -> Tensor:
     """A tensor with memory in place of one on the meta device, registered at all its places."""
     with torch.inference_mode(False):
         tensor = torch.empty_like(entry.tensor, dtype=entry.tensor.dtype, device=device)
@@ -297,7 +293,6 @@ def _materialise(entry: _Entry, device: torch.device, made: dict[int, nn.Paramet
             place.module._parameters[place.name] = parameter
         else:  # recurrent modules keep a list of their parameters, too
             setattr(place.module, place.name, parameter)
-    made[id(entry.tensor)] = parameter
     return parameter
 
 

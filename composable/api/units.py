@@ -6,9 +6,9 @@ A unit that a policy picks is annotated by a call of the verb, so that it has a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -16,28 +16,50 @@ import torch
 from torch import nn
 
 from composable.api.arguments import (
-    MixedPrecision,
+    bucket_bytes_of,
     buffer_holders,
+    buffers_of,
     exact_modules,
     ids_of_exact,
     inherited_policies,
     is_exact,
     move_buffers,
+    offload_policy_of,
+    places_of,
     precision_policy,
+    refuse_elsewhere,
     refuse_unknown_buffers,
+    shard_dim_of,
+    warn_of_no_offload,
 )
-from composable.api.checks import Tied, note_originals, refuse_ddp_around, refuse_unfit, refuse_wrapped, tied_to_replicated
-from composable.api.mesh import Mesh, Spread, communication_device
-from composable.api.selection import by_unit, ids_of_ignored, managed_by, picked_units
+from composable.api.checks import (
+    note_owner,
+    refuse_ddp_around,
+    refuse_unfit,
+    refuse_wrapped,
+    tied_to_replicated,
+    warn_of_gradients,
+)
+from composable.api.mesh import (
+    Mesh,
+    Spread,
+    check_reshard_after_forward,
+    comm_of_all,
+    communication_device,
+    device_of,
+    spread_over,
+)
+from composable.api.selection import by_unit, enclosing_units, ids_of_ignored, managed_by, picked_units, refuse_read_by_parent
+from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.comm import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
-from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.contract.contract import on_undo
+from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
+from composable.contract.contract import Verb, on_undo
 from composable.contract.hooks import attach, detach
-from composable.contract.naming import require_callable
-from composable.contract.traversal import SHARD, ManagedParameter, registered_parameters
+from composable.contract.naming import modules_of, require_callable
+from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter, names_below, registered_parameters
 from composable.engine.param import ParamInfo, Place
 from composable.engine.unit import Unit, UnitSpec, settle
-from composable.errors import AnnotationError
+from composable.errors import AnnotationError, unit_name
 from composable.policies import PolicyLike
 
 
@@ -46,204 +68,217 @@ class UnitPlan:
     """One unit of a call, before it is attached.
 
     Attributes:
+        top: the modules that the user annotated.
         options: the keyword arguments of its own call of the verb.
         parameters: with FQNs relative to the unit.
+        spread: its mesh; None in a single process without a process group.
         device: of the parameters now, or once they leave the meta device.
-        divisor: of the sum of gradients; None for the number of ranks.
-        shard_dims: the dimension that each parameter is sharded along; None for one that is not.
-        top: the modules that the user annotated.
+        settings: the fields of its `UnitSpec` that do not depend on what is attached first.
+        treatment: for each parameter, what the arguments come to, in words that are equal on ranks that agree.
     """
 
-    verb: str
     modules: tuple[nn.Module, ...]
+    top: tuple[nn.Module, ...]
     options: Mapping[str, Any]
-    parameters: tuple[ManagedParameter, ...]
+    parameters: list[ManagedParameter]
     precision: MixedPrecisionPolicy
     spread: Spread | None
     device: torch.device
-    top: tuple[nn.Module, ...]
-    divisor: float | None = None
-    shard_dims: tuple[int | None, ...] = ()
-    reshard_after_forward: bool | int | None = None
-    offload: CPUOffloadPolicy | None = None
-    bucket_bytes: int = 0
-    broadcast_buffers: tuple[Place, ...] = ()
-    ignored: tuple[Place, ...] = ()
+    settings: dict[str, Any]
+    treatment: list[str]
 
-    def with_parameters(self, made: Mapping[int, nn.Parameter]) -> UnitPlan:
-        """The same unit after parameters were materialised, given by the ids of those on the meta device."""
-        if not made:
-            return self
-        renewed = [ManagedParameter(made.get(id(each.parameter), each.parameter), each.places) for each in self.parameters]
-        return replace(self, parameters=tuple(renewed))
-
-    def mesh_info(self) -> MeshInfo:
-        """The communicators of the unit. May create process groups: all ranks of the mesh call it together."""
-        if self.spread is None:
-            return (mesh_info_of_shards if self.verb == SHARD else mesh_info_of_replicas)(None, self.device)
-        mesh, device = self.spread.mesh, communication_device(self.spread.mesh, self.device)
-        if self.verb != SHARD:
-            return mesh_info_of_replicas(mesh, device)
-        after = self.reshard_after_forward
-        ranks = None if after is None or isinstance(after, bool) else after
-        return mesh_info_of_shards(mesh, device, shard_dim=self.spread.shard_dim, post_forward_ranks=ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class Selected:
-    """What a call of a verb is about.
-
-    Attributes:
-        units: the annotated modules, then each module that a policy picked, in order.
-        options: of each unit, the keyword arguments of its own call.
-        shares: of each unit, its parameters.
-        tied: parameters that stay with a replicated unit.
-        ignored: the ids of parameters that the user leaves out.
-    """
-
-    units: list[tuple[nn.Module, ...]]
-    options: list[dict[str, Any]]
-    shares: list[list[ManagedParameter]]
-    precisions: list[MixedPrecisionPolicy]
-    tied: list[tuple[Unit, ManagedParameter]]
-    ignored: dict[int, None] = field(default_factory=dict)
-
-    @property
-    def parameters(self) -> list[ManagedParameter]:
-        return [managed for share in self.shares for managed in share]
-
-    def ignored_in(self, modules: Sequence[nn.Module]) -> tuple[Place, ...]:
-        found = [place for each in modules for place, p in registered_parameters(each) if id(p) in self.ignored]
-        return tuple(Place(place.module, place.name) for place in found)
-
-
-def select(
-    verb: str,
-    modules: Sequence[nn.Module],
-    policy: PolicyLike | None,
-    ignored_params: Iterable[Any] | None,
-    mp_policy: MixedPrecision,
-    spread: Spread | None,
-    options: Mapping[str, Any],
-    overridable: Sequence[str],
-) -> Selected:
-    """Which units and parameters a call is about, after all checks that both verbs make. Changes nothing.
-
-    Args:
-        options: the keyword arguments of the call that units inherit.
-        overridable: the keywords that a policy may override.
-    """
-    for module in modules:
-        require_callable(module)
-    picked = picked_units(verb, modules, policy, overridable)
-    ignored = ids_of_ignored(modules, ignored_params)
-    everything = managed_by(modules, ignored)
-    tied = tied_to_replicated(verb, modules, everything, None if spread is None else spread.mesh)
-    left_out = ignored | {id(managed.parameter): None for _, managed in tied}
-    shares = by_unit(modules, list(picked), [each for each in everything if id(each.parameter) not in left_out])
-    parameters = [managed for share in shares for managed in share]
-    refuse_wrapped(verb, modules, parameters)
-    refuse_unfit(verb, parameters)
-    precision = precision_policy(verb, mp_policy)
-    inherited = inherited_policies(modules, picked, precision)
-    units = [tuple(modules), *((unit,) for unit in picked)]
-    each_options = [dict(options), *({**options, "mp_policy": inherited[unit], **own} for unit, own in picked.items())]
-    precisions = [precision_policy(verb, each["mp_policy"]) for each in each_options]
-    for unit, share, each in zip(units, shares, precisions, strict=True):
-        refuse_unknown_buffers(verb, modules, each)
-        exact = ids_of_exact(unit, each)
-        for managed in share:
-            is_exact(verb, managed, exact)
-    return Selected(units, each_options, shares, precisions, tied, ignored)
-
-
-def unit_spread(verb: str, top: Spread | None, mesh: Mesh, common: Mesh, make: Callable[..., Spread | None]) -> Spread | None:
-    """The mesh of a unit, which a policy may have overridden.
-
-    Args:
-        top: of the annotated module, for `common`.
-        make: called for another mesh, with the type of device that the ranks agreed on.
-    """
-    if mesh is common:
-        return top
-    if isinstance(mesh, tuple):
-        raise AnnotationError(
-            f"{verb}: a policy may override mesh with a DeviceMesh or a ProcessGroup, not with a pair of groups"
-        )
-    return make(mesh, device_type=None if top is None else top.mesh.device_type)
-
-
-# --- attaching --------------------------------------------------------------------------------------------------------
 
 # The plan for the call of a verb that is about to begin. A context variable: verbs may run in other threads.
 _planned: Final[ContextVar[UnitPlan | None]] = ContextVar("composable_planned_unit", default=None)
 
 
-def plan_for(module: nn.Module) -> UnitPlan | None:
-    """The plan with which an outer call of the verb annotates `module`; None in a call of the user's."""
-    plan = _planned.get()
-    return plan if plan is not None and plan.modules[0] is module else None
-
-
-def attach_all(verb: Callable[..., Any], plans: Sequence[UnitPlan], tied: Sequence[tuple[Unit, ManagedParameter]]) -> None:
-    """Annotate the units that a policy picked, innermost first, then those modules that the user annotates.
+def annotate(
+    verb: Verb[..., Unit],
+    module: nn.Module | Sequence[nn.Module],
+    policy: PolicyLike | None,
+    ignored_params: Iterable[Any] | None,
+    sync_module_states: str,
+    options: dict[str, Any],
+) -> None:
+    """The body of both verbs.
 
     Args:
-        plans: of the latter, then of the former, in order.
+        options: the other arguments, which units inherit and a policy may override.
     """
-    for plan in reversed(plans[1:]):
+    name = verb.__name__
+    modules = modules_of(name, module)
+    plan = _planned.get()
+    if plan is not None and plan.modules[0] is modules[0]:  # an outer call of the verb annotates what its policy picked
+        _attach(verb, plan)
+        return
+    spread = spread_over(name, options["mesh"], modules)
+    comm = comm_of_all(name, spread, device_of(modules))
+    with failures_told(name, comm):
+        refuse_unknown_mode(sync_module_states)
+        plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
+        parameters = [managed for plan in plans for managed in plan.parameters]
+        buffers = buffers_of(modules)
+    treatment = [text for plan in plans for text in plan.treatment]
+    synchronise(name, comm, sync_module_states, parameters, buffers, treatment)
+    if name == SHARD and spread is not None:
+        warn_of_gradients(parameters)
+    for plan in reversed(plans[1:]):  # the innermost first
         token = _planned.set(plan)
         try:
             verb(plan.modules[0], **plan.options)
         finally:
             _planned.reset(token)
-    top = plans[0]
-    unit: Unit = verb.state(top.modules[0])  # type: ignore[attr-defined]
-    attach_unit(unit, top)
-    ties: list[Tied] = [
-        (owner, managed.parameter, tuple(Place(place.module, place.name) for place in managed.places))
-        for owner, managed in tied
-    ]
-    settle(top.modules, unit, ties)
+    unit = _attach(verb, plans[0])
+    settle(modules, unit, [(owner, managed.parameter, places_of(managed)) for owner, managed in tied])
+    if any(plan.settings.get("offload") for plan in plans):
+        warn_of_no_offload(comm.device)
 
 
-def attach_unit(unit: Unit | None, plan: UnitPlan) -> None:
+def _planned_units(
+    verb: str,
+    modules: tuple[nn.Module, ...],
+    policy: PolicyLike | None,
+    ignored_params: Iterable[Any] | None,
+    spread: Spread | None,
+    options: dict[str, Any],
+) -> tuple[list[UnitPlan], list[tuple[Unit, ManagedParameter]]]:
+    """The plans of the annotated modules and of each one that the policy picks, in order; and what stays with another unit.
+
+    Makes all checks, and changes nothing.
+    """
+    for module in modules:
+        if verb == SHARD:
+            refuse_read_by_parent(module)
+        require_callable(module)
+    picked = picked_units(verb, modules, policy, tuple(options))
+    ignored = ids_of_ignored(modules, ignored_params)
+    managed = managed_by(modules, ignored)
+    tied = tied_to_replicated(verb, modules, managed, None if spread is None else spread.mesh)
+    left_out = {id(each.parameter) for _, each in tied}
+    managed = [each for each in managed if id(each.parameter) not in left_out]
+    refuse_wrapped(verb, modules, managed)
+    refuse_unfit(verb, managed)
+    inherited = inherited_policies(modules, picked, precision_policy(verb, options["mp_policy"]))
+    units = [modules, *((unit,) for unit in picked)]
+    all_options = [options, *({**options, "mp_policy": inherited[unit], **own} for unit, own in picked.items())]
+    shares = by_unit(modules, list(picked), managed)
+    # From the innermost unit outwards, as units are made: shard_placement_fn is the user's, and asked once per parameter.
+    plans = [
+        _plan(verb, modules, spread, options["mesh"], unit, own, share, ignored)
+        for unit, own, share in reversed([*zip(units, all_options, shares, strict=True)])
+    ][::-1]
+    if verb == REPLICATE:
+        _plan_buffers(modules, plans)
+    for plan in plans:
+        plan.treatment.extend(_treatment(verb, plan))
+    return plans, tied
+
+
+def _plan(
+    verb: str,
+    top: tuple[nn.Module, ...],
+    top_spread: Spread | None,
+    top_mesh: Mesh,
+    modules: tuple[nn.Module, ...],
+    options: dict[str, Any],
+    share: list[ManagedParameter],
+    ignored: Mapping[int, None],
+) -> UnitPlan:
+    """The plan of one unit, after the checks of its arguments."""
+    precision = precision_policy(verb, options["mp_policy"])
+    refuse_unknown_buffers(verb, top, precision)
+    mesh, spread, device = options["mesh"], top_spread, device_of(modules)
+    if mesh is not top_mesh:
+        if isinstance(mesh, tuple):
+            raise AnnotationError(
+                f"{verb}: a policy may override mesh with a DeviceMesh or a ProcessGroup, not with a pair of groups"
+            )
+        spread = spread_over(verb, mesh, modules, None if spread is None else spread.mesh.device_type)
+    settings: dict[str, Any] = {"divisor": divisor_of(verb, options["grad_reduce"])}
+    dims: list[int | None] = [None] * len(share)
+    if verb == SHARD:
+        settings["reshard_after_forward"] = after = options["reshard_after_forward"]
+        check_reshard_after_forward(spread, after)
+        settings["offload"] = offload_policy_of(verb, options["offload_policy"], device if spread is None else None)
+        dims = [shard_dim_of(managed, options["shard_placement_fn"]) for managed in share]
+    else:
+        settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
+        if spread is not None:
+            refuse_elsewhere(verb, [(each.fqn, each.parameter) for each in share], communication_device(spread.mesh, device))
+    exact = ids_of_exact(modules, precision)
+    settings["params"] = tuple(
+        ParamInfo(managed.fqn, places_of(managed), dim, is_exact(verb, managed, exact))
+        for managed, dim in zip(share, dims, strict=True)
+    )
+    left_alone = [place for each in modules for place, p in registered_parameters(each) if id(p) in ignored]
+    settings["left_alone"] = tuple(Place(place.module, place.name) for place in left_alone)
+    return UnitPlan(modules, top, options, share, precision, spread, device, settings, [])
+
+
+def _plan_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> None:
+    """`replicate`: which buffers follow rank 0 before training forwards."""
+    buffers, top = buffers_of(modules), plans[0]
+    if top.spread is not None:
+        on = communication_device(top.spread.mesh, top.device)
+        refuse_elsewhere(REPLICATE, [(each.fqn, each.buffer) for each in buffers], on)
+    chains = enclosing_units(modules[0], [plan.modules[0] for plan in plans[1:]]) if plans[1:] else {}
+    places: list[list[Place]] = [[] for _ in plans]
+    for place in [place for each in buffers for place in places_of(each)]:
+        places[(chains.get(id(place.module)) or (0,))[-1]].append(place)
+    for plan, own in zip(plans, places, strict=True):
+        follow = plan.options["broadcast_buffers"]
+        if type(follow) is not bool:
+            raise AnnotationError(f"broadcast_buffers must be True or False, got {follow!r}")
+        plan.settings["broadcast_buffers"] = tuple(own) if follow else ()
+
+
+def _treatment(verb: str, plan: UnitPlan) -> list[str]:
+    settings = plan.settings
+    rest = f", {plan.precision}" if str(plan.precision) else ""
+    rest += "" if settings["divisor"] is None else f", grad_reduce {grad_reduce_in_words(settings['divisor'])}"
+    if verb == REPLICATE:
+        followers = f"{len(settings['broadcast_buffers'])} buffers that follow rank 0"
+        return [f"bucket_cap_mb={plan.options['bucket_cap_mb']}, {followers}{rest}"] * len(plan.parameters)
+    rest += "" if settings["offload"] is None else ", offloaded"
+    over = "" if plan.options["mesh"] is None or plan.spread is None else plan.spread.in_words()
+    name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
+    start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}{over}"
+    return [f"{start}, dimension {param.shard_dim}{rest}" for param in settings["params"]]
+
+
+def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     """Hand the parameters to the engine, and let it run around the forwards of the modules."""
+    name, unit = verb.__name__, verb.state(plan.modules[0])
     assert unit is not None, "the verb is running"
-    exact = ids_of_exact(plan.modules, plan.precision)
-    dims = plan.shard_dims or (None,) * len(plan.parameters)
-    params = tuple(
-        ParamInfo(
-            managed.fqn,
-            tuple(Place(place.module, place.name) for place in managed.places),
-            dim,
-            is_exact(plan.verb, managed, exact),
-        )
-        for managed, dim in zip(plan.parameters, dims, strict=True)
+    mesh_info = _mesh_info(name, plan)
+    spec = UnitSpec(
+        verb=name,
+        modules=plan.modules,
+        mesh_info=mesh_info,
+        mp_policy=plan.precision,
+        buffer_holders=buffer_holders(plan.modules, plan.precision, plan.top),
+        exact=exact_modules(plan.modules, plan.precision),
+        **plan.settings,
     )
-    mesh_info = plan.mesh_info()
     on_undo(unit.restore)
-    note_originals(unit, plan.parameters)
-    unit.initialize(
-        UnitSpec(
-            verb=plan.verb,
-            modules=plan.modules,
-            params=params,
-            mesh_info=mesh_info,
-            reshard_after_forward=plan.reshard_after_forward,
-            mp_policy=plan.precision,
-            buffer_holders=buffer_holders(plan.modules, plan.precision, plan.top),
-            exact=exact_modules(plan.modules, plan.precision),
-            divisor=plan.divisor,
-            offload=plan.offload,
-            bucket_bytes=plan.bucket_bytes,
-            broadcast_buffers=plan.broadcast_buffers,
-            left_alone=plan.ignored,
-        )
-    )
-    if plan.verb == SHARD and mesh_info.mesh is not None:
+    unit.initialize(spec)
+    note_owner(unit)
+    if name == SHARD and mesh_info.mesh is not None:
         move_buffers(plan.modules, mesh_info.device)
     for module in plan.modules:
-        on_undo(partial(detach, module, plan.verb))
-        attach(module, plan.verb, unit)
-    refuse_ddp_around(plan.verb, plan.modules)
+        on_undo(partial(detach, module, name))
+        attach(module, name, unit)
+    refuse_ddp_around(name, plan.modules)
+    return unit
+
+
+def _mesh_info(verb: str, plan: UnitPlan) -> MeshInfo:
+    """The communicators of the unit. May create process groups: all ranks of the mesh call it together."""
+    if plan.spread is None:
+        return (mesh_info_of_shards if verb == SHARD else mesh_info_of_replicas)(None, plan.device)
+    mesh, device = plan.spread.mesh, communication_device(plan.spread.mesh, plan.device)
+    if verb == REPLICATE:
+        return mesh_info_of_replicas(mesh, device)
+    after = plan.settings["reshard_after_forward"]
+    ranks = None if after is None or isinstance(after, bool) else after
+    return mesh_info_of_shards(mesh, device, shard_dim=plan.spread.shard_dim, post_forward_ranks=ranks)

@@ -305,15 +305,3 @@ def test_a_policy_that_is_none_is_refused_and_names_what_would_be_one() -> None:
         == "AnnotationError: replicate: mp_policy must be a MixedPrecisionPolicy (composable's or torch's), or a "
         "floating-point dtype or its name, e.g. 'bf16'; got True"
     )
-
-
-def test_gradients_in_another_dtype_are_refused_where_torch_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("composable.api.arguments.CAN_KEEP", False)
-    model = nn.Linear(2, 2)
-    policy = MixedPrecisionPolicy("bf16", keep_grads_in_reduce_dtype=True)
-    text = refused(model, lambda: fully_shard(model, mp_policy=policy))
-    assert text == (
-        "AnnotationError: fully_shard: keep_grads_in_reduce_dtype needs a torch in which a gradient may have another dtype "
-        f"than its parameter (Tensor.grad_dtype); this is torch {torch.__version__}. Leave it out, and gradients have the "
-        "parameter's dtype"
-    )

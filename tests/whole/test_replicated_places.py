@@ -11,8 +11,7 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import NamePolicy, fully_shard, replicate
-from composable.api.arguments import buffers_of, move_buffers, refuse_elsewhere
-from composable.contract.traversal import managed_parameters
+from composable.api.arguments import move_buffers, refuse_elsewhere
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -112,19 +111,19 @@ def test_what_stands_for_broadcast_buffers_is_true_or_false() -> None:
 
 def test_tensors_on_another_device_than_the_ranks_communicate_on_are_refused_by_name() -> None:
     model = nn.BatchNorm1d(3)
-    parameters, buffers = managed_parameters([("", model)]), buffers_of([model])
+    tensors = list(model.named_parameters()) + list(model.named_buffers())
     elsewhere = torch.device("cuda", 0)
     assert_text(
-        refusal(lambda: refuse_elsewhere("replicate", parameters, buffers, elsewhere)),
+        refusal(lambda: refuse_elsewhere("replicate", tensors, elsewhere)),
         """AnnotationError: replicate: 'weight' is on cpu, and the ranks of the mesh communicate on cuda:0; call module.to('cuda:0') before annotating it""",
     )
     assert_text(
-        refusal(lambda: refuse_elsewhere("replicate", [], buffers, elsewhere)),
+        refusal(lambda: refuse_elsewhere("replicate", tensors[2:], elsewhere)),
         """AnnotationError: replicate: 'running_mean' is on cpu, and the ranks of the mesh communicate on cuda:0; call module.to('cuda:0') before annotating it""",
     )
-    refuse_elsewhere("replicate", parameters, buffers, torch.device("cpu"))
+    refuse_elsewhere("replicate", tensors, torch.device("cpu"))
     model.to("meta")
-    refuse_elsewhere("replicate", managed_parameters([("", model)]), buffers_of([model]), elsewhere)
+    refuse_elsewhere("replicate", list(model.named_buffers()), elsewhere)
 
 
 def test_buffers_go_where_the_parameters_of_a_sharded_module_go() -> None:
