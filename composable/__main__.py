@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from composable import __version__
-from composable.demo.options import BadValue, OneLineParser, add_arguments
+from composable.demo.options import DemoError, OneLineParser, Options, add_arguments
 
 
 def main(command_line: Sequence[str]) -> int:
@@ -19,20 +18,10 @@ def main(command_line: Sequence[str]) -> int:
     about = "train a small language model on real text over several processes"
     command = commands.add_parser("demo", help=about, description=f"{about[0].upper()}{about[1:]}.")
     add_arguments(command)
-    arguments = parser.parse_args(command_line)
-    demo = _demo()
+    options = parser.parse_args(command_line, Options())
     try:
-        status: int = demo.run(arguments, command_line)
-    except BadValue as error:
-        print(f"{command.prog}: {error}", file=sys.stderr)
-        return 2
-    return status
-
-
-def _demo() -> Any:
-    """Import the demo. Its dependencies are an extra of the package, and `--help` works without them."""
-    try:
-        return import_module("composable.demo.command")
+        # Imported here, because its dependencies are an extra of the package, and `--help` works without them.
+        demo = import_module("composable.demo.command")
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in ("rich", "matplotlib", "numpy"):
@@ -41,6 +30,12 @@ def _demo() -> Any:
             f"python -m composable demo: {missing} is missing; pip install 'torch-composable[demo]' brings it, "
             "or pip install -e '.[demo]' in a checkout"
         )
+    try:
+        status: int = demo.run(options, command_line)
+    except DemoError as error:
+        print(f"{command.prog}: {error}", file=sys.stderr)
+        return 2
+    return status
 
 
 if __name__ == "__main__":

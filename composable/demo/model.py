@@ -1,10 +1,12 @@
-"""A byte-level GPT, written as for one device.
+"""A byte-level GPT and how it trains, written as for one device.
 
-The architecture is GPT-2's (Radford et al. 2019) with pre-normalisation, GELU and no biases, and
-with rotary positions (Su et al. 2021), from which a model this small learns much faster; the output head is not tied.
+The architecture is GPT-2's (Radford et al. 2019) without biases, with rotary positions (Su et al. 2021), from which a model
+this small learns much faster; the output head is not tied.
 """
 
 from __future__ import annotations
+
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,8 @@ from torch.nn import functional as F
 
 from composable.demo.options import HEAD_WIDTH, Options
 from composable.demo.text import VOCABULARY
+
+WARM_UP_STEPS: Final = 20
 
 
 class Rotary(nn.Module):
@@ -63,8 +67,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
-        x = x + self.mlp(self.norm_2(x))
-        return x
+        result: Tensor = x + self.mlp(self.norm_2(x))
+        return result
 
 
 class GPT(nn.Module):
@@ -99,3 +103,25 @@ def build(options: Options) -> GPT:
 def loss_of(model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy in nats per byte."""
     return F.cross_entropy(model(idx).flatten(0, 1), targets.flatten())
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
+    """AdamW over all parameters of `model`, which may be annotated."""
+    return torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, idx: Tensor, targets: Tensor, *, peak: float, step: int
+) -> Tensor:
+    """One step; returns the loss of this process's rows, a scalar without a graph.
+
+    The learning rate warms up to `peak` and then falls with the square root of the step. It depends on the step alone and not
+    on how long the run will be, so a continued run follows the same curve.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min((step + 1) / WARM_UP_STEPS, (WARM_UP_STEPS / (step + 1)) ** 0.5)
+    loss = loss_of(model, idx, targets)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()

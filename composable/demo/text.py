@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import sysconfig
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from composable.demo.options import BadValue
+from composable.demo.options import DemoError
 
 CAP_BYTES: Final = 4 << 20
 HELD_OUT_EVERY: Final = 20
-VALIDATION_STEP: Final = -1
 VOCABULARY: Final = 256
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Bytes to train on and held-out bytes, each a 1-D uint8 tensor; `files` is how many files they come from."""
+class Corpus(NamedTuple):
+    """Bytes to train on and held-out bytes, each a 1-D uint8 tensor, and how many files they come from."""
 
     train: Tensor
     validation: Tensor
@@ -31,23 +28,22 @@ class Corpus:
 def read_corpus(folder: Path | None = None) -> Corpus:
     """The modules of the standard library in alphabetical order; every twentieth file is held out for validation.
 
-    Every process of a run reads the same bytes, because all of them run the same interpreter.
+    All processes of a run read the same bytes, because they run the same interpreter.
 
     Raises:
-        BadValue: this interpreter comes without its sources.
+        DemoError: this interpreter comes without its sources.
     """
     folder = folder or Path(sysconfig.get_paths()["stdlib"])
     train, held_out = bytearray(), bytearray()
-    paths = sorted(folder.glob("*.py"))
-    used = 0
-    for number, path in enumerate(paths):
+    files = 0
+    for path in sorted(folder.glob("*.py")):
         if len(train) >= CAP_BYTES:
             break
-        (held_out if number % HELD_OUT_EVERY == HELD_OUT_EVERY - 1 else train).extend(path.read_bytes())
-        used += 1
+        files += 1
+        (train if files % HELD_OUT_EVERY else held_out).extend(path.read_bytes())
     if len(train) < 1 << 16 or len(held_out) < 1 << 13:
-        raise BadValue(f"too little text in {folder}: this Python comes without the sources of its standard library")
-    return Corpus(torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8), files=used)
+        raise DemoError(f"too little text in {folder}: this Python comes without the sources of its standard library")
+    return Corpus(torch.frombuffer(train, dtype=torch.uint8), torch.frombuffer(held_out, dtype=torch.uint8), files)
 
 
 def batch(data: Tensor, *, step: int, seed: int, size: int, context: int) -> tuple[Tensor, Tensor]:
@@ -62,9 +58,3 @@ def batch(data: Tensor, *, step: int, seed: int, size: int, context: int) -> tup
     starts = torch.randint(len(data) - context, (size, 1), generator=generator)
     windows = data[starts + torch.arange(context + 1)].long()
     return windows[:, :-1], windows[:, 1:]
-
-
-def rows_of(rank: int, ranks: int, size: int) -> slice:
-    """The rows of a batch that `rank` works on; every rank has equally many."""
-    share = size // ranks
-    return slice(rank * share, (rank + 1) * share)

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from functools import partial
+from typing import Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import MofNCompleteColumn
+from rich.progress import Progress as Bar
+from rich.table import Column, Table
+from rich.text import Text
+from torch import Tensor
 
 from composable import checkpoint, describe, fully_shard, keep_unsharded, replicate
-from composable.demo import pictures, snapshot
-from composable.demo.baseline import Baseline, check_parity, relative_difference, run_baseline
-from composable.demo.launch import cores
-from composable.demo.memory import Footprint, MemoryTrace, footprint_of, measure_step, resident_bytes
-from composable.demo.model import GPT, Block, build, loss_of
-from composable.demo.options import Options
-from composable.demo.recipe import optimizer_of, train_step
-from composable.demo.screen import Screen
-from composable.demo.text import VALIDATION_STEP, Corpus, batch, read_corpus, rows_of
+from composable.demo import snapshot
+from composable.demo.memory import MemoryTrace, measure_step
+from composable.demo.model import GPT, Block, build, loss_of, optimizer_of, train_step
+from composable.demo.options import DemoError, Options
+from composable.demo.pictures import MIB, draw_losses, draw_memory
+from composable.demo.text import batch, read_corpus
 
-VALIDATE_EVERY = 50
-VALIDATION_BATCHES = 4
-TEMPERATURE = 0.7
+VALIDATE_EVERY: Final = 50
+VALIDATION_BATCHES: Final = 4
+LINE_EVERY: Final = 20  # steps, where the output is no terminal and a bar would show nothing until the end
+TEMPERATURE: Final = 0.7
+TOLERANCE: Final = 1e-4
 
 
 def annotate(model: GPT) -> GPT:
@@ -32,183 +39,205 @@ def annotate(model: GPT) -> GPT:
     return model
 
 
-def train(options: Options, screen: Screen) -> None:
+def train(options: Options) -> None:
     """The whole demo on this rank; the default process group is up.
 
     Raises:
-        BadValue: the checkpoint to resume from does not fit this run.
-        ParityError: the losses of the annotated and the un-annotated model differ.
+        DemoError: the checkpoint to resume from does not fit this run, or the losses of the annotated and the un-annotated
+            model differ.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    corpus = read_corpus()
-    screen.line(
-        f"[bold]composable demo[/bold]: {ranks} rank{'s' * (ranks > 1)}, "
+    run = Run(options)
+    corpus = run.corpus
+    run.say(
+        f"composable demo: {options.ranks} rank{'s' * (options.ranks > 1)}, "
         f"{len(corpus.train) / 1e6:.1f} MB of Python source from {corpus.files} files of the standard library"
     )
     if not options.resume and (step := snapshot.saved_step(options)):
-        screen.line(f"the checkpoint in {options.out} (step {step}) will be replaced; --resume would continue from it")
-    baseline = _baseline(options, screen)
-    before = resident_bytes()
-    model = annotate(build(options))
-    optimizer = optimizer_of(model)
-    progress = snapshot.load(options, model, optimizer) if options.resume else snapshot.Progress(0, [], [])
-    parameters = sum(p.numel() for p in model.parameters())
-    screen.heading(f"Training the annotated model, {parameters / 1e6:.2f} M parameters, on {ranks} ranks")
-    if options.resume:
-        screen.line(f"resumed from step {progress.step}")
-
-    run = Run(options, screen, corpus, model, optimizer, rank, ranks)
-    progress = run.to_the_end(progress, baseline.losses if baseline else [])
+        run.say(f"the checkpoint in {options.out} (step {step}) will be replaced; --resume would continue from it")
+    baseline: list[float] = []
+    traces: list[tuple[str, MemoryTrace]] = []
+    if options.baseline_steps and not options.resume:
+        count = min(options.baseline_steps, options.until(0))
+        run.say(f"un-annotated model: {count} steps in one process on the whole batch ...")
+        if dist.get_rank() == 0:
+            baseline, trace = run.baseline(count)
+            traces.append(("un-annotated, 1 process, whole batch", trace))
+        box = [baseline]
+        dist.broadcast_object_list(box)
+        baseline = box[0]
+    run.train(baseline)
     if options.sample_bytes:
-        screen.heading("A sample of what it writes")
-        screen.sample(options.prompt, run.generate(options.prompt, options.sample_bytes))
-    trace, footprint = run.measure(progress.step, before)
-    screen.heading("describe(model)")
-    screen.text(str(describe(model)))
-    screen.heading("Memory of a rank")
-    screen.bytes_per_rank(footprint.local, footprint.whole, trace.kept(), ranks)
-    if rank == 0:
-        _draw(options, screen, progress, baseline, trace, ranks)
+        run.heading("A sample of what it writes")
+        text = run.generate()
+        run.details.print(Panel(Text.assemble((options.prompt, "bold"), text), expand=False))
+    trace = run.measure()
+    run.heading("describe(model)")
+    run.details.print(str(describe(run.model)), soft_wrap=True)
+    run.heading("Memory of a rank")
+    run.details.print(_memory_table(trace, options.ranks))
+    if dist.get_rank() == 0:
+        traces.append((f"annotated, rank 0 of {options.ranks}", trace))
+        losses, memory = options.out / "losses.png", options.out / "memory.png"
+        draw_losses(losses, run.progress.losses, run.progress.validation, baseline, options.ranks)
+        draw_memory(memory, traces)
+        run.say(f"\nloss curves        {losses}\nmemory of a step   {memory}")
 
 
 class Run:
-    """A model in training on one rank."""
+    """A model in training on one rank. Rank 0 prints; `details` is what `--quiet` leaves out."""
 
-    def __init__(
-        self,
-        options: Options,
-        screen: Screen,
-        corpus: Corpus,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        rank: int,
-        ranks: int,
-    ) -> None:
-        self.options, self.screen, self.corpus = options, screen, corpus
-        self.model, self.optimizer = model, optimizer
-        self.rank, self.ranks = rank, ranks
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        rank = dist.get_rank()
+        console = partial(Console, highlight=False, markup=False)
+        self.say = partial(console(quiet=rank != 0).print, soft_wrap=True)
+        self.details = console(quiet=options.quiet or rank != 0)
+        self.corpus = read_corpus()
+        self.progress = snapshot.Progress()
 
-    def to_the_end(self, progress: snapshot.Progress, expected: list[float]) -> snapshot.Progress:
-        """Train until the last step, checking the losses that are expected of the first ones."""
-        options, screen = self.options, self.screen
-        losses, validation = list(progress.losses), list(progress.validation)
-        until = options.until(progress.step)
-        with screen.training(progress.step, until, options.batch_size * options.context) as bar:
-            for step in range(progress.step, until):
-                loss = self._mean(self._step(step))
-                losses.append(loss)
-                if step < len(expected):
-                    check_parity(step, loss, expected[step])
-                done = step + 1
-                if done % VALIDATE_EVERY == 0 or done == until:
-                    bar.pause()
-                    validation.append((done, self.validate()))
-                    bar.validated(validation[-1][1])
-                    bar.resume()
-                bar.step(done, loss)
-                if done % options.save_every == 0 or done == until:
-                    bar.pause()
-                    progress = snapshot.Progress(done, losses, validation)
+    def heading(self, title: str) -> None:
+        self.details.print()
+        self.details.rule(Text(title, style="bold"), align="left")
+
+    def baseline(self, count: int) -> tuple[list[float], MemoryTrace]:
+        """The losses of `count` steps of the un-annotated model on the whole batch, and the memory of one more."""
+        options = self.options
+        model = build(options)
+        optimizer = optimizer_of(model)
+        rows = partial(batch, self.corpus.train, seed=options.seed, size=options.batch_size, context=options.context)
+        losses = [
+            train_step(model, optimizer, *rows(step=step), peak=options.learning_rate, step=step).item()
+            for step in range(count)
+        ]
+        idx, targets = rows(step=count)
+        return losses, measure_step(model, optimizer, lambda: loss_of(model, idx, targets), ignore=self.corpus[:2])
+
+    def train(self, baseline: list[float]) -> None:
+        """Train until the last step, and check the losses of the first ones against those of the un-annotated model."""
+        options = self.options
+        self.model = annotate(build(options))
+        self.optimizer = optimizer_of(self.model)
+        if options.resume:
+            self.progress = snapshot.load(options, self.model, self.optimizer)
+        progress, start = self.progress, self.progress.step
+        until = options.until(start)
+        numel = sum(parameter.numel() for parameter in self.model.parameters())
+        self.heading(f"Training the annotated model, {numel / 1e6:.2f} M parameters, on {options.ranks} ranks")
+        if options.resume:
+            self.say(f"resumed from step {start}")
+        seconds, validation, speed = 0.0, "", ""
+        lines = not self.details.is_terminal
+        columns = (MofNCompleteColumn(), *Bar.get_default_columns())
+        with Bar(*columns, console=self.details, disable=lines or self.details.quiet, transient=True) as bar:
+            task = bar.add_task("", total=until, completed=start)
+            for step in range(start, until):
+                before = time.perf_counter()
+                rows = self._rows(self.corpus.train, step)
+                loss = self._mean(train_step(self.model, self.optimizer, *rows, peak=options.learning_rate, step=step))
+                seconds += time.perf_counter() - before
+                per_step = seconds / (step + 1 - start)
+                speed = f"{1e3 * per_step:,.0f} ms per step, {options.batch_size * options.context / per_step:,.0f} tokens/s"
+                if step < len(baseline):
+                    check_parity(step, loss, baseline[step])
+                progress.step = step + 1
+                progress.losses.append(loss)
+                done = progress.step == until
+                if done or progress.step % VALIDATE_EVERY == 0:
+                    progress.validation.append((progress.step, self.validate()))
+                    validation = f", validation {progress.validation[-1][1]:.4f}"
+                figures = f"loss {loss:.4f}{validation}"
+                bar.update(task, completed=progress.step, description=f"{figures}, {speed}")
+                if lines and (done or progress.step % LINE_EVERY == 0):
+                    self.details.print(f"step {progress.step:>5}/{until}  {figures}, {speed}")
+                if done or progress.step % options.save_every == 0:
                     folder = snapshot.save(options, self.model, self.optimizer, progress)
-                    bar.resume()
-            rate = bar.rate()
-        compared = min(len(expected), len(losses))
-        if compared:
-            differences = [relative_difference(losses[i], expected[i]) for i in range(compared)]
-            screen.losses_side_by_side(losses[:compared], expected[:compared], differences)
-            screen.line(
-                f"first {compared} steps agree with the un-annotated model: relative difference at most {max(differences):.1e}"
-            )
-        screen.line(
-            f"step {until}: loss {losses[-1]:.4f}, validation {validation[-1][1]:.4f} nats per byte, {rate:,.0f} tokens/s"
-        )
-        screen.written("sharded checkpoint", folder)
-        return progress
+        if baseline:
+            count = len(baseline)
+            differences = [relative_difference(*pair) for pair in zip(progress.losses[:count], baseline, strict=True)]
+            table = _table("step", "un-annotated, 1 process", "annotated", "relative difference")
+            stride = max(1, count // 5)
+            for i in sorted({0, count - 1, *range(stride - 1, count, stride)}):
+                table.add_row(str(i + 1), f"{baseline[i]:.7f}", f"{progress.losses[i]:.7f}", f"{differences[i]:.1e}")
+            self.details.print(table)
+            most = max(differences)
+            self.say(f"first {count} steps agree with the un-annotated model: relative difference at most {most:.1e}")
+        self.say(f"step {until}: {figures} nats per byte, {speed}")
+        self.say(f"sharded checkpoint {folder}")
 
     def validate(self) -> float:
         """Mean loss over a few held-out batches, always the same ones."""
         self.model.eval()
         with torch.no_grad(), keep_unsharded(self.model):
-            losses = [
-                loss_of(self.model, *self._rows(self.corpus.validation, VALIDATION_STEP - i)) for i in range(VALIDATION_BATCHES)
-            ]
+            losses = [loss_of(self.model, *self._rows(self.corpus.validation, -1 - i)) for i in range(VALIDATION_BATCHES)]
         self.model.train()
         return self._mean(torch.stack(losses).mean())
 
-    def generate(self, prompt: str, count: int) -> str:
-        """`count` bytes that follow `prompt`. All ranks generate the same, in lockstep, so they gather together."""
-        generator = torch.Generator().manual_seed(self.options.seed)
-        start = prompt.encode(errors="surrogateescape")
-        idx = torch.frombuffer(bytearray(start), dtype=torch.uint8).long()[None]
+    def generate(self) -> str:
+        """Bytes that follow the prompt. All ranks generate the same, in lockstep, so they gather together."""
+        options = self.options
+        generator = torch.Generator().manual_seed(options.seed)
+        idx = torch.tensor([list(options.prompt.encode(errors="surrogateescape"))])
         self.model.eval()
         with torch.no_grad(), keep_unsharded(self.model):
-            for _ in range(count):
-                logits = self.model(idx[:, -self.options.context :])[0, -1]
+            for _ in range(options.sample_bytes):
+                logits = self.model(idx[:, -options.context :])[0, -1]
                 following = torch.multinomial((logits / TEMPERATURE).softmax(0), 1, generator=generator)
                 idx = torch.cat([idx, following[None]], dim=1)
         self.model.train()
-        return bytes(idx[0, len(start) :].tolist()).decode("utf-8", errors="replace")
+        text = bytes(idx[0, -options.sample_bytes :].tolist()).decode("utf-8", errors="replace")
+        return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text)
 
-    def measure(self, step: int, resident_before: int) -> tuple[MemoryTrace, Footprint]:
+    def measure(self) -> MemoryTrace:
         """One more step, after everything that counts, with a record of its memory."""
-        footprints: list[Footprint] = []
-        idx, targets = self._rows(self.corpus.train, step)
-        trace = measure_step(
-            self.model,
-            self.optimizer,
-            lambda: loss_of(self.model, idx, targets),
-            ignore=[self.corpus.train, self.corpus.validation],
-            resident_before=resident_before,
-            with_gradients=lambda: footprints.append(footprint_of(self.model, self.optimizer)),
-        )
-        return trace, footprints[0]
-
-    def _step(self, step: int) -> Tensor:
-        idx, targets = self._rows(self.corpus.train, step)
-        return train_step(self.model, self.optimizer, idx, targets, peak=self.options.learning_rate, step=step)
+        idx, targets = self._rows(self.corpus.train, self.progress.step)
+        return measure_step(self.model, self.optimizer, lambda: loss_of(self.model, idx, targets), ignore=self.corpus[:2])
 
     def _rows(self, data: Tensor, step: int) -> tuple[Tensor, Tensor]:
         options = self.options
         idx, targets = batch(data, step=step, seed=options.seed, size=options.batch_size, context=options.context)
-        mine = rows_of(self.rank, self.ranks, options.batch_size)
-        return idx[mine], targets[mine]
+        rank = dist.get_rank()
+        return idx.chunk(options.ranks)[rank], targets.chunk(options.ranks)[rank]
 
     def _mean(self, value: Tensor) -> float:
         total = value.double()
         dist.all_reduce(total)
-        return total.item() / self.ranks
+        return total.item() / self.options.ranks
 
 
-def _baseline(options: Options, screen: Screen) -> Baseline | None:
-    """The un-annotated run, made by rank 0 and known to all; None where there is nothing to compare."""
-    if not options.baseline_steps or options.resume:
-        return None
-    screen.line(f"un-annotated model: {options.compared_steps} steps in one process on the whole batch ...")
-    return _from_rank_0(lambda: run_baseline(options, cores()))
+def relative_difference(one: float, other: float) -> float:
+    """|one - other| / |other|."""
+    return abs(one - other) / abs(other)
 
 
-def _from_rank_0(make: Callable[[], Baseline]) -> Baseline:
-    box: list[Baseline | None] = [make() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box)
-    made = box[0]
-    assert made is not None
-    return made
+def check_parity(step: int, loss: float, expected: float) -> None:
+    """Check the loss of one step against the un-annotated model.
+
+    Raises:
+        DemoError: the losses differ by more than 1e-4 of the expected one, or one of them is not a number.
+    """
+    difference = relative_difference(loss, expected)
+    if not difference <= TOLERANCE:
+        raise DemoError(
+            f"step {step + 1}: the annotated model's loss is {loss:.7f}, the un-annotated model's {expected:.7f}; "
+            f"they differ by {difference:.1e} of it, and {TOLERANCE:.0e} is allowed"
+        )
 
 
-def _draw(
-    options: Options,
-    screen: Screen,
-    progress: snapshot.Progress,
-    baseline: Baseline | None,
-    trace: MemoryTrace,
-    ranks: int,
-) -> None:
-    losses, memory = options.out / "losses.png", options.out / "memory.png"
-    pictures.draw_losses(losses, progress.losses, progress.validation, baseline.losses if baseline else [], ranks)
-    traces = [(f"annotated, rank 0 of {ranks}", trace)]
-    if baseline:
-        traces.insert(0, ("un-annotated, 1 process, whole batch", baseline.memory))
-    pictures.draw_memory(memory, traces)
-    screen.line("")
-    screen.written("loss curves", losses)
-    screen.written("memory of a step", memory)
+def _memory_table(trace: MemoryTrace, ranks: int) -> Table:
+    """What one rank holds between steps and at the end of backward, beside the un-annotated model."""
+    rows = {**trace.footprint, "anything else": (trace.kept(), 0)}
+    gradients = rows.pop("gradients")
+    mine, whole = (sum(column) for column in zip(*rows.values(), strict=True))
+    rows["between steps"] = mine, whole
+    rows["gradients"] = gradients
+    rows["at the end of backward"] = mine + gradients[0], whole + gradients[1]
+    table = _table("MiB", "un-annotated", f"each of {ranks} ranks", "share")
+    for name, (mine, whole) in rows.items():
+        share = f"{mine / whole:.0%}" if whole else ""
+        style = "bold" if name in ("between steps", "at the end of backward") else None
+        table.add_row(name, f"{whole / MIB:.2f}", f"{mine / MIB:.2f}", share, style=style)
+    return table
+
+
+def _table(first: str, *others: str) -> Table:
+    return Table(first, *(Column(name, justify="right") for name in others), box=None, pad_edge=False)

@@ -7,8 +7,8 @@ import math
 import pytest
 from expecttest import assert_expected_inline
 
-from composable.demo.baseline import check_parity
-from composable.demo.options import ParityError
+from composable.demo.options import DemoError
+from composable.demo.train import check_parity
 
 
 def test_losses_that_differ_by_rounding_pass() -> None:
@@ -17,7 +17,7 @@ def test_losses_that_differ_by_rounding_pass() -> None:
 
 
 def test_losses_that_differ_by_more_are_refused_with_both_values() -> None:
-    with pytest.raises(ParityError) as refusal:
+    with pytest.raises(DemoError) as refusal:
         check_parity(2, 5.001, 5.0)
     assert_expected_inline(
         str(refusal.value),
@@ -27,5 +27,5 @@ def test_losses_that_differ_by_more_are_refused_with_both_values() -> None:
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_no_number_is_refused(loss: float) -> None:
-    with pytest.raises(ParityError, match=r"step 1: the annotated model's loss is (nan|inf)"):
+    with pytest.raises(DemoError, match=r"step 1: the annotated model's loss is (nan|inf)"):
         check_parity(0, loss, 5.0)

@@ -9,11 +9,10 @@ import matplotlib.image
 import torch
 from torch import Tensor, nn
 
-from composable.demo.memory import Kind, MemoryTrace, footprint_of, measure_step, resident_bytes
-from composable.demo.model import build, loss_of
+from composable.demo.memory import Kind, MemoryTrace, measure_step
+from composable.demo.model import build, loss_of, optimizer_of, train_step
 from composable.demo.options import Options
 from composable.demo.pictures import draw_losses, draw_memory
-from composable.demo.recipe import optimizer_of, train_step
 from composable.demo.train import annotate
 from tests.helpers.world import Pool
 
@@ -109,16 +108,15 @@ def test_a_measured_step_trains_as_any_other() -> None:
 
 def test_the_footprint_without_shards_is_the_whole() -> None:
     model, optimizer, x = trained()
-    footprint = footprint_of(model, optimizer)
+    footprint = measure_step(model, optimizer, lambda: model(x), ignore=[x]).footprint
     weights = WIDTH * WIDTH * FLOAT
-    assert footprint.local == footprint.whole
-    assert footprint.whole == {"parameters, buffers": weights, "gradients": weights, "optimizer state": 2 * weights + FLOAT}
-    del x
+    expected = {"parameters, buffers": weights, "optimizer state": 2 * weights + FLOAT, "gradients": weights}
+    assert footprint == {name: (numel, numel) for name, numel in expected.items()}
 
 
 def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     model, optimizer, x = trained()
-    trace = measure_step(model, optimizer, lambda: model(x), ignore=[x], resident_before=resident_bytes())
+    trace = measure_step(model, optimizer, lambda: model(x), ignore=[x])
     draw_memory(tmp_path / "one.png", [("alone", trace)])
     draw_memory(tmp_path / "two.png", [("left", trace), ("right", trace)])
     draw_losses(tmp_path / "checked.png", [5.0, 4.0, 3.0], [(2, 4.1), (3, 3.2)], [5.0, 4.000001], ranks=2)

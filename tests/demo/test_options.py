@@ -43,7 +43,7 @@ def test_a_number_out_of_range_is_refused_in_one_line(capsys: pytest.CaptureFixt
 def test_a_learning_rate_that_is_not_positive_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert_expected_inline(
         answer(capsys, "--learning-rate", "nan"),
-        """python -m composable demo: --learning-rate: needs a number above 0 and up to 1, got 'nan' (see python -m composable demo --help)""",
+        """python -m composable demo: --learning-rate: needs a number from 1e-06 to 1, got 'nan' (see python -m composable demo --help)""",
     )
 
 
