@@ -81,31 +81,31 @@ class ParamInfo:
     exact: bool = False
 
 
-# --- labels: what a parameter is to its unit, for checks of optimizers and messages ---------------------------------
+# --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages --------------------------
 
 _LABEL: Final = "_composable_label"
 
 
-class ParamLabel(NamedTuple):
-    """Plain strings, since copies and files may take them along.
+class ParamLabel:
+    """What a parameter is to its unit.
 
     Attributes:
+        unit, fqn: the names of both.
         form: "at_rest", "compute", "original" (replaced by the annotation), "replaced" (by the user, afterwards) or "removed"
             (replaced by `remove`).
+        owner: of an at-rest parameter, the unit.
+        holds_unreduced: its gradient, a plain tensor, was accumulated under `no_sync`.
     """
 
-    unit: str
-    fqn: str
-    form: str
+    __slots__ = ("form", "fqn", "holds_unreduced", "owner", "unit")
 
+    def __init__(self, unit: str, fqn: str, form: str) -> None:
+        self.unit, self.fqn, self.form = unit, fqn, form
+        self.owner: ref[Unit] | None = None
+        self.holds_unreduced = False
 
-def set_label(parameter: nn.Parameter, unit: str, fqn: str, form: str) -> None:
-    setattr(parameter, _LABEL, ParamLabel(unit, fqn, form))
-
-
-def drop_label(parameter: nn.Parameter) -> None:
-    vars(parameter).pop(_LABEL, None)
-    vars(parameter).pop(_FACTS, None)
+    def __reduce__(self) -> tuple[type[ParamLabel], tuple[str, str, str]]:
+        return ParamLabel, (self.unit, self.fqn, self.form)  # for copies and files: a unit has process groups
 
 
 def label_of(parameter: Tensor) -> ParamLabel | None:
@@ -113,48 +113,29 @@ def label_of(parameter: Tensor) -> ParamLabel | None:
     return getattr(parameter, _LABEL, None)
 
 
+def set_label(parameter: nn.Parameter, unit: str, fqn: str, form: str, owner: Unit | None = None) -> None:
+    label = label_of(parameter)
+    if label is None:
+        label = ParamLabel(unit, fqn, form)
+        setattr(parameter, _LABEL, label)
+    label.unit, label.fqn, label.form = unit, fqn, form
+    if owner is not None:
+        label.owner = ref(owner)
+
+
+def drop_label(parameter: nn.Parameter) -> None:
+    vars(parameter).pop(_LABEL, None)
+
+
 def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     """Give `target` the Python attributes that users have set on `source`."""
-    vars(target).update({name: value for name, value in vars(source).items() if name not in (_LABEL, _FACTS, "_is_param")})
-
-
-# --- facts for optimizers, clipping and scalers, noted on at-rest parameters -----------------------------------------
-
-_FACTS: Final = "_composable_facts"
-
-
-class _Facts:
-    """What an at-rest parameter is told of its unit. Copies and files do not take it along: a mesh has process groups."""
-
-    __slots__ = ("holds", "unit")
-
-    def __init__(self) -> None:
-        self.unit: ref[Unit] | None = None
-        self.holds = False
-
-    def __reduce__(self) -> tuple[type[_Facts], tuple[()]]:
-        return _Facts, ()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Facts:
-        return _Facts()
-
-
-def _facts_of(parameter: Tensor) -> _Facts:
-    facts: _Facts | None = getattr(parameter, _FACTS, None)
-    if facts is None:
-        facts = _Facts()
-        setattr(parameter, _FACTS, facts)
-    return facts
-
-
-def set_unit(parameter: Tensor, unit: Unit) -> None:
-    _facts_of(parameter).unit = ref(unit)
+    vars(target).update({name: value for name, value in vars(source).items() if name not in (_LABEL, "_is_param")})
 
 
 def unit_of(parameter: Tensor) -> Unit | None:
     """The unit that manages `parameter`."""
-    facts: _Facts | None = getattr(parameter, _FACTS, None)
-    return None if facts is None or facts.unit is None else facts.unit()
+    label = label_of(parameter)
+    return None if label is None or label.owner is None else label.owner()
 
 
 def unit_mesh_of(parameter: Tensor) -> DeviceMesh | None:
@@ -173,13 +154,14 @@ def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
 
 
 def set_holds_unreduced(parameter: Tensor, *, holds: bool) -> None:
-    _facts_of(parameter).holds = holds
+    if (label := label_of(parameter)) is not None:
+        label.holds_unreduced = holds
 
 
 def holds_unreduced(parameter: Tensor) -> bool:
     """Whether the gradient of a plain parameter was accumulated under `no_sync` and is not the mean over all ranks yet."""
-    facts: _Facts | None = getattr(parameter, _FACTS, None)
-    return facts is not None and facts.holds and parameter.grad is not None
+    label = label_of(parameter)
+    return label is not None and label.holds_unreduced and parameter.grad is not None
 
 
 # --- the managed parameter ------------------------------------------------------------------------------------------
@@ -231,31 +213,32 @@ class ManagedParam:
 class ParameterSwap:
     """Which form of a unit's parameters its modules hold. A tensor that the user registered stays where it is."""
 
-    __slots__ = ("_by_setattr", "_by_table")
+    __slots__ = ("_in", "_out")
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
-        # Flat tuples and plain loops: they run for every parameter four times per step.
-        pairs = [param for param in params if param.at_rest is not param.compute]
-        self._by_table = tuple((table, name, p.at_rest, p.compute) for p in pairs for table, name in p.tables)
-        self._by_setattr = tuple((place.module, place.name, p.at_rest, p.compute) for p in pairs for place in p.by_setattr)
+        apart = [param for param in params if param.at_rest is not param.compute]
+        tables = [(table, name, p.at_rest, p.compute) for p in apart for table, name in p.tables]
+        by_setattr = [(place.module, place.name, p.at_rest, p.compute) for p in apart for place in p.by_setattr]
+        self._in = tables, by_setattr
+        self._out = [(*at, after, before) for *at, before, after in tables], [(*at, after, before) for *at, before, after in by_setattr]
 
     def swap_in(self) -> None:
         """Register the compute parameters."""
-        for table, name, at_rest, compute in self._by_table:
-            if table.get(name) is at_rest:
-                table[name] = compute
-        for module, name, at_rest, compute in self._by_setattr:
-            if module._parameters.get(name) is at_rest:
-                setattr(module, name, compute)
+        _exchange(*self._in)
 
     def swap_out(self) -> None:
         """Register the at-rest parameters again."""
-        for table, name, at_rest, compute in self._by_table:
-            if table.get(name) is compute:
-                table[name] = at_rest
-        for module, name, at_rest, compute in self._by_setattr:
-            if module._parameters.get(name) is compute:
-                setattr(module, name, at_rest)
+        _exchange(*self._out)
+
+
+def _exchange(tables: Sequence[Any], by_setattr: Sequence[Any]) -> None:
+    # Plain loops over flat tuples: they run for every parameter four times per step.
+    for table, name, before, after in tables:
+        if table.get(name) is before:
+            table[name] = after
+    for module, name, before, after in by_setattr:
+        if module._parameters.get(name) is before:
+            setattr(module, name, after)
 
 
 # --- memory order: shards of dense parameters that are not contiguous (channels_last) -------------------------------

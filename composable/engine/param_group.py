@@ -51,7 +51,6 @@ from composable.engine.param import (
     keep_gradients_in,
     memory_order,
     move_hooks,
-    set_label,
     shard_placements,
     whole_shape,
 )
@@ -403,10 +402,6 @@ class ParamGroup:
     def rename(self, unit: str) -> None:
         self.unit = unit
         self._label = f"all-gather of unit '{unit}'"
-        for param in self.params:
-            if param.compute is not param.at_rest:
-                set_label(param.compute, unit, param.fqn, "compute")
-            set_label(param.at_rest, unit, param.fqn, "at_rest")
 
     def address_of(self, param: ManagedParam) -> int:
         """Where the memory of an at-rest parameter starts."""

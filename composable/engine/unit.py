@@ -45,7 +45,6 @@ from composable.engine.param import (
     move_hooks,
     run_post_accumulate_hooks,
     set_label,
-    set_unit,
 )
 from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
@@ -335,9 +334,7 @@ class Unit:
 
     def rename(self, fqn: str) -> None:
         """Take the FQN below the root, for messages."""
-        for param in self.params:
-            set_unit(param.at_rest, self)
-        self.name = fqn = unit_name(fqn) if fqn != unit_name("") else fqn
+        self.name = fqn = unit_name(fqn)
         for group in self.groups:
             group.rename(fqn)
         for bucket in self.buckets:
@@ -346,8 +343,11 @@ class Unit:
             sparse.unit = fqn
         for param in self.params:
             original = param.original()
-            if original is not None and original is not param.at_rest and original is not param.own:
-                set_label(original, self.name, param.fqn, "original")
+            if original is not None and original is not param.own:
+                set_label(original, fqn, param.fqn, "original")
+            if param.compute is not param.at_rest:
+                set_label(param.compute, fqn, param.fqn, "compute")
+            set_label(param.at_rest, fqn, param.fqn, "at_rest", self)
 
     @property
     def handle(self) -> list[ParamGroup]:
