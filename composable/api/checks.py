@@ -47,7 +47,7 @@ def _owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
     if label is None or label.form == "removed":
         return None
     for unit in list(_units):
-        for info, param in zip(() if unit.spec is None else unit.spec.params, unit.params, strict=True):
+        for info, param in zip(unit.spec.params, unit.params, strict=True):
             if param.original() is parameter or any(place.registered is parameter for place in info.places):
                 return unit, info
     return None
@@ -78,7 +78,6 @@ def tied_to_replicated(
         if owner is None:
             continue
         unit, info = owner
-        assert unit.spec is not None
         of_owner = {id(each) for module in unit.modules for each in module.modules()}
         if all(id(module) in of_owner for module in modules):
             _refuse_inside(verb, modules, unit)
@@ -100,7 +99,6 @@ def tied_to_replicated(
 
 
 def _refuse_inside(verb: str, modules: Sequence[nn.Module], unit: Unit) -> NoReturn:
-    assert unit.spec is not None
     names = {id(each): fqn for module in unit.modules for fqn, each in module.named_modules()}
     inner = names.get(id(modules[0]), "")
     inner = f"'{inner}'" if inner else module_name(modules[0])
@@ -111,7 +109,6 @@ def _refuse_inside(verb: str, modules: Sequence[nn.Module], unit: Unit) -> NoRet
 
 def _refuse_shared(verb: str, modules: Sequence[nn.Module], unit: Unit, shared: nn.Module) -> NoReturn:
     """The same module is below two annotated ones, none of which is inside the other."""
-    assert unit.spec is not None
     name = next(fqn for module in modules for fqn, each in module.named_modules() if each is shared)
     raise AnnotationError(
         f"{verb}: {describe_module(shared, name)} is in two units: unit '{unit.name}' ({type(unit.modules[0]).__name__}) has "

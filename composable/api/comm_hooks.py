@@ -164,7 +164,7 @@ def _units_of(module: nn.Module) -> list[Unit]:
 
 def _stages_of(unit: Unit) -> tuple[str, ...]:
     """The stages in which the unit's gradients are reduced: two on a hybrid mesh."""
-    if unit.spec is not None and unit.spec.verb == REPLICATE:
+    if unit.spec.verb == REPLICATE:
         return (ALL_REDUCE,)
     mesh = unit.mesh_info.mesh
     return (REDUCE_SCATTER,) if mesh is None or mesh.ndim == 1 else (REDUCE_SCATTER, ALL_REDUCE)

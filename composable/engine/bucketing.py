@@ -76,7 +76,6 @@ class Buckets:
         filled: list[tuple[ParamGroup, list[ManagedParam]]] = []
         for param in order:
             unit, group, _ = self._members[param]
-            assert unit.spec is not None
             members = open_buckets.setdefault(group, [])
             members.append(param)
             sizes[group] = sizes.get(group, 0) + param.at_rest.numel() * group.precision.reduce.itemsize
@@ -89,7 +88,6 @@ class Buckets:
         self._bucket_of: dict[ManagedParam, _Pending] = {}
         for group, members in filled:
             unit = self._members[members[0]][0]
-            assert unit.spec is not None
             slots = [(param, self._members[param][2]) for param in members]
             in_place = members[0].compute is members[0].at_rest
             factor = 1.0 if unit.spec.divisor is None or in_place else unit.mesh_info.all.size / unit.spec.divisor

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
 import torch
@@ -220,7 +220,10 @@ class ParameterSwap:
         tables = [(table, name, p.at_rest, p.compute) for p in apart for table, name in p.tables]
         by_setattr = [(place.module, place.name, p.at_rest, p.compute) for p in apart for place in p.by_setattr]
         self._in = tables, by_setattr
-        self._out = [(*at, after, before) for *at, before, after in tables], [(*at, after, before) for *at, before, after in by_setattr]
+        self._out = (
+            [(*at, after, before) for *at, before, after in tables],
+            [(*at, after, before) for *at, before, after in by_setattr],
+        )
 
     def swap_in(self) -> None:
         """Register the compute parameters."""

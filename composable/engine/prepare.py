@@ -140,7 +140,7 @@ class Preparation:
         }
         self._strangers = []
         known = {(id(place.module), place.name) for unit in root.units for param in unit.params for place in param.info.places}
-        known |= {(id(place.module), place.name) for unit in root.units if unit.spec for place in unit.spec.left_alone}
+        known |= {(id(place.module), place.name) for unit in root.units for place in unit.spec.left_alone}
         alone = all(unit.mesh_info.all.size == 1 for unit in root.units)
         for unit in root.units:
             found = []
@@ -161,7 +161,7 @@ class Preparation:
                         else:
                             self._strangers.append(parameter)
             if found and not alone:
-                verb = unit.spec.verb if unit.spec else ""
+                verb = unit.spec.verb
                 raise AnnotationError(
                     f"unit '{unit.name}' ({verb}): no unit manages {few(found)}, added below it, or left by remove(), after the "
                     "annotation: every rank would train its own. To have all parameters managed, call "
@@ -209,7 +209,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         and id(below) not in inside
     ]
     if names:
-        verb = root.units[0].spec.verb if root.units[0].spec else ""
+        verb = root.units[0].spec.verb
         logger.warning(
             "%s: %s of %s trains, and no annotation reaches it: every rank trains its own. Annotate the model around the "
             "annotated modules as well, %s(model), or freeze it",
@@ -250,7 +250,7 @@ def _refuse_cleared_hooks(unit: Unit) -> None:
 
 def _refuse_left_alone(unit: Unit) -> None:
     if unit.mesh_info.mesh is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        verb = unit.spec.verb if unit.spec else ""
+        verb = unit.spec.verb
         raise MeshError(
             f"unit '{unit.name}' was annotated before there was a process group: each of the {dist.get_world_size()} ranks would "
             f"train it by itself. Call remove(module, {verb}) and annotate again, now that init_process_group has run; to train on "
@@ -415,7 +415,7 @@ def broadcast_buffers(units: list[Unit], *, saved: bool) -> None:
     """
     found: dict[Any, dict[int, tuple[Tensor, list[Place]]]] = {}  # a buffer that modules share stays one
     for unit in units:
-        if unit.spec is None or unit.mesh_info.all.size == 1:
+        if unit.mesh_info.all.size == 1:
             continue
         for place in unit.spec.broadcast_buffers:
             buffer = place.module._buffers.get(place.name)

@@ -21,13 +21,11 @@ import logging
 import sys
 from collections.abc import Iterable, Sequence
 from itertools import count, islice
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from composable.comm.ledger import checksum, debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, untraced
@@ -38,7 +36,7 @@ from composable.engine.accumulation import SyncMode
 from composable.engine.bucketing import Buckets
 from composable.engine.param import ManagedParam, unit_of
 from composable.engine.prepare import Preparation, broadcast_buffers
-from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError, few, first_line
+from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError, first_line
 from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
 from composable.memory.offload import wait_for_traffic
@@ -214,6 +212,12 @@ class Root:
                 unit.root = None
 
     @property
+    def _iteration(self) -> Iteration:
+        """`iteration`, where there is one."""
+        assert self.iteration is not None
+        return self.iteration
+
+    @property
     def name(self) -> str:
         return self.units[0].name
 
@@ -239,8 +243,6 @@ class Root:
                 unit.around[outer] = None
         self.running.append(unit)
         try:
-            iteration = self.iteration
-            assert iteration is not None
             if not unit.is_unsharded:
                 self._free_last(unit)
             self._record(unit)
@@ -275,17 +277,19 @@ class Root:
             unit.swap_in()
         iteration.stream, iteration.began = self._streams.here(), next(_CLOCK)
         self._outermost = module
+        self._show()
+        if grad:
+            broadcast_buffers(self.units, saved=saved)
+
+    def _show(self) -> None:
         for unit in self._shown:
             unit.unshard()
             unit.wait_for_unshard()
             unit.swap_in()
-        if grad:
-            broadcast_buffers(self.units, saved=saved)
 
     def _free_last(self, unit: Unit) -> None:
         """`unit` is gathered, by all of its ranks: they free what ran last. Units over other ranks stay: not all run `unit`."""
-        iteration, comm = self.iteration, unit.mesh_info.all
-        assert iteration is not None
+        iteration, comm = self._iteration, unit.mesh_info.all
         for other in iteration.last:
             if other is not unit and other.mesh_info.all is comm and not other.depth and not other.kept_by:
                 other.reshard()
@@ -317,8 +321,7 @@ class Root:
             keep: its parameters must outlive forward: an output aliases them, or backward cannot be followed to the unit.
             complete: all modules of the unit have computed.
         """
-        iteration, grad = self.iteration, torch.is_grad_enabled()
-        assert iteration is not None and unit.spec is not None
+        iteration, grad = self._iteration, torch.is_grad_enabled()
         self.running.pop()
         if grad:
             if unit.gathers:
@@ -343,8 +346,7 @@ class Root:
             self._end_forward(grad=grad)
 
     def _end_forward(self, *, grad: bool) -> None:
-        iteration = self.iteration
-        assert iteration is not None
+        iteration = self._iteration
         if not self._verified:
             self._check_order(None)
             self._verified = True
@@ -393,10 +395,7 @@ class Root:
             iteration.end = ref(end)
             for unit in self.units:
                 unit.kept_by.pop(EXPLICIT, None)
-            for unit in self._shown:
-                unit.unshard()
-                unit.wait_for_unshard()
-                unit.swap_in()
+            self._show()
             if self.buckets is not None:
                 self.buckets.open(alone=self._last_backward is not None and not self._others_since(self._last_backward))
         return iteration
@@ -407,9 +406,7 @@ class Root:
         Older ones are models that somebody dropped: when the garbage collector comes to those differs between ranks.
         """
         return any(
-            root.iteration is not None and root.iteration.began > when
-            for root in _ROOTS
-            if root is not self and not root._gone
+            root.iteration is not None and root.iteration.began > when for root in _ROOTS if root is not self and not root._gone
         )
 
     def enter_backward(self, unit: Unit) -> None:
@@ -454,8 +451,7 @@ class Root:
             iteration.to_reduce[unit] = None  # a parameter that was read outside of its module, or after the unit was left
 
     def _leave_backward(self, unit: Unit, *, at_end: bool = False) -> None:
-        iteration = self.iteration
-        assert iteration is not None
+        iteration = self._iteration
         if unit in iteration.active:
             iteration.active.remove(unit)
         if not unit.depth and not self.shows(unit):
@@ -473,8 +469,7 @@ class Root:
                 self._make_room()
 
     def _reduce(self, unit: Unit) -> None:
-        iteration = self.iteration
-        assert iteration is not None
+        iteration = self._iteration
         if unit.unhooked and unit.accumulation.now is SyncMode.REDUCE:
             unit.run_hooks()
         if not unit.buckets:
@@ -499,11 +494,10 @@ class Root:
 
     def _make_room(self) -> None:
         """Wait for the oldest reductions."""
-        iteration = self.iteration
-        assert iteration is not None
+        iteration = self._iteration
         while len(iteration.in_flight) > IN_FLIGHT:
             oldest = iteration.in_flight.pop(0)
-            if [bucket for bucket in oldest.buckets if bucket.advance()]:
+            if oldest.advance():
                 iteration.over_replicas.append(oldest)
             else:
                 self._land(oldest)
@@ -511,8 +505,7 @@ class Root:
             self._land(iteration.over_replicas[0])
 
     def _land(self, unit: Unit) -> None:
-        iteration = self.iteration
-        assert iteration is not None
+        iteration = self._iteration
         for bucket in unit.buckets:
             bucket.land()
         for units in (iteration.in_flight, iteration.over_replicas):
@@ -534,8 +527,8 @@ class Root:
                     self._leave_backward(unit, at_end=True)
             if self.buckets is not None and not iteration.builds_graph:
                 self.buckets.launch_rest()
-            for unit in [*iteration.in_flight]:
-                if [bucket for bucket in unit.buckets if bucket.advance()]:
+            for unit in list(iteration.in_flight):
+                if unit.advance():
                     iteration.in_flight.remove(unit)
                     iteration.over_replicas.append(unit)
 
@@ -595,7 +588,6 @@ class Root:
 
     def on_error(self, unit: Unit) -> None:
         """A forward of `unit`'s module raised; called from the innermost annotated module outwards."""
-        _explain_mixing(sys.exception(), self.units)
         if self.running:
             self.running.pop()
         if not self.running:
@@ -649,8 +641,7 @@ class Root:
         if self.buckets is not None:
             self.buckets.reduce_held()
         for unit in units:
-            for bucket in unit.buckets:
-                bucket.advance()
+            unit.advance()
         for unit in units:
             for bucket in unit.buckets:
                 bucket.land()
@@ -695,29 +686,6 @@ def _ahead(unit: Unit, following: Iterable[Unit]) -> list[Unit]:
         elif not ahead and other.mesh_info.all.size < comm.size:
             ahead.append(other)
     return ahead
-
-
-def _explain_mixing(error: BaseException | None, units: Sequence[Unit]) -> None:
-    """Note which parameters a module read at rest, where DTensor says only that it met a plain tensor."""
-    if not isinstance(error, RuntimeError) or "mixed torch.Tensor and DTensor" not in str(error) or hasattr(error, "__notes__"):
-        return
-    owners = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-    reader = next((owner for owner in reversed(owners) if isinstance(owner, nn.Module)), None)
-    if reader is None:
-        return
-    below = set(map(id, reader.modules()))
-    for unit in units:
-        names = [
-            f"'{param.fqn}'"
-            for param in unit.params
-            if isinstance(param.registered, DTensor) and any(id(place.module) in below for place in param.info.places)  # type: ignore[redundant-expr, unreachable]
-        ]
-        if names:
-            kind = type(reader).__name__
-            error.add_note(
-                f"{kind} read a parameter of unit '{unit.name}' ({few(names)}) outside of a call of that unit, where it is a "
-                f"DTensor. Annotate the {kind} as the unit, in place of '{unit.name}'; with a policy, leave that one out"
-            )
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
@@ -772,10 +740,8 @@ def reset(modules: Sequence[nn.Module]) -> None:
 def reduce_held(units: Sequence[Unit]) -> None:
     """Reduce what these units accumulated under `no_sync`. All ranks call it, outside of forward and backward."""
     for unit in units:
-        if unit.root is None and unit.spec is not None:
-            Root.plan(unit, unit.modules[0])
-    for root in dict.fromkeys(unit.root for unit in units):
-        assert root is not None
+        unit.planned_root()  # planning one unit may exchange the root of another
+    for root in dict.fromkeys(unit.planned_root() for unit in units):
         if root.iteration is not None and root.iteration.end is not None:
             root.reset("its backward did not finish")
         root.reduce_held()

@@ -48,10 +48,10 @@ from composable.engine.param import (
 )
 from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
-from composable.engine.root import EXPLICIT, Iteration, Root, root_for_call, units_below
+from composable.engine.root import EXPLICIT, Root, root_for_call, units_below
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
-from composable.memory.torch_private import backward_id, can_take_data, in_backward, local_of, next_node
+from composable.memory.torch_private import can_take_data, in_backward, local_of, next_node
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +84,26 @@ class UnitSpec:
     left_alone: tuple[Place, ...] = ()
 
 
+@dataclass(slots=True)
 class _Call:
-    """One call of a unit's module: the number of autograd's next node when it began, and how far it has come."""
+    """One call of a unit's module.
 
-    __slots__ = ("entered", "recomputes", "root", "since")
+    Attributes:
+        since: the number of autograd's next node when it began.
+        root: None if the call recomputes what checkpointing dropped.
+        entered: `enter` did not raise.
+    """
 
-    def __init__(self, since: int, *, recomputes: bool) -> None:
-        self.since = since
-        self.recomputes = recomputes
-        self.root: Root | None = None
-        self.entered = False
+    since: int
+    root: Root | None
+    entered: bool = False
 
 
 class Unit:
     """See the top of this file. It is the verb's state in the registry, and the bracket around its modules' forwards.
 
     Attributes:
-        modules, spec, mesh_info: as annotated; without modules after `remove`.
-        params: the managed parameters.
+        modules: as annotated; none after `remove`.
         groups: of parameters that are unsharded together.
         gathers: unsharding takes a message or a cast.
         buckets: their gradients; empty for gradients that the root reduces in buckets of all units (`bucketing.py`).
@@ -109,17 +111,26 @@ class Unit:
         depth: forwards of its modules that are under way.
         pending: forwards whose backward has not come yet.
         kept_by: reasons to stay unsharded: scopes, and graphs of `create_graph=True`.
-        rest_mesh: the mesh that a replicated unit's parameters rest on as DTensors, since the tree has shards.
+        within, found: the units that were annotated around this one, and those that its annotation found below it.
+        beside: of a replicated unit, the mesh of the shards around it.
+        rest_mesh: the same, if parameters can rest on it as DTensors: it has the unit's ranks.
+        readers: units whose modules read parameters of this one.
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
-        accumulation: the scopes of `no_sync`.
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
         unhooked: on one rank, parameters that have gradients, and whose post-accumulate hooks were not called.
+        around: units that have ever been running when this one was called.
+        trains: any of its parameters requires gradients.
+        fed, starved: since the last step a backward brought gradients; one went through and brought none.
     """
+
+    is_sharded: bool
+    mesh_info: MeshInfo
+    param_dtype: torch.dtype | None
+    spec: UnitSpec
 
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
-        self.spec: UnitSpec | None = None
         self.params: list[ManagedParam] = []
         self.groups: list[ParamGroup] = []
         self.gathers = False
@@ -139,14 +150,12 @@ class Unit:
         self.comm_hooks: dict[str, CommHook] = {}
         self.sparse: list[SparseGradients] = []
         self.unhooked: dict[ManagedParam, None] = {}
-        self.around: dict[Unit, None] = {}  # units that have ever been running when this one was called
-        self.trains = False
-        self.fed = self.starved = False  # since the last step: a backward brought gradients; one went through and brought none
+        self.around: dict[Unit, None] = {}
+        self.trains = self.fed = self.starved = False
         self._calls: list[_Call] = []  # that are under way
         self._to_run: list[nn.Module] = []  # of several modules, those that have not run in this forward
         self._swap = ParameterSwap(())
         self._buffers = BufferCasts(())
-        self._exact: list[ExactModule] = []
         self._undo: list[Callable[[], object]] = []
         self._rebuild_undo: list[Callable[[], object]] = []
         self._whole: list[tuple[Tensor, Tensor | None]] = []  # values and gradients, between `before_removal` and `restore`
@@ -161,18 +170,15 @@ class Unit:
         self.params = [ManagedParam(info) for info in spec.params]
         self.is_sharded = spec.verb == SHARD and spec.mesh_info.mesh is not None
         self._buffers = BufferCasts(spec.buffer_holders)
-        low = spec.mp_policy.param_dtype
-        self._exact = [ExactModule(module, low) for module in spec.exact] if low is not None else []
-        self._undo += [each.remove for each in self._exact]
+        self.param_dtype = spec.mp_policy.param_dtype
+        if self.param_dtype is not None:
+            self._undo += [ExactModule(module, self.param_dtype).remove for module in spec.exact]
         self._load_hook = StateDictHook(self)
         self._undo += self._watch_modules(dict.fromkeys(place.module for param in self.params for place in param.info.places))
         self.build()
 
     def _watch_modules(self, holders: Iterable[nn.Module]) -> list[Callable[[], object]]:
-        """Hooks on modules that hold parameters: loading of plain state dicts, and RNN weights that must stay in place.
-
-        Returns what takes them away.
-        """
+        """Prepare modules that hold parameters for state dicts, and let RNN weights stay in place; returns what undoes it."""
         undo: list[Callable[[], object]] = []
         for module in holders:
             undo.append(module.register_state_dict_pre_hook(self.before_state_dict).remove)
@@ -180,7 +186,7 @@ class Unit:
                 undo.append(module.register_load_state_dict_pre_hook(self._load_hook).remove)
             if isinstance(module, nn.RNNBase) and (self.is_sharded or self.param_dtype):
                 # cuDNN's weights are moved next to each other by `flatten_parameters`, away from the buffers that are filled.
-                module.flatten_parameters = _leave_in_place  # type: ignore[method-assign]
+                module.flatten_parameters = lambda: None  # type: ignore[method-assign]
                 undo.append(partial(module.__dict__.pop, "flatten_parameters", None))
         return undo
 
@@ -206,11 +212,6 @@ class Unit:
 
         return untie
 
-    @property
-    def param_dtype(self) -> torch.dtype | None:
-        """What the policy casts parameters to, if it does."""
-        return None if self.spec is None else self.spec.mp_policy.param_dtype
-
     @untraced
     def before_state_dict(self, *_: object) -> None:
         """A state dict that is made or loaded in an `except` block after a failed step is one of at-rest parameters."""
@@ -219,7 +220,6 @@ class Unit:
 
     def build(self) -> None:
         """(Re)build groups and buckets around the parameters that are registered now."""
-        assert self.spec is not None
         spec = self.spec
         for undo in self._rebuild_undo:
             undo()
@@ -253,27 +253,23 @@ class Unit:
         return not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
 
     def _build_buckets(self) -> None:
-        assert self.spec is not None
-        spec, ranks = self.spec, self.mesh_info.all.size
-        factor = 1.0 if spec.divisor is None else ranks / spec.divisor
+        ranks, divisor = self.mesh_info.all.size, self.spec.divisor
+        factor = 1.0 if divisor is None else ranks / divisor
         for param in self.params:
             self._hear_of_gradients(param)
         self.buckets, self.sparse = [], []
         for group in self.groups:
             in_place = all(param.compute is param.at_rest for param in group.params)
-            if not self.is_sharded and only_looked_up(group.params[0].info):
-                self.sparse.append(SparseGradients(group.params, group.precision, self.mesh_info.all))
-                if factor != 1.0:
-                    self._multiply_gradients(group.params, factor)
-                continue
-            if in_place and factor != 1.0:
+            sparse = not self.is_sharded and only_looked_up(group.params[0].info)
+            if factor != 1.0 and (in_place or sparse):
                 self._multiply_gradients(group.params, factor)
-            if self.reduces_by_arrival or (in_place and ranks == 1):
-                continue  # the root reduces them in buckets of all units, or autograd has done everything
-            members = list(zip(group.params, group.slots, strict=True))
-            self.buckets.append(
-                GradBucket(members, group.precision, group.device, self.mesh_info, factor=factor, home=group.home)
-            )
+            if sparse:
+                self.sparse.append(SparseGradients(group.params, group.precision, self.mesh_info.all))
+            elif not self.reduces_by_arrival and not (in_place and ranks == 1):  # then autograd has done everything
+                members = list(zip(group.params, group.slots, strict=True))
+                self.buckets.append(
+                    GradBucket(members, group.precision, group.device, self.mesh_info, factor=factor, home=group.home)
+                )
         attach_hooks(self, self.buckets)
         self.follow()
 
@@ -290,16 +286,13 @@ class Unit:
     def _hear_of_gradients(self, param: ManagedParam) -> None:
         """Tell the root when autograd has accumulated a gradient.
 
-        A unit that backward entered at its outputs needs no word of it; the root reduces it when backward leaves. Others bring
-        gradients by another way (a parameter that is read outside of its module), or are reduced by arrival.
+        The root needs no word of a unit that backward entered at its outputs. It does of gradients that come another way (to a
+        parameter that is read outside of its module), and of those that are reduced by arrival.
         """
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
-
         alone = self.mesh_info.all.size == 1 and param.compute is param.at_rest
-        sparse = not self.is_sharded and only_looked_up(param.info)
-
         # Weak: torch holds the hook where the garbage collector does not look, and the unit holds the parameter.
         to_unit, to_param = ref(self), ref(param)
 
@@ -310,12 +303,10 @@ class Unit:
                 return
             if alone:
                 unit.unhooked[param] = None
-            elif sparse:
-                next(each for each in unit.sparse if param in each.params).arrived(param)
-            root = unit.root
-            if root is None:
-                root = Root.plan(unit, unit.modules[0])
-            root.on_gradient(unit, param)
+            for each in unit.sparse:
+                if param in each.params:
+                    each.arrived(param)
+            unit.planned_root().on_gradient(unit, param)
 
         if param.compute is param.at_rest:
             self._rebuild_undo.append(defer_hooks(parameter, arrived))
@@ -414,10 +405,9 @@ class Unit:
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Pre-forward."""
-        assert self.spec is not None
-        recomputes = backward_id() != -1 and self.root is not None and self.root.iteration is not None
-        call = _Call(next_node(), recomputes=recomputes)
+        recomputes = in_backward() and self.root is not None and self.root.iteration is not None
         root = None if recomputes else root_for_call(self, module)  # may reset, which forgets all calls
+        call = _Call(next_node(), root)
         self._calls.append(call)  # before anything else that may raise: `on_error` takes it back
         if root is None:
             # Checkpointing runs this forward again: no order is recorded and nothing resharded, backward needs it next.
@@ -425,14 +415,13 @@ class Unit:
             self.wait_for_unshard()
         else:
             root.enter_forward(self, module)
-            call.root = root
             if not self._to_run:
                 self._to_run = list(self.modules)
         call.entered = True
         self.depth += 1
         self.swap_in()
         policy, device = self.spec.mp_policy, self.mesh_info.device
-        if not recomputes and self.root is not None and len(self.root.running) == 1 and device.type not in ("cpu", "meta"):
+        if root is not None and len(root.running) == 1 and device.type not in ("cpu", "meta"):
             args, kwargs = moved((args, kwargs), device)
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
@@ -440,36 +429,35 @@ class Unit:
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         """Post-forward."""
-        assert self.spec is not None
         call = self._calls.pop()
-        recomputes, since, root = call.recomputes, call.since, call.root
+        root, grad = call.root, torch.is_grad_enabled()
         self.depth -= 1
         if self.spec.mp_policy.output_dtype is not None:
             output = cast(output, self.spec.mp_policy.output_dtype)
-        found = aliases = False
-        grad = torch.is_grad_enabled()
         try:
+            keep = False
             if grad:
-                trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
-                output, found, aliases = self._watch(output, since, trained, counted=not recomputes)
+                output, keep = self._watch(module, output, call)
             if not self.depth and not self._stays_shown:
                 self.swap_out()
-            if recomputes:
+            if root is None:
                 return output
             if module in self._to_run:
                 self._to_run.remove(module)
-            assert root is not None
-            root.leave_forward(self, keep=grad and (aliases or (not found and self.trains)), complete=not self._to_run)
+            root.leave_forward(self, keep=keep, complete=not self._to_run)
         except BaseException:
             if root is not None and self in root.running:
                 root.on_error(self)
             raise
         return output
 
-    def _watch(self, output: Any, since: int, trained: Iteration | None, *, counted: bool) -> tuple[Any, bool, bool]:
-        entry = Entry(self, trained, counted=counted)
-        seen = watch(output, since, entry, self._aliases, counted=counted and bool(self.params))
-        if seen.found and counted:
+    def _watch(self, module: nn.Module, output: Any, call: _Call) -> tuple[Any, bool]:
+        """The output that backward is followed through, and whether parameters must outlive forward."""
+        root = call.root
+        trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
+        entry = Entry(self, trained, counted=root is not None)
+        seen = watch(output, call.since, entry, self._aliases, counted=root is not None and bool(self.params))
+        if seen.found and root is not None:
             self.pending += 1
             if trained is not None:
                 trained.forwards += 1
@@ -480,7 +468,7 @@ class Unit:
                 "found, so backward cannot be followed to the unit. Return tensors, containers, dataclasses or objects with "
                 "attributes"
             )
-        return seen.output, seen.found, seen.aliases
+        return seen.output, seen.aliases or (not seen.found and self.trains)
 
     def _aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
@@ -508,25 +496,24 @@ class Unit:
         self.depth -= 1
         if not self.depth and not self._stays_shown:
             self.swap_out()
-        if call.recomputes:
-            return  # checkpointing stops a recomputation by an exception when it has what it needs
-        self._to_run = []
-        assert call.root is not None
-        call.root.on_error(self)
+        if call.root is not None:  # checkpointing stops a recomputation by an exception when it has what it needs
+            self._to_run = []
+            call.root.on_error(self)
 
     def pre_backward(self) -> None:
         """Backward is about to go through an output of the unit."""
         if not self.modules:
-            if self.is_sharded and self.spec is not None and self.spec.params:
+            if self.is_sharded and self.spec.params:
                 raise PhaseError(
                     f"fully_shard was removed from unit '{self.name}' between a forward and its backward: the parameters that this "
                     "backward goes to are no longer the module's. Run the backward first, or the forward again"
                 )
             return
-        root = self.root
-        if root is None:  # a unit came or went since the forward
-            root = Root.plan(self, self.modules[0])
-        root.enter_backward(self)
+        self.planned_root().enter_backward(self)
+
+    def planned_root(self) -> Root:
+        """`root`; planned anew if a unit came or went since the last forward."""
+        return self.root or Root.plan(self, self.modules[0])
 
     def drop_calls(self) -> None:
         """After an error: no forward of the unit is under way."""
@@ -542,6 +529,11 @@ class Unit:
     @property
     def holds(self) -> bool:
         return bool(self.unhooked) or any(bucket.held for bucket in self.buckets) or any(sparse.holds for sparse in self.sparse)
+
+    def advance(self) -> bool:
+        """On a hybrid mesh: launch the second stage of reductions; returns whether there is one."""
+        advanced = [bucket.advance() for bucket in self.buckets]  # all of them
+        return any(advanced)
 
     def run_hooks(self) -> None:
         """Post-accumulate hooks of parameters that one rank trains alone: autograd has finished their gradients."""
@@ -595,7 +587,8 @@ class Unit:
         whole, self._whole = self._whole, []
         for index, param in enumerate(self.params):
             if param.own is not None:
-                self._restore_own(param)
+                gradient = param.at_rest.grad
+                _restore(param, param.own, local_of(gradient) if isinstance(gradient, DTensor) else gradient)
             elif whole:
                 _restore_whole(param, *whole[index])
             set_label(param.at_rest, self.name, param.fqn, "removed")
@@ -634,28 +627,10 @@ class Unit:
     def _mesh_of_shards(self) -> DeviceMesh | None:
         return next((unit.mesh_info.mesh for unit in (self, *self.found) if unit.is_sharded and unit.params), None)
 
-    def _restore_own(self, param: ManagedParam) -> None:
-        own, at_rest = param.own, param.at_rest
-        assert own is not None
-        if at_rest is not own:
-            move_hooks(at_rest, own)
-            copy_attributes(at_rest, own)
-            gradient = at_rest.grad
-            own.grad = local_of(gradient) if isinstance(gradient, DTensor) else gradient
-            own.requires_grad_(at_rest.requires_grad)
-            if param.registered is at_rest:
-                param.register(own)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Unit:
-        raise AnnotationError(
-            f"a copy of the annotated unit '{self.name}' would share its process groups and buffers. Copy the model before it "
-            "is annotated; or build it anew, annotate it, and load_state_dict() the state dict of the first"
-        )
-
     def __reduce__(self) -> tuple[Any, ...]:
         raise AnnotationError(
-            f"the annotated unit '{self.name}' stands on process groups and cannot be pickled; save its state_dict() "
-            "(torch.distributed.checkpoint writes it from all ranks), or call remove() with its module and verb first"
+            f"the annotated unit '{self.name}' holds process groups, and can be neither copied nor pickled. Copy the model before "
+            "it is annotated; save its state_dict() (torch.distributed.checkpoint writes it from all ranks), or call remove() first"
         )
 
 
@@ -672,13 +647,21 @@ def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None
     readers = [owner for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names] or [module]
     text, low, units = str(error), unit.param_dtype, unit.root.units
     if "mixed torch.Tensor and DTensor" in text:
-        at_rest = {other.modules[0]: f"'{other.name}'" for other in units if other.is_sharded and not other.depth}
-        below = [(type(each).__name__, [at_rest[m] for m in each.modules() if m in at_rest]) for each in readers]
-        for kind, read in [found for found in below if found[1]][:1]:
-            error.add_note(
-                f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another unit ({few(read)}) outside of that "
-                f"unit's forward, where it is sharded. Annotate the {kind} as the unit in its place; with a policy, leave that one out"
-            )
+        at_rest = [
+            (f"'{other.name}'", param.info.places)
+            for other in units
+            for param in other.params
+            if not other.depth and isinstance(param.registered, DTensor)  # type: ignore[redundant-expr]
+        ]
+        for reader in readers:
+            below, kind = set(reader.modules()), type(reader).__name__
+            read = list(dict.fromkeys(name for name, places in at_rest if any(place.module in below for place in places)))
+            if read:
+                error.add_note(
+                    f"a {kind} in the forward of unit '{unit.name}' reads a parameter of another unit ({few(read)}) outside of that "
+                    f"unit's forward, where it is sharded. Annotate the {kind} as the unit in its place; with a policy, leave that one out"
+                )
+                break
     elif "dtype" in text or "scalar type" in text:
         reader, kind = readers[0], type(readers[0]).__name__
         held = [*reader.named_parameters(recurse=False), *reader.named_buffers(recurse=False)]
@@ -695,10 +678,6 @@ def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None
                 f"unit '{others[0].name}' computes in {others[0].param_dtype}, and unit '{unit.name}' does not. What one returns to "
                 "the other is cast by MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
             )
-
-
-def _leave_in_place() -> None:
-    return None
 
 
 @torch.no_grad()
@@ -736,10 +715,18 @@ def _restore_whole(param: ManagedParam, value: Tensor, gradient: Tensor | None) 
             plain.data.copy_(value)
         else:
             plain.data = _laid_out(value, at_rest)
-        plain.requires_grad_(at_rest.requires_grad)
     else:
         plain = nn.Parameter(_laid_out(value, at_rest), requires_grad=at_rest.requires_grad)
-    plain.grad = None if gradient is None else _laid_out(gradient, at_rest).to(plain.dtype)
+    _restore(param, plain, None if gradient is None else _laid_out(gradient, at_rest).to(plain.dtype))
+
+
+def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) -> None:
+    """Register `plain`, which takes over what users gave to the at-rest parameter."""
+    at_rest = param.at_rest
+    if plain is at_rest:
+        return
+    plain.requires_grad_(at_rest.requires_grad)
+    plain.grad = gradient
     copy_attributes(at_rest, plain)
     move_hooks(at_rest, plain)
     if param.registered is at_rest:

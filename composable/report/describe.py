@@ -184,7 +184,6 @@ def _offloads_nothing(module: nn.Module) -> bool:
 
 def _unit_row(name: str, verb: str, unit: Unit, verbs: Sequence[str]) -> UnitRow:
     spec, is_sharded = unit.spec, verb == SHARD
-    assert spec is not None
     parameters = [param.at_rest for param in unit.params]
     offload = ""
     if spec.offload is not None:
