@@ -287,8 +287,8 @@ class ParamGroup:
                     sources.append(self._read(slot.shard_start, slot.numel))
                 else:
                     assert param.own is not None
-                    targets.append(as_parameter(room.view(slot.shape), slot))
-                    sources.append(param.own.data)
+                    targets.append(room.view(slot.shape))
+                    sources.append(param.own.data.permute(slot.order) if slot.order else param.own.data)
         if self._sent is not None:
             targets.append(self._sent.tensor.data)
             sources.append(self._read(0, layout.cut_numel))

@@ -190,22 +190,24 @@ def _transforms_and_calls_with_other_tensors_work() -> None:
     assert model.linear.weight is weight
 
 
-def _recurrent_modules_compute_with_casts_and_hold_their_own_again() -> None:
+def _recurrent_modules_and_parameters_in_another_order_compute_with_casts_and_are_their_own_again() -> None:
     torch.manual_seed(0)
-    model = nn.LSTM(4, 4)
-    low = copy.deepcopy(model).to(BF16)
-    replicate(model, mp_policy="bf16")
-    x = torch.randn(3, 2, 4)
-    for _ in range(2):
-        model.zero_grad()
-        output, expected = model(x)[0], low(x.to(BF16))[0]
-        assert torch.equal(output, expected)
-        output.sum().backward()
-    expected.sum().backward()
-    for own, other in zip(model.parameters(), low.parameters(), strict=True):
-        assert torch.equal(own.grad, other.grad.float())  # type: ignore[union-attr, arg-type]
-    remove(model, replicate)
-    assert model(x)[0].dtype is F32
+    images = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    models: list[tuple[nn.Module, Tensor]] = [(nn.LSTM(4, 4), torch.randn(3, 2, 4)), (images, torch.randn(2, 3, 5, 5))]
+    for model, x in models:
+        low = copy.deepcopy(model).to(BF16)
+        replicate(model, mp_policy="bf16")
+        for _ in range(2):
+            model.zero_grad()
+            output, expected = model(x)[0], low(x.to(BF16))[0]
+            assert torch.equal(output, expected)
+            output.sum().backward()
+        expected.sum().backward()
+        for own, other in zip(model.parameters(), low.parameters(), strict=True):
+            assert torch.equal(own.grad, other.grad.float())  # type: ignore[union-attr, arg-type]
+            assert own.grad.stride() == own.stride()  # type: ignore[union-attr]
+        remove(model, replicate)
+        assert model(x)[0].dtype is F32
 
 
 @pytest.mark.parametrize(
@@ -214,7 +216,7 @@ def _recurrent_modules_compute_with_casts_and_hold_their_own_again() -> None:
         _all_parameters_are_cast_in_a_forward_and_rest_as_they_were,
         _a_unit_that_was_evaluated_first_trains,
         _transforms_and_calls_with_other_tensors_work,
-        _recurrent_modules_compute_with_casts_and_hold_their_own_again,
+        _recurrent_modules_and_parameters_in_another_order_compute_with_casts_and_are_their_own_again,
     ],
 )
 def test_casts_of_replicated_modules(pool: Pool, body: Callable[[], None]) -> None:
