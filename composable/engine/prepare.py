@@ -1,26 +1,27 @@
 """Once per root forward: find what users did to parameters, modules and hooks since the last one; adopt it or refuse it by name.
 
-Nearly always nothing happened. So what the units left is compared in a few calls that run in C, and only a difference is looked
-into unit by unit.
+Nearly always nothing happened, so everything is compared in a few calls that run in C; only a difference is looked into.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
-from composable.contract.traversal import get_all_sharded_states, get_replicated_states, names_below
-from composable.engine.param import ManagedParam, Place, describe_mesh, label_of, set_label, trainability, unit_of
+from composable.contract.traversal import get_all_sharded_states, get_replicated_states, walk
+from composable.engine.param import ManagedParam, Place, describe_mesh, set_label, trainability, unit_of
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -33,12 +34,16 @@ from composable.errors import (
 from composable.memory.torch_private import active_ddp, as_tensors, innermost, local_of, outside_transforms
 
 if TYPE_CHECKING:
+    from composable.comm.base import Comm
     from composable.engine.root import Root
     from composable.engine.unit import Unit
 
 
 logger = logging.getLogger("composable")
 _dtype_of: Final = attrgetter("dtype")
+
+
+_TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `_warn_of_unmanaged_around` has told
 
 
 class Preparation:
@@ -60,6 +65,10 @@ class Preparation:
                 f"unit '{root.name}' is called inside DistributedDataParallel, which would average gradients once more. Leave DDP "
                 "out: replicate and fully_shard average gradients themselves"
             )
+        if not self._looked_around and torch.is_grad_enabled():
+            self._looked_around = True
+            if ddp is None and not _is_alone(root):
+                _warn_of_unmanaged_around(root)
         if self._watched is not None and self._unchanged():
             return
         self._watched = None
@@ -78,7 +87,6 @@ class Preparation:
         self._names = [name for _, name, _ in tables]
         self._registered = [parameter for _, _, parameter in tables]
         self._at_rest = [param.at_rest for param in params]
-        self._locals = [local_of(p) if isinstance(p, DTensor) else p for p in self._at_rest]
         self._sharded = [p for p in self._at_rest if isinstance(p, DTensor)]
         self._shards = [local_of(p) for p in self._sharded]
         self._own = [param.own for param in params if param.own is not None]
@@ -93,7 +101,7 @@ class Preparation:
         # A shard's memory is the engine's; that of users' own parameters may be exchanged (`param.data = ...`).
         return [
             trains,
-            list(map(Tensor.numel, self._locals)),
+            list(map(Tensor.numel, self._shards)),
             list(map(Tensor.data_ptr, self._own)),
             list(map(_dtype_of, self._dtyped)),
         ]
@@ -108,65 +116,78 @@ class Preparation:
 
     @outside_transforms
     def _look_into(self, unit: Unit) -> None:
+        root = self._root
         for each in (unit, *unit.within):  # without its hooks, an annotation around a unit would not be noticed at all
             _refuse_cleared_hooks(each)
         _refuse_left_alone(unit)
         _refuse_optimizers_of_torch(unit)
-        if _is_functional_call(unit):
-            return
+        if not unit.is_sharded and any(not isinstance(p.registered, nn.Parameter | None) for p in unit.params):
+            return  # `torch.func.functional_call` registers tensors of its own for one call, and they are computed with
         _refuse_cast_in_forward(unit)
         if _adopt(unit, self._owners):
-            if self._root.iteration is None:
+            if root.iteration is None:
                 unit.reshard()
             unit.build()
-            if self._root.buckets is not None:
-                self._root.renew_buckets()
+            if root.buckets is not None:
+                root.renew_buckets()
         for group in unit.groups:
             if group.device.type == "meta" and group.params:
                 raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
         unit.follow()
-        if self._root.buckets is not None:
-            self._root.buckets.follow()
+        if root.buckets is not None:
+            root.buckets.follow()
 
     def _look_for_newcomers(self) -> None:
         """Refuse trainable parameters below a unit that no unit manages, and ties that came after the annotation."""
-        root = self._root
+        units = self._root.units
         self._owners = {
             id(form): (unit, param)
-            for unit in root.units
+            for unit in units
             for param in unit.params
             for form in (param.at_rest, param.own, param.compute)
             if form is not None
         }
         self._strangers = []
-        known = {(id(place.module), place.name) for unit in root.units for param in unit.params for place in param.info.places}
-        known |= {(id(place.module), place.name) for unit in root.units for place in unit.spec.left_alone}
-        alone = all(unit.mesh_info.all.size == 1 for unit in root.units)
-        for unit in root.units:
+        known = {(id(place.module), place.name) for unit in units for param in unit.params for place in param.info.places}
+        known |= _left_alone(units)
+        for unit in units:
             found = []
-            for module in unit.modules:
-                for prefix, below in module.named_modules():
-                    for name, parameter in below._parameters.items():
-                        if parameter is None or (id(below), name) in known:
-                            continue
-                        fqn = f"{prefix}.{name}" if prefix else name
-                        if id(parameter) in self._owners:
-                            owner, param = self._owners[id(parameter)]
-                            _refuse_late_tie(f"'{fqn}' below unit '{unit.name}'", owner, param)
-                            param.set_info(replace(param.info, places=(*param.info.places, Place(below, name))))
-                        elif unit_of(parameter) is not None:
-                            continue  # of a unit elsewhere, which reduces its gradient
-                        elif parameter.requires_grad:
-                            found.append(f"'{fqn}'")
-                        else:
-                            self._strangers.append(parameter)
-            if found and not alone:
+            for fqn, place, parameter in (each for module in unit.modules for each in _registered(module)):
+                if (id(place.module), place.name) in known:
+                    continue
+                if id(parameter) in self._owners:
+                    owner, param = self._owners[id(parameter)]
+                    _refuse_late_tie(f"'{fqn}' below unit '{unit.name}'", owner, param)
+                    param.set_info(replace(param.info, places=(*param.info.places, place)))
+                elif unit_of(parameter) is not None:
+                    continue  # of a unit elsewhere, which reduces its gradient
+                elif parameter.requires_grad:
+                    found.append(f"'{fqn}'")
+                else:
+                    self._strangers.append(parameter)
+            if found and not _is_alone(self._root):
                 verb = unit.spec.verb
                 raise AnnotationError(
                     f"unit '{unit.name}' ({verb}): no unit manages {few(found)}, added below it, or left by remove(), after the "
                     "annotation: every rank would train its own. To have all parameters managed, call "
                     f"remove(module, {verb}) and annotate again; to train them as they are, name them in ignored_params then"
                 )
+
+
+def _registered(module: nn.Module) -> Iterator[tuple[str, Place, nn.Parameter]]:
+    for prefix, below in walk(module):
+        for name, parameter in below._parameters.items():
+            if parameter is not None:
+                yield f"{prefix}.{name}" if prefix else name, Place(below, name), parameter
+
+
+def _is_alone(root: Root) -> bool:
+    return all(unit.mesh_info.all.size == 1 for unit in root.units)
+
+
+def _left_alone(units: Iterable[Unit]) -> set[tuple[int, str]]:
+    """Where ignored parameters are registered."""
+    return {(id(place.module), place.name) for unit in units for place in unit.spec.left_alone}
 
 
 def _refuse_late_tie(where: str, unit: Unit, param: ManagedParam) -> None:
@@ -179,41 +200,32 @@ def _refuse_late_tie(where: str, unit: Unit, param: ManagedParam) -> None:
 
 
 def _warn_of_unmanaged_around(root: Root) -> None:
-    """In the first forward that trains: trainable parameters of the model around the root which no annotation reaches.
+    """Once per model: tell which of its parameters train and are reached by no annotation, such as those around annotated blocks.
 
-    The model is not known to its blocks; it is the outermost module whose forward is on the stack.
+    Blocks do not know the model; it is the outermost module whose forward is on the stack.
     """
-    if all(unit.mesh_info.all.size == 1 for unit in root.units):
+    model = root.module
+    for frame, _ in walk_stack(None):
+        caller = frame.f_locals.get("self") if frame.f_code.co_name in ("_call_impl", "forward") else None
+        model = caller if isinstance(caller, nn.Module) else model
+    if model is root.module or model in _TOLD:
         return
-    frame, around = sys._getframe(1), root.module  # not this one: it would hold itself, and the model, until it is collected
-    while frame is not None:
-        found = frame.f_locals.get("self")
-        if isinstance(found, nn.Module) and frame.f_code.co_name in ("_call_impl", "forward"):
-            around = found
-        frame = frame.f_back  # type: ignore[assignment]
-    if around is root.module:  # type: ignore[unreachable]
-        return
-    alone: dict[tuple[int, str], None] = {}
-    for state in (*get_all_sharded_states(around), *get_replicated_states(around)):
-        alone.update({(id(place.module), place.name): None for place in state.spec.left_alone})
-    inside = {id(below) for below in root.module.modules()}
+    _TOLD.add(model)
+    ignored = _left_alone([*get_all_sharded_states(model), *get_replicated_states(model)])
     names = [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, below in around.named_modules()
-        for name, parameter in below._parameters.items()
-        if parameter is not None
-        and parameter.requires_grad
-        and label_of(parameter) is None
+        f"'{fqn}'"
+        for fqn, place, parameter in _registered(model)
+        if parameter.requires_grad
+        and unit_of(parameter) is None
         and not isinstance(parameter, DTensor)
-        and (id(below), name) not in alone
-        and id(below) not in inside
+        and (id(place.module), place.name) not in ignored
     ]
     if names:
         verb = root.units[0].spec.verb
         logger.warning(
             "%s: %s of %s trains, and no annotation reaches it: every rank trains its own. Annotate the model around the "
             "annotated modules as well, %s(model), or freeze it",
-            verb, few([f"'{name}'" for name in names]), type(around).__name__, verb,
+            verb, few(names), type(model).__name__, verb,
         )  # fmt: skip
 
 
@@ -233,9 +245,9 @@ def _refuse_cast_in_forward(unit: Unit) -> None:
                 unit.reshard()
                 unit.build()
                 raise ForeignParameterError(
-                    f"a forward gave parameter '{param.fqn}' of unit '{unit.name}' the dtype {dtype}, by `.to()` or `.data = ...`, "
-                    f"where the unit computes in {expected}; what is gathered would not reach it. The parameter is as before. Cast "
-                    "the module before annotating it, let the unit cast it (mp_policy=), or cast a copy in forward"
+                    f"a forward gave parameter '{param.fqn}' of unit '{unit.name}' the dtype {dtype}, where the unit computes in "
+                    f"{expected}; what is gathered would not reach it. The parameter is as before. Cast the module before "
+                    "annotating it, pass mp_policy=, or cast a copy in forward"
                 )
 
 
@@ -249,7 +261,7 @@ def _refuse_cleared_hooks(unit: Unit) -> None:
 
 
 def _refuse_left_alone(unit: Unit) -> None:
-    if unit.mesh_info.mesh is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if unit.mesh_info.mesh is None and is_distributed() and dist.get_world_size() > 1:
         verb = unit.spec.verb
         raise MeshError(
             f"unit '{unit.name}' was annotated before there was a process group: each of the {dist.get_world_size()} ranks would "
@@ -269,100 +281,52 @@ def _refuse_optimizers_of_torch(unit: Unit) -> None:
             )
 
 
-def _is_functional_call(unit: Unit) -> bool:
-    """`torch.func.functional_call` registers tensors of its own for one call; a unit that only replicates computes with them."""
-    if unit.is_sharded:
-        return False
-    held = [param.registered for param in unit.params]
-    return any(tensor is not None and not isinstance(tensor, nn.Parameter) for tensor in held)
-
-
 def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
     """Whether the unit has to be built anew, since its parameters were replaced, moved or cast."""
-    _refuse_resized(unit)
-    changed = _untie(unit, owners)
-    newcomers = [_newcomer(unit, param) for param in unit.params]  # whatever is refused is refused before anything changes
-    for param, newcomer in zip(unit.params, newcomers, strict=True):
-        if newcomer is not None and id(newcomer) in owners:
-            _refuse_late_tie(f"parameter '{param.fqn}' of unit '{unit.name}'", *owners[id(newcomer)])
-    for param, newcomer in [*zip(unit.params, newcomers, strict=True)]:
-        if newcomer is not None:
-            set_label(param.at_rest, unit.name, param.fqn, "replaced")
-            param.register(newcomer)
-            changed = True
-            if id(newcomer) in owners:  # tied: managed where it was before
-                unit.params.remove(param)
+    newcomers = [(param, _newcomer(unit, param)) for param in unit.params]  # what is refused is refused before anything changes
+    replaced = [(param, newcomer) for param, newcomer in newcomers if newcomer is not None]
+    tied = []
+    for param, newcomer in replaced:
+        other = unit_of(newcomer)
+        elsewhere = next(((other, each) for each in other.params if each.at_rest is newcomer), None) if other else None
+        owner = owners.get(id(newcomer), elsewhere)
+        if owner is not None:
+            _refuse_late_tie(f"parameter '{param.fqn}' of unit '{unit.name}'", *owner)
+            tied.append(param)  # managed where it was before
+    changed = bool(replaced)
     for group in unit.groups:
-        for param in group.params:
-            at_rest = param.at_rest
-            if param.own is not None:
-                local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
-                moved = local.data_ptr() != param.own.data_ptr() or local.device != group.device
-                changed = changed or moved or at_rest.dtype != group.precision.original or _sources_moved(group)
+        for param, slot, address in zip(group.params, group.slots, group.addresses, strict=True):
+            at_rest, own = param.at_rest, param.own
+            local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
+            if own is not None:
+                changed = changed or not local.data_ptr() == own.data_ptr() == address
+                changed = changed or local.device != group.device or at_rest.dtype != group.precision.original
             elif isinstance(at_rest, DTensor):
-                local = local_of(at_rest)
                 _refuse_moved_off_the_host(unit, param, local)
-                changed = changed or (local._base is None and local.data_ptr() != group.address_of(param))
+                if param.registered is at_rest and local.data_ptr() == address:
+                    _refuse_resized(unit, param, local, group.local_of_slot(slot))
+                changed = changed or (local._base is None and local.data_ptr() != address)
+    for param, newcomer in replaced:
+        set_label(param.at_rest, unit.name, param.fqn, "replaced")
+        param.register(newcomer)
+    unit.params = [param for param in unit.params if param not in tied]
     return changed
 
 
-def _untie(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
-    """Parameters that are computed with as they are may be untied: those that were put at some of the places become the unit's."""
-    untied = False
-    for param in [*unit.params]:
-        places = param.info.places
-        if (
-            param.compute is not param.at_rest
-            or len(places) == 1
-            or all(place.registered is not param.at_rest for place in places)
-        ):
-            continue
-        others: dict[int, list[Place]] = {}
-        for place in places:
-            if place.registered is not None and place.registered is not param.at_rest:
-                others.setdefault(id(place.registered), []).append(place)
-        for key, there in others.items():
-            registered = there[0].registered
-            assert registered is not None
-            if key not in owners and unit_of(registered) is None:
-                names = names_below(unit.modules[0])
-                fqn = f"{names.get(id(there[0].module), '')}.{there[0].name}".lstrip(".")
-                unit.params.append(ManagedParam(replace(param.info, fqn=fqn, places=tuple(there))))
-            untied = True
-        if others:
-            stayed = tuple(place for place in places if place.registered is param.at_rest or place.registered is None)
-            param.set_info(replace(param.info, places=stayed))
-    return untied
-
-
-def _sources_moved(group: Any) -> bool:
-    return bool(group.addresses != [param.own.data_ptr() for param in group.params])
-
-
-def _refuse_resized(unit: Unit) -> None:
-    """An operator with `out=` resizes a shard to the whole, and fails: whoever writes to it next would write behind its memory."""
-    for group in unit.groups:
-        if not group.has_shards:
-            continue
-        for param, slot in zip(group.params, group.slots, strict=True):
-            at_rest = param.at_rest
-            if param.registered is not at_rest or not isinstance(at_rest, DTensor):
-                continue
-            local, shape = local_of(at_rest), slot.local_shape(group.comm.rank)
-            if local.data_ptr() == group.address_of(param) and local.numel() != torch.Size(shape).numel():
-                right = group.local_of_slot(slot)
-                local.as_strided_(right.shape, right.stride())
-                raise ForeignParameterError(
-                    f"parameter '{param.fqn}' of unit '{unit.name}': its shard was resized by an operator with out=, as "
-                    "torch.nn.init.eye_ calls one, which cannot work on shards. The shard has its shape again, and the values "
-                    "from before. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor, which is sharded then"
-                )
+def _refuse_resized(unit: Unit, param: ManagedParam, local: Tensor, right: Tensor) -> None:
+    """An operator with `out=` resizes a shard to the whole, and fails. The next write would go behind the shard's memory."""
+    if local.numel() != right.numel():
+        local.as_strided_(right.shape, right.stride())
+        raise ForeignParameterError(
+            f"parameter '{param.fqn}' of unit '{unit.name}': its shard was resized by an operator with out=, as "
+            "torch.nn.init.eye_ calls one. The shard has its shape and its values again. Initialise the parameter before "
+            "fully_shard, or load_state_dict() the whole tensor"
+        )
 
 
 def _refuse_moved_off_the_host(unit: Unit, param: ManagedParam, local: Tensor) -> None:
-    at_rest = param.at_rest
-    assert isinstance(at_rest, DTensor)
-    if at_rest.device_mesh.device_type == "cpu" and local.device.type not in ("cpu", "meta"):
+    assert isinstance(param.at_rest, DTensor)
+    if param.at_rest.device_mesh.device_type == "cpu" and local.device.type not in ("cpu", "meta"):
         raise ForeignParameterError(
             f"parameter '{param.fqn}' of unit '{unit.name}' was moved to {local.device}, and the ranks of its mesh communicate "
             f"on cpu. Call module.to('{local.device.type}') before fully_shard, or pass it a mesh of {local.device.type}"
@@ -370,22 +334,24 @@ def _refuse_moved_off_the_host(unit: Unit, param: ManagedParam, local: Tensor) -
 
 
 def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
-    """The parameter that a user registered in place of the at-rest one, at any of its places; None if there is none."""
+    """The parameter that a user registered in place of the at-rest one; None if there is none."""
     name, at_rest = param.fqn, param.at_rest
-    held = [found for place in param.info.places if (found := place.registered) is not None and found is not at_rest]
-    if any(not isinstance(other, nn.Parameter) and isinstance(innermost(other), DTensor) for other in held):  # type: ignore[unreachable]
+    held = [found for place in param.info.places if (found := place.registered) is not None]
+    if any(not isinstance(found, nn.Parameter) and isinstance(innermost(found), DTensor) for found in held):  # type: ignore[unreachable]
         raise ForeignParameterError(
             f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is no nn.Parameter, as "
             "torch.func.functional_call does with what torch.func.grad and the like hand to it; nothing would gather it. "
             "Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work"
         )
-    others = {id(other): other for other in held if isinstance(other, nn.Parameter)}  # type: ignore[redundant-expr]
+    others = {id(found): found for found in held if isinstance(found, nn.Parameter) and found is not at_rest}  # type: ignore[redundant-expr]
     if not others:
         return None
-    if len(others) > 1:
+    # What is computed with as it is stays as the user registered it; a gathered parameter is registered at all places.
+    untied = param.compute is at_rest and any(found is at_rest for found in held)
+    if untied or len(others) > 1:
         raise ForeignParameterError(
-            f"parameter '{name}' of unit '{unit.name}' is tied: it has {len(param.info.places)} places, and different parameters were registered at "
-            "them. Register one parameter at all of them; to untie them, call remove() on the annotated modules first"
+            f"parameter '{name}' of unit '{unit.name}' is tied: it has {len(param.info.places)} places, and different parameters were "
+            "registered at them. Register one parameter at all of them; to untie them, call remove() on the annotated modules first"
         )
     (other,) = others.values()
     if unit.is_sharded and type(other) is not nn.Parameter and not isinstance(other, DTensor):
@@ -413,33 +379,28 @@ def broadcast_buffers(units: list[Unit], *, saved: bool) -> None:
     Args:
         saved: an earlier forward waits for its backward, and may have saved the buffers. Then a buffer is replaced.
     """
-    found: dict[Any, dict[int, tuple[Tensor, list[Place]]]] = {}  # a buffer that modules share stays one
+    # One message per kind; a buffer that modules share stays one.
+    messages: dict[tuple[Comm, torch.dtype, torch.device], dict[int, tuple[Tensor, list[Place]]]] = {}
     for unit in units:
-        if unit.mesh_info.all.size == 1:
-            continue
-        for place in unit.spec.broadcast_buffers:
+        comm = unit.mesh_info.all
+        for place in unit.spec.broadcast_buffers if comm.size > 1 else ():
             buffer = place.module._buffers.get(place.name)
             if buffer is not None and buffer.numel():
-                found.setdefault(unit.mesh_info.all, {}).setdefault(id(buffer), (buffer, []))[1].append(place)
-    for comm, buffers in found.items():
-        by_kind: dict[tuple[torch.dtype, torch.device], list[tuple[Tensor, list[Place]]]] = {}
-        for buffer, places in buffers.values():
-            by_kind.setdefault((buffer.dtype, buffer.device), []).append((buffer, places))
-        for members in by_kind.values():
-            with torch.no_grad(), torch.inference_mode(False):
-                message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members])
-                comm.broadcast([message], "broadcast of buffers")
-            if comm.rank == 0:
-                continue
-            pieces = message.split([buffer.numel() for buffer, _ in members])
-            for (buffer, places), piece in zip(members, pieces, strict=True):
-                received = piece.view(buffer.shape)
-                if not comm.traits.on_stream and torch.equal(buffer, received):
-                    continue  # where a stream is, to compare would make the host wait
-                if not saved:
-                    with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
-                        buffer.copy_(received)
-                    continue
+                members = messages.setdefault((comm, buffer.dtype, buffer.device), {})
+                members.setdefault(id(buffer), (buffer, []))[1].append(place)
+    for (comm, _, _), members in messages.items():
+        with torch.no_grad(), torch.inference_mode(False):
+            message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members.values()])
+            comm.broadcast([message], "broadcast of buffers")
+        pieces = message.split([buffer.numel() for buffer, _ in members.values()])
+        for (buffer, places), piece in zip(members.values(), pieces, strict=True) if comm.rank else ():
+            received = piece.view(buffer.shape)
+            if not comm.traits.on_stream and torch.equal(buffer, received):
+                continue  # where a stream is, to compare would make the host wait
+            if saved:
                 received = received.clone()  # no view of the message, which other buffers share
                 for place in places:
                     place.module._buffers[place.name] = received
+            else:
+                with torch.no_grad(), torch.inference_mode(buffer.is_inference()):
+                    buffer.copy_(received)

@@ -177,5 +177,5 @@ def test_a_shard_that_was_resized_is_named_and_as_it_was(pool: Pool) -> None:
     assert said == other
     assert_text(
         said,
-        """ForeignParameterError: parameter 'weight' of unit '1': its shard was resized by an operator with out=, as torch.nn.init.eye_ calls one, which cannot work on shards. The shard has its shape again, and the values from before. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor, which is sharded then""",
+        """ForeignParameterError: parameter 'weight' of unit '1': its shard was resized by an operator with out=, as torch.nn.init.eye_ calls one. The shard has its shape and its values again. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor""",
     )

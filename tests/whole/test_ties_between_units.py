@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import describe, fully_shard, remove, replicate
-from composable.errors import AnnotationError
+from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.transformers import Transformer
 from tests.helpers.compare import assert_same_training, averaged_gradients
@@ -118,17 +118,30 @@ def test_a_tied_weight_whose_unit_was_removed_is_refused_where_it_is_read_until_
     _assert_means(plain, ours, ["ab", "b"])
 
 
+_BY_HAND = (replicate, lambda model: (replicate(model.a), replicate(model.b)))
+
+
 @spmd(ranks=2)
-def test_weights_that_are_untied_after_the_annotation_are_both_averaged() -> None:
-    for annotate in (replicate, lambda model: (replicate(model.a), replicate(model.b))):
+def test_weights_that_are_tied_after_the_annotation_are_averaged() -> None:
+    for annotate in _BY_HAND:
         plain, ours = _twins()
-        annotate(ours)
         for model in (plain, ours):
             model.b.weight = nn.Parameter(model.b.weight.detach().clone())
+        annotate(ours)
         _assert_means(plain, ours, ["ab", "ba"])
         for model in (plain, ours):
             model.a.weight = model.b.weight
         _assert_means(plain, ours, ["ab", "ba"])
+
+
+@spmd(ranks=2)
+def test_a_weight_that_is_untied_after_the_annotation_is_refused() -> None:
+    for annotate in _BY_HAND:
+        _, ours = _twins()
+        annotate(ours)
+        ours.b.weight = nn.Parameter(ours.b.weight.detach().clone())
+        with pytest.raises(ForeignParameterError, match=r"parameter '.*weight' of unit '.*' is tied: it has 2 places"):
+            ours(torch.ones(2, 3, dtype=torch.float64, device=current_device()), "ab")
 
 
 def _other_mesh() -> str:
