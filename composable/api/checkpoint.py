@@ -16,7 +16,6 @@ from composable.engine.recompute import Contexts, RecomputeBracket, RecomputeOpt
 from composable.errors import AnnotationError
 from composable.policies import PolicyLike, select_modules
 
-OPTIONS: Final = ("preserve_rng_state", "context_fn", "determinism_check", "debug", "early_stop")
 _CHECKS: Final = ("default", "none")
 _EQUIVALENTS: Final = {
     "use_reentrant": "checkpointing is never reentrant here; leave it out, or use torch.utils.checkpoint.checkpoint",
@@ -92,8 +91,7 @@ def checkpoint(
         return module
     for top in modules:
         picked = select_modules(policy, top)
-        check_keywords("checkpoint", picked, OPTIONS)
-        call = {name: getattr(options, name) for name in OPTIONS}
+        check_keywords("checkpoint", picked, RecomputeOptions._fields)
         for chosen, overrides in picked.items():
-            checkpoint(chosen, **{**call, **overrides})
+            checkpoint(chosen, **{**options._asdict(), **overrides})
     return module

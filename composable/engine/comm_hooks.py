@@ -1,7 +1,5 @@
 """Communication hooks: a user's function in place of one stage of the gradient reduction, with its divisions.
 
-A hook has the signature of DDP's, `hook(state, bucket)`, and returns the reduced gradients or a future of them:
-
 | mesh          | stage          | the hook gets                                      | and returns the mean over |
 |---------------|----------------|----------------------------------------------------|---------------------------|
 | `replicate`   | all_reduce     | whole gradients                                    | all ranks                 |
@@ -9,13 +7,11 @@ A hook has the signature of DDP's, `hook(state, bucket)`, and returns the reduce
 | hybrid        | reduce_scatter | the same                                           | the shard dimension       |
 | hybrid        | all_reduce     | this rank's shards: means over the shard dimension | the replicate dimension   |
 
-Hooks written for an all-reduce work for shards as well, and see gradients in the shapes of their parameters, which PowerSGD
-needs. It costs the bytes of an all-reduce, before the hook compresses them. The flags of unused parameters are not the hook's:
-they travel in a small all-reduce of their own, after it.
+So hooks written for an all-reduce work for shards as well, at the bytes of an all-reduce, and see gradients in the shapes of
+their parameters, which PowerSGD needs. The flags of unused parameters travel in a small all-reduce of their own, after the hook.
 
-On an accelerator the hook is called where the collective would be launched, and waited for where that would be. On a host it is
-waited for at once. A hook that launches a second collective when its first is complete does so on a thread of the backend, and
-relative to the launches of this thread that would come in another order on each rank.
+On an accelerator the hook is waited for where the collective would be. On a host it is waited for at once: a hook that launches a
+second collective when its first is complete does so on a thread of the backend, in another order on each rank.
 """
 
 from __future__ import annotations
@@ -98,9 +94,6 @@ class CommHook:
         state: the hook's first argument. If it is None, or its `process_group` is, the hook gets the ranks that reduce.
         stage: that it replaces.
         prefixes: the units whose gradients it reduces, with what precedes the FQNs of their parameters.
-
-    Attributes:
-        name: of the function, for messages.
     """
 
     def __init__(self, hook: Callable[[Any, Any], Any], state: Any, stage: str, prefixes: Mapping[Unit, str]) -> None:
@@ -114,7 +107,6 @@ class CommHook:
         self._indices: dict[tuple[str, ...], int] = {}
 
     def call(self, stage: HookStage, bucket: HookBucket, label: str) -> Any:
-        """Call the hook for the bucket of `stage`; returns what it returns."""
         # On all ranks buckets hold the same parameters and come in the same order, so they get the same numbers.
         bucket._index = self._indices.setdefault(bucket.fqns, len(self._indices))
         if stage in self._called:
@@ -139,38 +131,26 @@ class CommHook:
                 state.process_group = None  # it would keep the group alive after `destroy_process_group`
 
     def result(self, returned: Any, bucket: HookBucket, like: Tensor, label: str) -> Tensor:
-        """Wait for what the hook returned: as many elements as in `like`, flat.
-
-        Raises:
-            CommHookError: it returned something else.
-            CommunicationError: a collective that it launched failed.
-        """
+        """Wait for what the hook returned: as many elements as in `like`, flat."""
         value = returned
-        wait = None if isinstance(returned, Tensor) else getattr(returned, "wait", None)
-        if wait is not None:  # what `then` returns is no `torch.futures.Future`, but has its methods
+        if hasattr(returned, "wait"):  # what `then` returns is no `torch.futures.Future`, but has its methods
             try:
-                value = wait()
+                value = returned.wait()
             except RuntimeError as error:
                 self._raise_failed(bucket, label, error)
             if isinstance(value, (list, tuple)) and len(value) == 1:  # the future of a collective has a list
                 (value,) = value
-        found = ""
-        if not isinstance(value, Tensor):
-            found = type(value).__name__
-        elif value.numel() != like.numel():
-            found = f"a tensor of {value.numel()} elements"
-        elif value.dtype != like.dtype and not (value.is_floating_point() and like.is_floating_point()):
-            found = f"a tensor of {value.dtype}"
-        elif value.device != like.device:
-            found = f"a tensor on {value.device}"
-        if found:
-            raise CommHookError(
-                f"the communication hook '{self.name}' returned {found} for bucket {bucket.index()} ('{bucket.fqns[0]}' to "
-                f"'{bucket.fqns[-1]}'). It must return the reduced gradients, {like.numel()} elements of {like.dtype} on "
-                f"{like.device}, as a tensor or a torch.futures.Future of one"
-            )
-        flat: Tensor = value.reshape(-1)
-        return flat
+        found = type(value).__name__
+        if isinstance(value, Tensor):
+            alike = value.dtype == like.dtype or (value.is_floating_point() and like.is_floating_point())
+            if alike and value.numel() == like.numel() and value.device == like.device:
+                return value.reshape(-1)
+            found = f"{value.numel()} elements of {value.dtype} on {value.device}"
+        raise CommHookError(
+            f"the communication hook '{self.name}' returned {found} for bucket {bucket.index()} ('{bucket.fqns[0]}' to "
+            f"'{bucket.fqns[-1]}'). It must return the reduced gradients, {like.numel()} elements of {like.dtype} on "
+            f"{like.device}, as a tensor or a torch.futures.Future of one"
+        )
 
     def _raise_failed(self, bucket: HookBucket, label: str, error: Exception) -> NoReturn:
         raise CommunicationError(
@@ -237,19 +217,17 @@ class HookStage:
         return _HookWork(land, self._comm.all_reduce([flags], f"flags of the {label}"))
 
 
+@dataclass
 class _HookWork:
-    """The work of a hook, and of the all-reduce of the flags."""
-
-    def __init__(self, land: Callable[[], None] | None, flags: Work) -> None:
-        self._land = land
-        self._flags = flags
+    land: Callable[[], None] | None
+    flags: Work
 
     def wait(self) -> None:
         try:
-            if self._land is not None:
-                self._land()
+            if self.land is not None:
+                self.land()
         finally:
-            self._flags.wait()
+            self.flags.wait()
 
 
 def attach_hooks(unit: Unit, buckets: Sequence[GradBucket]) -> None:

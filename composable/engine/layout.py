@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
 
@@ -50,9 +50,9 @@ class Slot:
     dim: int
     num_shards: int
     route: Route
-    shard_start: int = 0  # in the shard buffer
-    full_start: int = 0  # in the full buffer
-    order: tuple[int, ...] = ()
+    shard_start: int  # in the shard buffer
+    full_start: int  # in the full buffer
+    order: tuple[int, ...]
 
     @property
     def cut_dim(self) -> int:
@@ -64,20 +64,13 @@ class Slot:
         return math.prod(self.shape)
 
     @property
-    def chunk(self) -> int:
-        """Size of a full shard along `dim`."""
-        if not self.shape:
-            return 1
-        return self.shape[self.dim] if self.route is Route.WHOLE else -(-self.shape[self.dim] // self.num_shards)
-
-    @property
     def outer(self) -> int:
         return math.prod(self.shape[: self.dim])
 
     @property
     def chunk_numel(self) -> int:
         """Elements of a full shard. Every rank reserves as many."""
-        return self.numel if self.route is Route.WHOLE else self.outer * self.chunk * math.prod(self.shape[self.dim + 1 :])
+        return self.local_numel(0)
 
     @property
     def full_numel(self) -> int:
@@ -86,14 +79,14 @@ class Slot:
 
     @property
     def even(self) -> bool:
-        return self.route is Route.WHOLE or self.shape[self.dim] == self.num_shards * self.chunk
+        return self.route is Route.WHOLE or self.shape[self.dim] % self.num_shards == 0
 
     def extent(self, rank: int) -> tuple[int, int]:
-        """First index and number of indices of `dim` that `rank` has."""
-        if self.route is Route.WHOLE:
-            return 0, self.shape[self.dim] if self.shape else 1
-        start = min(rank * self.chunk, self.shape[self.dim])
-        return start, min(self.chunk, self.shape[self.dim] - start)
+        """First index and number of indices of `dim` that `rank` has, of a parameter that is cut."""
+        size = self.shape[self.dim]
+        chunk = -(-size // self.num_shards)
+        start = min(rank * chunk, size)
+        return start, min(chunk, size - start)
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         if self.route is Route.WHOLE:
@@ -160,46 +153,37 @@ def plan_layout(
     """Lay parameters out over `num_shards` ranks.
 
     Args:
-        specs: in the order of their names.
         direct_numel: elements in a shard from which a parameter travels in a message of its own.
         max_direct: messages of their own at most; the largest parameters get them.
         align: slots of the full buffer, and direct shards, start at multiples of this many elements.
         packed_align: the same for packed shards, a divisor of `align`.
         late: packed parameters have a full buffer of their own, which gets its memory when their message has landed.
-
-    Example:
-        >>> plan_layout([ParamShape("weight", (5, 4))], num_shards=2).slots[0].local_shape(1)
-        (2, 4)
     """
     routes = [_route(spec, num_shards, direct_numel, packed_align) for spec in specs]
     direct = [index for index, route in enumerate(routes) if route is Route.DIRECT]
     for index in sorted(direct, key=lambda index: -math.prod(specs[index].shape))[max_direct:]:
         routes[index] = Route.PACKED
-    slots = {
-        index: Slot(spec.name, spec.shape, spec.dim or 0, num_shards, route, order=spec.order)
-        for index, (spec, route) in enumerate(zip(specs, routes, strict=True))
-    }
-    shard = full = late_numel = packed_start = packed_end = 0
-    for route, shard_align in ((Route.DIRECT, align), (Route.PACKED, packed_align), (Route.WHOLE, packed_align)):
-        if route is Route.PACKED:
-            packed_start = shard
-        for index in [index for index in slots if routes[index] is route]:
-            slot = slots[index]
-            apart = late and route is Route.PACKED
-            slots[index] = replace(slot, shard_start=shard, full_start=late_numel if apart else full)
-            shard = round_up(shard + slot.chunk_numel, shard_align)
+    slots: dict[int, Slot] = {}
+    shard = full = late_numel = 0
+    ends = {}  # of the routes in the shard buffer
+    for route in (Route.DIRECT, Route.PACKED, Route.WHOLE):
+        apart = late and route is Route.PACKED
+        for index in [index for index, each in enumerate(routes) if each is route]:
+            spec, start = specs[index], late_numel if apart else full
+            slot = Slot(spec.name, spec.shape, spec.dim or 0, num_shards, route, shard, start, spec.order)
+            slots[index] = slot
+            shard = round_up(shard + slot.chunk_numel, align if route is Route.DIRECT else packed_align)
             if apart:
                 late_numel = round_up(late_numel + slot.full_numel, align)
             else:
                 full = round_up(full + slot.full_numel, align)
-        if route is Route.PACKED:
-            packed_end = shard
+        ends[route] = shard
     return Layout(
         slots=tuple(slots[index] for index in range(len(specs))),
         num_shards=num_shards,
         shard_numel=shard,
-        packed_start=packed_start,
-        packed_numel=packed_end - packed_start,
+        packed_start=ends[Route.DIRECT],
+        packed_numel=ends[Route.PACKED] - ends[Route.DIRECT],
         # A multiple of `num_shards`, so that neighbours can keep equal cuts of the whole buffer after forward.
         full_numel=round_up(full, num_shards * align),
         late_numel=late_numel,
@@ -247,16 +231,15 @@ def plan_reduction(
         apart: slots whose gradients are reduced where autograd made them, and need no room.
     """
     wanted = tuple(index for index, want in enumerate(trainable) if want)
-    direct, cursor = [], 0
+    direct, columns = [], []
+    row_start = cursor = 0
     for index in wanted:
+        numel = slots[index].chunk_numel
         if slots[index].route is Route.DIRECT:
-            direct.append((index, cursor))
-            cursor = round_up(cursor + slots[index].chunk_numel, align)
-    row_start, cursor = cursor, 0
-    columns = []
-    for index in wanted:
-        if slots[index].route is not Route.DIRECT and slots[index].chunk_numel and index not in apart:
-            columns.append((index, cursor, slots[index].chunk_numel))
-            cursor = round_up(cursor + slots[index].chunk_numel, packed_align)
+            direct.append((index, row_start))
+            row_start = round_up(row_start + numel, align)
+        elif numel and index not in apart:
+            columns.append((index, cursor, numel))
+            cursor = round_up(cursor + numel, packed_align)
     row_numel = round_up(cursor + len(wanted) + numbers, packed_align)
     return ReduceLayout(wanted, tuple(direct), tuple(columns), row_start, cursor, row_numel, row_start + row_numel)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from composable.engine.param import describe_mesh, wrap
+from composable.engine.param import ManagedParam, describe_mesh, wrap
 from composable.memory.torch_private import local_of
 
 if TYPE_CHECKING:
@@ -29,35 +29,28 @@ class StateDictHook:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
-        self._here: dict[int, list[tuple[int, str]]] = {}  # by module id: indices of parameters, and their names there
-        self._assigned: dict[int, tuple[str, int]] = {}  # by index: the key and the id of what was registered in this call
+        self._here: dict[int, list[tuple[ManagedParam, str]]] = {}  # by module id: parameters, and their names there
+        self._assigned: dict[ManagedParam, tuple[str, nn.Parameter]] = {}  # what was registered in this call, for which key
 
     def __call__(
-        self,
-        module: nn.Module,
-        state_dict: dict[str, Any],
-        prefix: str,
-        local_metadata: dict[str, Any],
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        errors: list[str],
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
     ) -> None:
         """Exchange the entries of `module` for what its parameters can take."""
+        _strict, _missing_keys, _unexpected_keys, errors = rest
         if self._errors is not errors:
             self._errors, self._assigned, self._here = errors, {}, {}
-            for index, param in enumerate(self._unit.params):
+            for param in self._unit.params:
                 for place in param.info.places:
-                    self._here.setdefault(id(place.module), []).append((index, place.name))
+                    self._here.setdefault(id(place.module), []).append((param, place.name))
         self._unit.before_state_dict()
-        assign = local_metadata.get("assign_to_params_buffers", False)
-        for index, name in self._here.get(id(module), ()):
+        assign = metadata.get("assign_to_params_buffers", False)
+        for param, name in self._here.get(id(module), ()):
             value = state_dict.get(prefix + name)
             if isinstance(value, Tensor):
-                state_dict[prefix + name] = self._take(index, prefix + name, value, assign=assign)
+                state_dict[prefix + name] = self._take(param, prefix + name, value, assign=assign)
 
-    def _take(self, index: int, key: str, value: Tensor, *, assign: bool) -> Tensor:
-        at_rest = self._unit.params[index].at_rest
+    def _take(self, param: ManagedParam, key: str, value: Tensor, *, assign: bool) -> Tensor:
+        at_rest = param.at_rest
         if not isinstance(at_rest, DTensor):
             return value  # a replicated parameter without shards around it
         if value.shape == (1,) and not at_rest.shape:
@@ -72,23 +65,19 @@ class StateDictHook:
             return at_rest  # so that nothing is changed
         with torch.no_grad():
             taken = shard_like(value, at_rest, self._unit.rest_device)
-        return self._register(index, key, taken) if assign else taken
-
-    def _register(self, index: int, key: str, taken: DTensor) -> Tensor:
-        """Register a parameter of `taken` at all places; if another entry of this state dict has done so, that one."""
-        param = self._unit.params[index]
-        first, earlier = self._assigned.get(index, ("", None))
-        registered = param.registered
-        if id(registered) != earlier:
+        if not assign:
+            return taken
+        if param not in self._assigned:
             # A copy: the full tensor must not live on because of a view of it.
-            parameter = nn.Parameter(taken.clone(), requires_grad=param.at_rest.requires_grad)
+            parameter = nn.Parameter(taken.clone(), requires_grad=at_rest.requires_grad)
             param.register(parameter)
-            self._assigned[index] = (key, id(parameter))
+            self._assigned[param] = key, parameter
             return parameter
-        assert isinstance(registered, DTensor)
-        if not torch.equal(local_of(registered), local_of(taken)):  # type: ignore[unreachable]
+        first, parameter = self._assigned[param]
+        assert isinstance(parameter, DTensor)
+        if not torch.equal(local_of(parameter), local_of(taken)):
             self._errors.append(f'"{key}" and "{first}" are one parameter, and the state dict has different values for them')
-        return registered
+        return parameter
 
 
 def shard_like(value: Tensor, parameter: DTensor, device: torch.device) -> DTensor:

@@ -8,8 +8,8 @@ ranks must enter the same units in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,20 @@ from composable.memory.torch_private import innermost, made_since
 _PLAIN = (Tensor, nn.Parameter)
 
 
-class Watched:
+class Watched(NamedTuple):
     """What watching the outputs of one call found.
 
     Attributes:
         output: what the caller gets.
         found: backward will come through one of them.
         aliases: one of them is, or views, a compute parameter, which must outlive forward then.
-        opaque: types of objects in which no tensor was found, and into which nobody can look.
+        opaque: types of objects in which no tensor was found, and which cannot be looked into.
     """
 
-    __slots__ = ("aliases", "found", "opaque", "output")
-
-    def __init__(self, output: Any, *, found: bool, aliases: bool = False, opaque: tuple[str, ...] = ()) -> None:
-        self.output = output
-        self.found = found
-        self.aliases = aliases
-        self.opaque = opaque
+    output: Any
+    found: bool
+    aliases: bool = False
+    opaque: tuple[str, ...] = ()
 
 
 def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
@@ -85,21 +82,15 @@ def watch(
                 given = True
     if given and not found and counted:
         output = map_tensors(output, _with_a_node)
-        found = _announce(tensors_in(output), entry, made_here)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                found = before_gradient(tensor, entry, made_here) or found
     kinds = () if seen else tuple(dict.fromkeys(type(value).__name__ for value in opaque))
     return Watched(output, found=found, aliases=aliased, opaque=kinds)
 
 
 def _with_a_node(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad and tensor.layout is torch.strided else tensor
-
-
-def _announce(tensors: Iterable[Tensor], entry: Callable[..., None], made_here: Callable[[Any], bool]) -> bool:
-    found = False
-    for tensor in tensors:
-        if tensor.grad_fn is not None:
-            found = before_gradient(tensor, entry, made_here) or found
-    return found
 
 
 class Entry:

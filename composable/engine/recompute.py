@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import noop_context_fn
@@ -18,8 +17,7 @@ from composable.memory.torch_private import checkpoint_generator
 Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 
 
-@dataclass(frozen=True, slots=True)
-class RecomputeOptions:
+class RecomputeOptions(NamedTuple):
     """What `torch.utils.checkpoint.checkpoint` takes, by the same names."""
 
     preserve_rng_state: bool
@@ -36,12 +34,12 @@ class RecomputeBracket:
     """
 
     def __init__(self, options: RecomputeOptions) -> None:
-        self.options = options
+        self._options = options if options.context_fn else options._replace(context_fn=noop_context_fn)
         self._open: list[Any] = []  # generators of forwards that are under way, innermost last
         self._recomputing = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"options": self.options, "_open": [], "_recomputing": 0}
+        return {**vars(self), "_open": [], "_recomputing": 0}
 
     @untraced_alone
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -51,17 +49,7 @@ class RecomputeBracket:
 
     @untraced
     def _begin(self, module: nn.Module, args: Any, kwargs: Any, compiler: Any) -> None:
-        options = self.options
-        generator = checkpoint_generator(
-            partial(self._again, module, compiler),
-            options.preserve_rng_state,
-            options.context_fn or noop_context_fn,
-            options.determinism_check,
-            options.debug,
-            options.early_stop,
-            *args,
-            **kwargs,
-        )
+        generator = checkpoint_generator(partial(self._again, module, compiler), *self._options, *args, **kwargs)
         self._open.append(generator)
         next(generator)
 
