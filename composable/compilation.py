@@ -1,6 +1,6 @@
-"""How we and torch.compile keep out of each other's way: what it must not trace, what it put around a module; knows no verb.
+"""What torch.compile must not trace, and what it put around a module.
 
-The only use of torch's private parts for that, each with its reason and its fallback. Checked with torch 2.13.0.
+The only use of torch's private parts for that. All of them exist in torch 2.11.0, 2.13.0 and 2.14.1.
 
 Note [Between graphs]
 Our callbacks move memory, count and talk to other ranks: they run as they are, between compiled graphs. Dynamo, which traces
@@ -25,8 +25,7 @@ _WHY: Final = (
     "composable gathers parameters and reduces gradients between compiled graphs; fullgraph=True can hold what is inside one "
     "annotated module: for block in model.blocks: block.compile(fullgraph=True)"
 )
-_frames: Final[Any] = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
-_CAN_MARK: Final = all(hasattr(_frames, name) for name in ("_FrameAction", "_FrameExecStrategy", "set_code_exec_strategy"))
+_frames: Final[Any] = torch._C._dynamo.eval_frame
 
 
 def untraced(function: F) -> F:
@@ -40,9 +39,6 @@ def untraced_alone(function: F) -> F:
 
 
 def _mark(function: F, callees: str) -> F:
-    if not _CAN_MARK:
-        disabled: F = torch.compiler.disable(function)
-        return disabled
     strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.__members__[callees])
     _frames.set_code_exec_strategy(function.__code__, strategy)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
@@ -50,12 +46,8 @@ def _mark(function: F, callees: str) -> F:
     return function
 
 
-def _nobody() -> None:
-    return None
-
-
 # What compiles the frames that this thread is about to run; None where nothing does. Known inside `untraced_alone` only.
-running_compiler: Final[Callable[[], Any]] = getattr(_frames, "get_eval_frame_callback", _nobody)
+running_compiler: Final[Callable[[], Any]] = _frames.get_eval_frame_callback
 
 
 def call_compiled(compiler: Any, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -91,5 +83,5 @@ def drop_compiled() -> None:
     """Let everything be compiled anew: graphs do not notice hooks that come later, and would compute without them."""
     frames = sys.modules.get("torch._dynamo.convert_frame")
     # Dynamo may be here and idle, since optimizers import it. To reset it then would import inductor, which takes seconds.
-    if frames is not None and getattr(getattr(frames, "input_codes", None), "seen", True):
+    if frames is not None and frames.input_codes.seen:
         torch.compiler.reset()

@@ -1,9 +1,8 @@
 """`contract` makes verbs, `registry` reads what was applied to a module, `remove` undoes it.
 
-A verb is applied completely or not at all. While it runs, `on_undo` collects callbacks on its undo stack. If the verb raises,
-the stack runs in reverse, and a snapshot of the tables of all modules restores what the callbacks do not cover. If the verb
-succeeds, its record keeps the stack, and `remove` runs it. A verb that applies verbs to submodules owns these annotations:
-undoing the outer one undoes the inner ones.
+While a verb runs, `on_undo` collects callbacks on its undo stack. If the verb raises, the stack runs in reverse, and a snapshot
+of the tables of all modules restores what the callbacks do not cover. If the verb succeeds, its record keeps the stack, and
+`remove` runs it. A verb that applies verbs to submodules owns these annotations: undoing the outer one undoes the inner ones.
 """
 
 from __future__ import annotations
@@ -54,8 +53,6 @@ class Verb(Protocol, Generic[P, S_co]):
     def state(self, module: nn.Module | Sequence[nn.Module]) -> S_co | None:
         """The verb's state for `module`, or for a list that was annotated as one; None if the verb was not applied.
 
-        Does not change anything.
-
         Raises:
             AnnotationError: `module` is not a module, or is a list of modules that were annotated separately.
         """
@@ -74,16 +71,16 @@ class NotPickled:
 class Annotation:
     """The record of one call of a verb.
 
-    A copy of the module, by `copy.deepcopy` or pickling, has a copy of the record. The copy has an empty undo stack, because
-    the callbacks would change the original module, so it cannot be removed.
+    A copy of the module, by `copy.deepcopy` or pickling, has a copy of the record, which cannot be removed: the callbacks would
+    change the original module.
 
     Attributes:
         name: the verb's name.
         call_site: file and line of the call, as in `train.py:41`.
         fqn: the FQN of the module (the first one of a list), if it was known at the call.
         state: the verb's state; see `contract`.
-        modules: of a list that was annotated as one. Empty for a single module, so that a module and its record form no
-            reference cycle. While the verb runs it holds a single module, too.
+        modules: while the verb runs, its modules; then only those of a list, so that a single module and its record form no
+            reference cycle.
         nested: annotations made inside this one, with their (first) modules.
         undo_stack: the callbacks of `on_undo` and of nested annotations.
     """
@@ -140,23 +137,15 @@ class Annotation:
                     vars(other).pop(_RECORDS, None)
 
     def remove_from(self, module: nn.Module) -> None:
-        """`remove`: ask the states whether they can be undone, then undo.
-
-        Raises:
-            AnnotationError: this record is a copy.
-        """
+        """`remove`: ask the states whether they can be undone, then undo."""
         if self.copied:
-            raise AnnotationError(
-                f"{self.name} cannot be removed from a copy of a module. Remove it before copying, or copy a module that was "
-                "never annotated"
-            )
+            raise AnnotationError(f"{self.name} cannot be removed from a copy of a module. Remove it before copying")
         by_class: dict[type, list[Any]] = {}
         for state in self.states():
             by_class.setdefault(type(state), []).append(state)
         for cls, states in by_class.items():
-            before_removal = getattr(cls, "before_removal", None)
-            if before_removal is not None:
-                before_removal(states)
+            if hasattr(cls, "before_removal"):
+                cls.before_removal(states)
         self.undo_on(module)
 
     def roll_back(self, error: BaseException) -> None:
@@ -207,7 +196,7 @@ def _picklable(value: Any) -> Any:
 def registry(module: nn.Module) -> Mapping[str, Annotation]:
     """The annotations of `module` by the verb's name, in the order of the calls; empty if there are none.
 
-    The mapping is read-only, and `module` is not changed. A verb that is running is not in it yet.
+    The mapping is read-only. A verb that is running is not in it yet.
 
     Example::
 
@@ -255,7 +244,7 @@ class _Snapshot:
 def on_undo(callback: Callback) -> Callback:
     """Inside a verb: have `callback` called if the verb fails later on, or when it is removed.
 
-    Callbacks run in reverse order. Returns `callback`, so this is also a decorator.
+    Callbacks run in reverse order. Returns `callback`.
 
     Args:
         callback: undoes one thing that the verb has done. Called without arguments.
@@ -280,8 +269,8 @@ def on_undo(callback: Callback) -> Callback:
 def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
     """Undo an annotation: what the verb did is undone, its hooks and its record are gone.
 
-    Annotations that the verb made on submodules, as with a policy, are removed too. For modules that were annotated as one,
-    any of them may be given. If a part of the undoing raises, the rest is done nevertheless.
+    Annotations that the verb made on submodules, as with a policy, are removed too. Of modules that were annotated as one, any
+    may be given. If a part of the undoing raises, the rest is done nevertheless.
 
     Args:
         module: the annotated module, or list of modules.
@@ -301,8 +290,7 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
     name = annotation if isinstance(annotation, str) else annotation.__name__
     if running := _running.get():
         raise AnnotationError(
-            f"remove(..., {name}) was called while {running[-1].name} is being applied; "
-            "it could not be taken back if that failed. Remove first, then annotate"
+            f"remove(..., {name}) was called while {running[-1].name} is being applied. Remove first, then annotate"
         )
     first = modules_of("remove", module)[0]
     record = registry(first).get(name)
@@ -332,15 +320,12 @@ def contract(
 
     Args:
         state_cls: called without arguments for every call of the verb; `verb.state(module)` returns the result, already
-            while the function runs. Default: `types.SimpleNamespace`. The state is copied and pickled with the module. If its
-            class has a static method `before_removal(states)`, `remove` calls it first, with the states of this class in the
+            while the function runs. Default: `types.SimpleNamespace`. It is copied and pickled with the module. If the class
+            has a static method `before_removal(states)`, `remove` calls it first, with the states of this class in the
             annotation and in those nested in it; it may raise, and nothing is changed then.
-        clashes: names of verbs that cannot be on the same module, or a mapping from such names to a sentence that says why
-            and what to do instead.
-        equivalents: keyword arguments of other libraries and what to write instead: a keyword such as `policy=`, or a
-            sentence.
-        only_submodules_with: a keyword with which the verb annotates submodules only. The verb then leaves no record on its
-            own argument.
+        clashes: names of verbs that cannot be on the same module, perhaps with a sentence that says what to do instead.
+        equivalents: keywords of other libraries and what to write instead: a keyword such as `policy=`, or a sentence.
+        only_submodules_with: a keyword with which the verb annotates submodules only, and leaves no record on its argument.
 
     Raises:
         AlreadyAnnotatedError: by the verb, if the module has this annotation.
@@ -420,8 +405,8 @@ def _apply(record: Annotation, function: Callable[..., Any], target: Any, module
         returned = function(target, **record.kwargs)
         if returned is not None and returned is not target:
             raise AnnotationError(
-                f"{record.name} returned a {type(returned).__name__} in place of what it was given; "
-                "an annotation works on the module itself and must return it, or nothing"
+                f"{record.name} returned a {type(returned).__name__}; an annotation works in place and must return what it "
+                "was given, or nothing"
             )
         for module, old in zip(modules, names, strict=True):
             compare_names(record.name, module, old)

@@ -28,14 +28,7 @@ _DEMO: Final = "composable.demo"  # its call sites are reported like those of a 
 
 @contextmanager
 def naming(root: nn.Module) -> Iterator[None]:
-    """Within the block, messages and records call the modules below `root` by their FQN.
-
-    Example::
-
-        with naming(model):
-            for module, overrides in policy.select(model).items():
-                my_verb(module, **overrides)
-    """
+    """Within the block, messages and records call the modules below `root` by their FQN."""
     names = {id(module): name for name, module in root.named_modules()}
     token = _open.set((*_open.get(), names))
     try:
@@ -50,24 +43,17 @@ def known_fqn(module: nn.Module) -> str | None:
 
 
 def find_fqn(module: nn.Module) -> str | None:
-    """The FQN of `module` for an error message, or None.
-
-    The name comes from an open `naming`, or from a model in the variables of the calling code. The search is slow, so it is
-    for errors only.
-    """
+    """The FQN of `module` for an error message, or None: from an open `naming`, or from a model in the variables of the calling
+    code. The search is slow."""
     fqn = known_fqn(module)
     if fqn:
         return fqn
     # The root of an open `naming` has the FQN "" there, but the caller may hold a larger model around it.
     for frame in _user_frames():
         values = [value for scope in (frame.f_locals, frame.f_globals) for value in list(scope.values())]
-        names: list[str] = [
-            name
-            for root in values
-            if issubclass(type(root), nn.Module) and root is not module  # isinstance would load lazy proxies
-            for name, below in root.named_modules()
-            if below is module
-        ]
+        # By type, because isinstance would load lazy proxies.
+        models: list[nn.Module] = [value for value in values if issubclass(type(value), nn.Module) and value is not module]
+        names: list[str] = [name for model in models for name, below in model.named_modules() if below is module]
         if names:
             return max(names, key=len)  # the name in the outermost of these models
     return fqn
@@ -104,11 +90,7 @@ def _is_in(name: str, package: str) -> bool:
 
 
 def modules_of(verb: str, target: Any) -> tuple[nn.Module, ...]:
-    """The modules that `target`, a module or a list of modules, stands for; without wrappers of torch.compile.
-
-    Raises:
-        AnnotationError: `target` is something else, an empty list, or names a module twice.
-    """
+    """The modules that `target`, a module or a list of modules, stands for; without wrappers of torch.compile."""
     target = unwrapped(target)
     if isinstance(target, nn.Module):
         return (target,)
@@ -134,15 +116,8 @@ def arguments_of(
     keywords: Mapping[str, Any],
     equivalents: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The arguments of one call after the target, by name.
-
-    Args:
-        parameters: those of the verb's function; the first one is the target.
-        equivalents: what to write instead of keywords of other libraries; see `contract`.
-
-    Raises:
-        UnknownArgumentError: there is no such argument, or one is given twice.
-    """
+    """The arguments of one call after the target, by name. `parameters` are those of the verb's function; the first one is the
+    target. For `equivalents` see `contract`."""
     target, *others = parameters
     takes = [p.name for p in others if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     by_position = [p.name for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
@@ -170,14 +145,7 @@ def arguments_of(
 
 
 def require_callable(module: nn.Module, *, so: str = "its parameters cannot be gathered around one") -> None:
-    """Refuse a container without a forward of its own, such as a plain `nn.ModuleList`.
-
-    Args:
-        so: what follows from having no forward, for the message.
-
-    Raises:
-        AnnotationError: `module` cannot be called.
-    """
+    """Refuse a container without a forward of its own, such as a plain `nn.ModuleList`; `so` says what follows from that."""
     forward: Callable[..., object] = type(module).forward
     if forward is nn.Module.forward and "forward" not in vars(module):
         what = describe_module(module, find_fqn(module))
@@ -190,8 +158,8 @@ def require_callable(module: nn.Module, *, so: str = "its parameters cannot be g
 def names_of(root: nn.Module) -> dict[str, list[str]]:
     """The FQNs of all parameters, buffers and modules below `root`, in order.
 
-    Each module is looked into once, under its first FQN, so that trees with cycles or shared modules take linear time. Every
-    registration of a tied parameter or a shared module is listed.
+    Each module is looked into once, so that trees with cycles or shared modules take linear time. Every registration of a tied
+    parameter or a shared module is listed.
     """
     names: dict[str, list[str]] = {"parameters": [], "buffers": [], "modules": []}
     for fqn, module in root.named_modules():
@@ -202,11 +170,7 @@ def names_of(root: nn.Module) -> dict[str, list[str]]:
 
 
 def compare_names(verb: str, root: nn.Module, before: Mapping[str, list[str]]) -> None:
-    """Compare `names_of(root)` with those from before the verb.
-
-    Raises:
-        NamesChangedError: they differ.
-    """
+    """Refuse a verb that changed `names_of(root)`."""
     after = names_of(root)
     for kind, old in before.items():
         new = after[kind]

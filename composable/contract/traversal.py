@@ -41,11 +41,8 @@ class ManagedParameter:
 
 
 def walk(root: nn.Module, prefix: str = "", *, stop: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """FQN and module for `root` and the modules below it, each once.
-
-    Args:
-        stop: verbs; modules with one of these annotations are left out with all below them, except for `root` itself.
-    """
+    """FQN and module for `root` and the modules below it, each once. Modules annotated with one of the verbs `stop` are left out
+    with all below them, except for `root` itself."""
     seen: set[int] = set()
     pending = [(prefix, root)]
     while pending:
@@ -66,30 +63,25 @@ def names_below(root: nn.Module) -> Mapping[int, str]:
     return {id(module): fqn for fqn, module in walk(root)}
 
 
-def registered_parameters(root: nn.Module) -> Iterator[tuple[NamedPlace, nn.Parameter]]:
-    """Every registration of a parameter in `root` and below, except in `replicate`d subtrees."""
-    return _parameters(root, "", stop=(REPLICATE,))
-
-
-def managed_parameters(modules: Sequence[tuple[str, nn.Module]], *, ignored: Collection[int] = ()) -> list[ManagedParameter]:
-    """The parameters below `modules`, given as (prefix, module), that no annotation below them manages.
-
-    Args:
-        ignored: ids of parameters to leave out.
-    """
-    found: dict[int, tuple[nn.Parameter, list[NamedPlace]]] = {}
-    for prefix, root in modules:
-        for place, parameter in _parameters(root, prefix, stop=(SHARD, REPLICATE)):
-            if id(parameter) not in ignored:
-                found.setdefault(id(parameter), (parameter, []))[1].append(place)
-    return [ManagedParameter(parameter, tuple(places)) for parameter, places in found.values()]
-
-
-def _parameters(root: nn.Module, prefix: str, stop: Collection[str]) -> Iterator[tuple[NamedPlace, nn.Parameter]]:
+def registered_parameters(
+    root: nn.Module, prefix: str = "", stop: Collection[str] = (REPLICATE,)
+) -> Iterator[tuple[NamedPlace, nn.Parameter]]:
+    """Every registration of a parameter in `root` and below, except in subtrees annotated with one of `stop`."""
     for fqn, module in walk(root, prefix, stop=stop):
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 yield NamedPlace(module, name, f"{fqn}.{name}" if fqn else name), parameter
+
+
+def managed_parameters(modules: Sequence[tuple[str, nn.Module]], *, ignored: Collection[int] = ()) -> list[ManagedParameter]:
+    """The parameters below `modules`, given as (prefix, module), that no annotation below them manages, without those whose ids
+    are `ignored`."""
+    found: dict[int, tuple[nn.Parameter, list[NamedPlace]]] = {}
+    for prefix, root in modules:
+        for place, parameter in registered_parameters(root, prefix, (SHARD, REPLICATE)):
+            if id(parameter) not in ignored:
+                found.setdefault(id(parameter), (parameter, []))[1].append(place)
+    return [ManagedParameter(parameter, tuple(places)) for parameter, places in found.values()]
 
 
 # --- units ------------------------------------------------------------------------------------------------------------

@@ -16,20 +16,14 @@ from torch import Tensor, nn
 
 _LEAVES: Final = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device, torch.Size)
 _NOT_SEARCHED: Final = (*_LEAVES, nn.Module, type, ModuleType)
-_SEQUENCES: Final = (tuple, list, deque, set, frozenset)
-# Most derived first: the base whose own methods build and fill a subclass without calling the code of the subclass.
-_DICTS: Final = (OrderedDict, defaultdict, dict)
+# The first one that fits is the base whose own methods build, read and fill a subclass without calling the subclass's code.
+_CONTAINERS: Final = (tuple, list, deque, set, frozenset, OrderedDict, defaultdict, dict)
 _PLAIN: Final = (tuple, list, dict, set, frozenset)  # these types themselves have no attributes
 
 
 def tensors_in(value: Any, opaque: list[Any] | None = None) -> Sequence[Tensor]:
-    """Every tensor in `value` once, in order: in containers, mappings, and attributes and slots of objects.
-
-    Modules, classes and Python modules are not searched.
-
-    Args:
-        opaque: receives the objects that cannot be searched, such as iterators.
-    """
+    """Every tensor in `value` once, in order: in containers, mappings, and attributes and slots of objects, but not of modules,
+    classes and Python modules. `opaque` receives the objects that cannot be searched, such as iterators."""
     if isinstance(value, Tensor):
         return (value,)
     found: list[Tensor] = []
@@ -47,10 +41,12 @@ def _search(value: Any, found: list[Tensor], opaque: list[Any] | None, seen: dic
         return
     attributes = {} if type(value) in _PLAIN else _attributes(value)
     items: Iterable[Any] = ()
-    if isinstance(value, _SEQUENCES):
+    if isinstance(value, dict):
+        items = list(_base_of(value).values(value))
+    elif isinstance(value, _CONTAINERS):
         items = list(value)
     elif isinstance(value, Mapping):
-        items = list(_dict_base(value).values(value) if isinstance(value, dict) else value.values())
+        items = list(value.values())
     elif opaque is not None and not attributes and not hasattr(value, "__dict__") and not callable(value):
         opaque.append(value)
     for item in chain(items, attributes.values()):
@@ -91,11 +87,11 @@ def _map_container(value: Any, change: Callable[[Tensor], Tensor], done: dict[in
     if kind is dict:
         mapped = {key: _map(item, change, done) for key, item in value.items()}
         return value if all(map(is_, mapped.values(), value.values())) else mapped
-    if isinstance(value, _SEQUENCES):
-        old = list(value)
-    elif isinstance(value, dict):
-        base = _dict_base(value)
+    base = _base_of(value)
+    if isinstance(value, dict):
         old = list(base.values(value))
+    elif base is not object:
+        old = list(value)
     elif isinstance(value, (UserDict, UserList)) or (is_dataclass(value) and not isinstance(value, _NOT_SEARCHED)):
         old = []
     else:
@@ -107,28 +103,21 @@ def _map_container(value: Any, change: Callable[[Tensor], Tensor], done: dict[in
         return value
 
     twin: Any
-    if isinstance(value, tuple):
-        # torch.return_types are struct sequences, which only their own constructor can build.
-        twin = kind(new) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, new)
-    elif isinstance(value, frozenset):
-        twin = frozenset.__new__(kind, new)
-    elif isinstance(value, list):
-        twin = list.__new__(kind)
-        list.extend(twin, new)
-    elif isinstance(value, deque):
-        twin = deque.__new__(kind)
-        deque.__init__(twin, new, value.maxlen)
-    elif isinstance(value, set):
-        twin = set.__new__(kind)
-        set.update(twin, new)
-    elif isinstance(value, dict):
-        twin = base.__new__(kind)
-        if isinstance(value, defaultdict):
-            twin.default_factory = value.default_factory
-        for key, item in zip(base.keys(value), new, strict=True):
-            base.__setitem__(twin, key, item)
+    if hasattr(kind, "n_sequence_fields"):
+        twin = kind(new)  # torch.return_types are struct sequences, which only their own constructor can build
+    elif base in (tuple, frozenset):
+        twin = base.__new__(kind, new)
     else:
-        twin = object.__new__(kind)
+        twin = base.__new__(kind)
+        if isinstance(value, dict):
+            if isinstance(value, defaultdict):
+                twin.default_factory = value.default_factory
+            for key, item in zip(base.keys(value), new, strict=True):
+                base.__setitem__(twin, key, item)
+        elif isinstance(value, deque):
+            deque.__init__(twin, new, value.maxlen)
+        elif base is not object:
+            base.__init__(twin, new)
     for name, item in after.items():
         if name in getattr(value, "__dict__", ()):
             vars(twin)[name] = item
@@ -137,8 +126,8 @@ def _map_container(value: Any, change: Callable[[Tensor], Tensor], done: dict[in
     return twin
 
 
-def _dict_base(value: dict[Any, Any]) -> Any:
-    return next(base for base in _DICTS if isinstance(value, base))
+def _base_of(value: Any) -> Any:
+    return next((base for base in _CONTAINERS if isinstance(value, base)), object)
 
 
 def _attributes(value: Any) -> dict[str, Any]:

@@ -203,6 +203,6 @@ def test_a_verb_that_returns_something_else_is_refused():
     before = everything_about(block)
     assert_text(
         message(AnnotationError, lambda: wrap(block)),
-        """wrap returned a Sequential in place of what it was given; an annotation works on the module itself and must return it, or nothing""",
+        """wrap returned a Sequential; an annotation works in place and must return what it was given, or nothing""",
     )
     assert everything_about(block) == before

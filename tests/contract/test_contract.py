@@ -263,7 +263,7 @@ def test_remove_inside_a_verb_is_refused():
     block = mark(Block())
     assert_text(
         message(AnnotationError, lambda: swap(block)),
-        """remove(..., mark) was called while swap is being applied; it could not be taken back if that failed. Remove first, then annotate""",
+        """remove(..., mark) was called while swap is being applied. Remove first, then annotate""",
     )
     assert list(registry(block)) == ["mark"]
 

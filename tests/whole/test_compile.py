@@ -213,10 +213,7 @@ def test_importing_the_library_does_not_import_dynamo() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("can_mark", [True, False])
-def test_a_marked_function_is_never_compiled(monkeypatch: pytest.MonkeyPatch, can_mark: bool) -> None:
-    """Also by a torch that has no marks."""
-    monkeypatch.setattr(compilation, "_CAN_MARK", can_mark)
+def test_a_marked_function_is_never_compiled() -> None:
     namespace: dict[str, Any] = {}
     exec("def double(x): return inner(x) * 2\ndef inner(x): return x + 1", namespace)
     double = compilation.untraced(namespace["double"])
