@@ -47,7 +47,9 @@ def _owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
     if label is None or label.form == "removed":
         return None
     for unit in list(_units):
-        for info, param in zip(unit.spec.params, unit.params, strict=True):
+        infos = {info.places[0]: info for info in unit.spec.params}
+        for param in unit.params:  # without those that were tied to parameters of other units since
+            info = infos[param.info.places[0]]
             if param.original() is parameter or any(place.registered is parameter for place in info.places):
                 return unit, info
     return None

@@ -132,6 +132,9 @@ def test_weights_that_are_tied_after_the_annotation_are_averaged() -> None:
         for model in (plain, ours):
             model.a.weight = model.b.weight
         _assert_means(plain, ours, ["ab", "ba"])
+        if annotate is not replicate:
+            replicate(ours)  # around both
+            _assert_means(plain, ours, ["ab", "ba"])
 
 
 @spmd(ranks=2)
