@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final
 
 from torch import nn
 
-from composable.api.selection import check_keywords
-from composable.contract.contract import contract, on_undo
-from composable.contract.hooks import attach, detach
-from composable.contract.naming import modules_of, require_callable
+from composable.api.brackets import Brackets, annotate_each
+from composable.contract.contract import contract
 from composable.engine.recompute import Contexts, RecomputeBracket, RecomputeOptions
 from composable.errors import AnnotationError
-from composable.policies import PolicyLike, select_modules
+from composable.policies import PolicyLike
 
 _CHECKS: Final = ("default", "none")
 _EQUIVALENTS: Final = {
@@ -24,14 +21,7 @@ _EQUIVALENTS: Final = {
 }
 
 
-class CheckpointState:
-    """The state of `checkpoint`: a bracket for each module."""
-
-    def __init__(self) -> None:
-        self.brackets: list[RecomputeBracket] = []
-
-
-@contract(state_cls=CheckpointState, equivalents=_EQUIVALENTS, only_submodules_with="policy")
+@contract(state_cls=Brackets, equivalents=_EQUIVALENTS, only_submodules_with="policy")
 def checkpoint(
     module: nn.Module | Sequence[nn.Module],
     *,
@@ -78,20 +68,9 @@ def checkpoint(
     if debug and context_fn is not None:
         raise AnnotationError("checkpoint: debug=True records with contexts of its own and cannot be given with context_fn")
     options = RecomputeOptions(preserve_rng_state, context_fn, determinism_check, debug, early_stop)
-    modules = modules_of("checkpoint", module)
-    if policy is None:
-        for each in modules:
-            require_callable(each, so="there is no forward to run again")
-            bracket = RecomputeBracket(options)
-            state = checkpoint.state(each)
-            assert state is not None
-            state.brackets.append(bracket)
-            on_undo(partial(detach, each, "checkpoint"))
-            attach(each, "checkpoint", bracket)
-        return module
-    for top in modules:
-        picked = select_modules(policy, top)
-        check_keywords("checkpoint", picked, RecomputeOptions._fields)
-        for chosen, overrides in picked.items():
-            checkpoint(chosen, **{**options._asdict(), **overrides})
+
+    def bracket_of(_: nn.Module) -> RecomputeBracket:
+        return RecomputeBracket(options)
+
+    annotate_each(checkpoint, module, policy, options._asdict(), bracket_of, "there is no forward to run again")
     return module

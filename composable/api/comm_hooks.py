@@ -23,7 +23,6 @@ from composable.errors import (
     NotAnnotatedError,
     PhaseError,
     RanksDisagreeError,
-    closest,
     describe_module,
     first_line,
 )
@@ -47,7 +46,7 @@ class CommHookHandle:
         Raises:
             PhaseError: as `register_comm_hook`.
         """
-        units = [unit for unit in self._units if _is_annotated(unit)]
+        units = [unit for unit in self._units if unit.modules]  # it has none after the annotation was removed
         for unit in units:
             _refuse_moment("remove a communication hook", unit)
         self._units = []
@@ -114,18 +113,33 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     After `DistributedDataParallel.register_comm_hook`, which takes `state` first.
     """
     module = unwrapped(module)
-    units = _units_of(module)
-    stages = _stages_of(units[0])
+    annotations = registry(module)
+    verb = next((verb for verb in (REPLICATE, SHARD) if verb in annotations), None)
+    if verb is None:
+        raise NotAnnotatedError(
+            f"{_VERB}: {describe_module(module, find_fqn(module))} is not annotated; call replicate(module) or "
+            "fully_shard(module) first. Of units without a module around them, each takes a hook of its own"
+        )
+    unit: Unit = annotations[verb].state
+    inside: list[Unit] = (get_replicated_states if verb == REPLICATE else get_all_sharded_states)(module)
+    units = list(dict.fromkeys([unit, *inside]))
+    stages: tuple[str, ...] = (ALL_REDUCE,)
+    if verb == SHARD:
+        mesh = unit.mesh_info.mesh
+        stages = (REDUCE_SCATTER,) if mesh is None or mesh.ndim == 1 else (REDUCE_SCATTER, ALL_REDUCE)
     chosen = stages[0] if stage is None and len(stages) == 1 else stage
-    refusal: ComposableError | None = None
-    try:
-        _check(hook, chosen, units)
-    except ComposableError as error:
-        refusal = error
     name = getattr(hook, "__name__", None) or type(hook).__name__
     mine = f"registers {name}{f' for {chosen}' if len(stages) > 1 else ''}"
-    mine = mine if refusal is None else f"refuses: {first_line(refusal)}"
-    comm = units[0].mesh_info.all
+    refusal: ComposableError | None = None
+    try:
+        _check_hook(hook, name)
+        _check_stage(chosen, stages, unit)
+        for each in units:
+            _check_unit(each, unit, stages, str(chosen))
+    except ComposableError as error:
+        refusal = error
+        mine = f"refuses: {first_line(error)}"
+    comm = unit.mesh_info.all
     said = comm.all_gather_objects(mine, f"check of {_VERB}() across ranks")
     if refusal is not None:
         raise refusal
@@ -137,62 +151,14 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
             )
     assert chosen is not None
     names = names_below(module)
-    prefixes = {unit: f"{name}." if (name := names.get(id(unit.modules[0]), "")) else "" for unit in units}
+    prefixes = {each: f"{fqn}." if (fqn := names.get(id(each.modules[0]), "")) else "" for each in units}
     shared = CommHook(hook, state, chosen, prefixes)
-    for unit in units:
-        unit.set_comm_hook(chosen, shared)
+    for each in units:
+        each.set_comm_hook(chosen, shared)
     return CommHookHandle(units, chosen)
 
 
-def _is_annotated(unit: Unit) -> bool:
-    """Whether the annotation was not removed since."""
-    return any(annotation.state is unit for annotation in registry(unit.modules[0]).values())
-
-
-def _units_of(module: nn.Module) -> list[Unit]:
-    """The unit of `module`, and those of the same verb inside."""
-    annotations = registry(module)
-    if REPLICATE in annotations:
-        return list(dict.fromkeys([annotations[REPLICATE].state, *get_replicated_states(module)]))
-    if SHARD in annotations:
-        return list(dict.fromkeys([annotations[SHARD].state, *get_all_sharded_states(module)]))
-    raise NotAnnotatedError(
-        f"{_VERB}: {describe_module(module, find_fqn(module))} is not annotated; call replicate(module) or fully_shard(module) "
-        "first. Of units without a module around them, each takes a hook of its own"
-    )
-
-
-def _stages_of(unit: Unit) -> tuple[str, ...]:
-    """The stages in which the unit's gradients are reduced: two on a hybrid mesh."""
-    if unit.spec.verb == REPLICATE:
-        return (ALL_REDUCE,)
-    mesh = unit.mesh_info.mesh
-    return (REDUCE_SCATTER,) if mesh is None or mesh.ndim == 1 else (REDUCE_SCATTER, ALL_REDUCE)
-
-
-def _check(hook: Any, stage: str | None, units: Sequence[Unit]) -> None:
-    _refuse_hook(hook)
-    _refuse_stage(stage, units[0])
-    assert stage is not None
-    mesh_info = units[0].mesh_info
-    for unit in units:
-        former = unit.comm_hooks.get(stage)
-        if former is not None:
-            where = f" for {stage}" if len(_stages_of(unit)) > 1 else ""
-            raise AlreadyAnnotatedError(
-                f"{_VERB}: unit '{unit.name}' has the communication hook '{former.name}'{where} already. Remove it first, by "
-                "the handle that registering it returned"
-            )
-        _refuse_sparse(unit)
-        if (unit.mesh_info.all, unit.mesh_info.replicas) != (mesh_info.all, mesh_info.replicas):
-            raise MeshError(
-                f"{_VERB}: unit '{unit.name}' is on another mesh than the module that the hook is for. Register a hook for "
-                "each, with a state of its own"
-            )
-        _refuse_moment(_VERB, unit)
-
-
-def _refuse_hook(hook: Any) -> None:
+def _check_hook(hook: Any, name: str) -> None:
     if not callable(hook):
         raise AnnotationError(
             f"{_VERB}: a hook is called as hook(state, bucket), and {type(hook).__name__} cannot be called. It stands before "
@@ -205,18 +171,16 @@ def _refuse_hook(hook: Any) -> None:
     try:
         signature.bind(None, None)
     except TypeError:
-        name = getattr(hook, "__name__", None) or type(hook).__name__
         raise AnnotationError(
             f"{_VERB}: a hook is called as hook(state, bucket), and {name} takes {signature}. Bind other arguments with "
             "functools.partial"
         ) from None
 
 
-def _refuse_stage(stage: Any, unit: Unit) -> None:
-    stages = _stages_of(unit)
+def _check_stage(stage: Any, stages: Sequence[str], unit: Unit) -> None:
     if stage in stages:
         return
-    if len(stages) > 1 and stage is None:
+    if stage is None:
         raise AnnotationError(
             f"{_VERB}: gradients of unit '{unit.name}' are reduced in two stages: 'reduce_scatter' among the ranks that hold "
             "one replica together, and 'all_reduce' of shards among the replicas. Say which of them the hook replaces: "
@@ -225,17 +189,29 @@ def _refuse_stage(stage: Any, unit: Unit) -> None:
     if stage in (REDUCE_SCATTER, ALL_REDUCE):
         kind = "replicated" if stages == (ALL_REDUCE,) else "sharded"
         raise AnnotationError(f"{_VERB}: {kind} gradients are reduced in one stage, '{stages[0]}'; leave stage= out")
-    near = "".join(f"; did you mean '{name}'?" for name in closest(str(stage), stages))
-    known = " or ".join([*(f"'{name}'" for name in stages), *(["None"] if len(stages) == 1 else [])])
-    raise AnnotationError(f"{_VERB}: stage must be {known}, got {stage!r}{near}")
+    known = " or ".join([*map(repr, stages), *(["None"] if len(stages) == 1 else [])])
+    raise AnnotationError(f"{_VERB}: stage must be {known}, got {stage!r}")
 
 
-def _refuse_sparse(unit: Unit) -> None:
+def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> None:
+    former = unit.comm_hooks.get(stage)
+    if former is not None:
+        where = f" for {stage}" if len(stages) > 1 else ""
+        raise AlreadyAnnotatedError(
+            f"{_VERB}: unit '{unit.name}' has the communication hook '{former.name}'{where} already. Remove it first, by "
+            "the handle that registering it returned"
+        )
     for param in (param for sparse in unit.sparse for param in sparse.params):
         raise AnnotationError(
             f"{_VERB}: the gradient of parameter '{param.fqn}' of unit '{unit.name}' is sparse, and hooks take dense ones. "
             "Make its embedding with sparse=False, or leave it to a unit without a hook"
         )
+    if (unit.mesh_info.all, unit.mesh_info.replicas) != (outer.mesh_info.all, outer.mesh_info.replicas):
+        raise MeshError(
+            f"{_VERB}: unit '{unit.name}' is on another mesh than the module that the hook is for. Register a hook for "
+            "each, with a state of its own"
+        )
+    _refuse_moment(_VERB, unit)
 
 
 def _refuse_moment(what: str, unit: Unit) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, Final
 
 from torch import nn
 
-from composable.api.selection import check_keywords
-from composable.contract.contract import contract, on_undo
-from composable.contract.hooks import attach, detach
-from composable.contract.naming import known_fqn, modules_of, require_callable
+from composable.api.brackets import Brackets, annotate_each
+from composable.contract.contract import contract
+from composable.contract.naming import known_fqn
 from composable.errors import AnnotationError, describe_module
 from composable.memory.activations import OffloadBracket
-from composable.policies import PolicyLike, select_modules
+from composable.policies import PolicyLike
 
-NAME: Final = "offload_activations"
-OPTIONS: Final = ("min_bytes", "pin_memory")
 # A link takes some 40 us each way for as much; a round trip costs the host more than 0.1 ms, whatever the size.
 MIN_BYTES: Final = 1 << 20
 _EQUIVALENTS: Final = {
@@ -28,14 +24,7 @@ _EQUIVALENTS: Final = {
 }
 
 
-class OffloadState:
-    """The state of `offload_activations`: a bracket for each module."""
-
-    def __init__(self) -> None:
-        self.brackets: list[OffloadBracket] = []
-
-
-@contract(state_cls=OffloadState, equivalents=_EQUIVALENTS, only_submodules_with="policy")
+@contract(state_cls=Brackets, equivalents=_EQUIVALENTS, only_submodules_with="policy")
 def offload_activations(
     module: nn.Module | Sequence[nn.Module],
     *,
@@ -77,23 +66,13 @@ def offload_activations(
     After Rhu et al., "vDNN" (2016), and `torch.autograd.graph.save_on_cpu`.
     """
     if type(min_bytes) is not int or min_bytes < 0:
-        raise AnnotationError(f"{NAME}: min_bytes must be a number of bytes, 0 or more, got {min_bytes!r}")
+        raise AnnotationError(f"offload_activations: min_bytes must be a number of bytes, 0 or more, got {min_bytes!r}")
     if type(pin_memory) is not bool:
-        raise AnnotationError(f"{NAME}: pin_memory must be True or False, got {pin_memory!r}")
-    modules = modules_of(NAME, module)
-    if policy is None:
-        for each in modules:
-            require_callable(each, so="there is no forward that saves anything")
-            bracket = OffloadBracket(min_bytes, pin_memory, describe_module(each, known_fqn(each)))
-            state = offload_activations.state(each)
-            assert state is not None
-            state.brackets.append(bracket)
-            on_undo(partial(detach, each, NAME))
-            attach(each, NAME, bracket)
-        return module
-    for top in modules:
-        picked = select_modules(policy, top)
-        check_keywords(NAME, picked, OPTIONS)
-        for chosen, overrides in picked.items():
-            offload_activations(chosen, **{"min_bytes": min_bytes, "pin_memory": pin_memory, **overrides})
+        raise AnnotationError(f"offload_activations: pin_memory must be True or False, got {pin_memory!r}")
+
+    def bracket_of(each: nn.Module) -> OffloadBracket:
+        return OffloadBracket(min_bytes, pin_memory, describe_module(each, known_fqn(each)))
+
+    options = {"min_bytes": min_bytes, "pin_memory": pin_memory}
+    annotate_each(offload_activations, module, policy, options, bracket_of, "there is no forward that saves anything")
     return module

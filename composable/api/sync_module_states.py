@@ -1,9 +1,9 @@
 """Before an annotation changes anything, all ranks agree: on the arguments, on the parameters and buffers, and on their values.
 
 Everything is validated first. Then the ranks compare a few numbers, in one collective: whether a rank failed, the mode, how
-many parameters and buffers there are, and digests of names, shapes and dtypes, of what the arguments come to, of which tensors
-are on the meta device, and of all values. The cost does not depend on the number of ranks or parameters. Only if the numbers
-differ do the ranks compare tensor by tensor, to name the first difference.
+many parameters and buffers there are, and digests of names, shapes and dtypes, of what the arguments come to, of all values, and
+of which tensors are on the meta device. The cost does not depend on the number of ranks or parameters. Only if the numbers
+differ do the ranks send each other all of it, to name the first difference.
 
 Which collectives a rank runs depends only on numbers that all ranks have, never on its own devices or values.
 """
@@ -14,7 +14,8 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from itertools import zip_longest
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +41,7 @@ def refuse_unknown_mode(mode: str) -> None:
         raise AnnotationError(f"sync_module_states must be one of {', '.join(SYNC_MODES)}, got {mode!r}{cure}")
 
 
-# --- failures ---------------------------------------------------------------------------------------------------------
-
-
-def _label(verb: str) -> str:
-    return f"check of {verb}() across ranks"
+# --- the check --------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -62,13 +59,8 @@ def failures_told(verb: str, comm: Comm) -> Iterator[None]:
         raise
 
 
-def _refuse_failure(verb: str, comm: Comm) -> NoReturn:
-    texts = comm.all_gather_objects("", _label(verb))
-    rank, text = next((rank, text) for rank, text in enumerate(texts) if text)
-    raise RanksDisagreeError(f"{verb}: rank {rank} failed, so no rank annotates the module: {text}")
-
-
-# --- the check --------------------------------------------------------------------------------------------------------
+def _label(verb: str) -> str:
+    return f"check of {verb}() across ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +70,6 @@ class _Entry:
     tensor: Tensor
     places: tuple[NamedPlace, ...]
 
-    @property
-    def is_meta(self) -> bool:
-        return self.tensor.device.type == "meta"
-
     def describe(self) -> str:
         """All that must be the same on all ranks but the values."""
         dtype = str(self.tensor.dtype).removeprefix("torch.")
@@ -90,13 +78,26 @@ class _Entry:
         return f"'{self.fqn}' {tuple(self.tensor.shape)} {dtype}{frozen}{tied}"
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """What one rank says of its call, if the ranks differ."""
+
+    verb: str
+    mode: str
+    parameters: list[str]
+    buffers: list[str]
+    treatment: list[str]
+    values: list[int]
+    on_meta: list[bool]
+
+
 def synchronise(
     verb: str,
     comm: Comm,
     mode: str,
     parameters: Sequence[ManagedParameter],
     buffers: Sequence[ManagedBuffer],
-    treatment: Sequence[str] = (),
+    treatment: Sequence[str],
 ) -> None:
     """Check that the ranks agree, and in mode "broadcast" give all of them rank 0's values.
 
@@ -115,87 +116,75 @@ def synchronise(
         return
     entries = [_Entry("parameter", each.fqn, each.parameter, each.places) for each in parameters]
     entries += [_Entry("buffer", each.fqn, each.buffer, each.places) for each in buffers]
-    trusted, label = mode == "off", _label(verb)
+    described, count = [entry.describe() for entry in entries], len(parameters)
     values = fingerprints([entry.tensor for entry in entries]) if mode == "check" else []
-    built = [len(parameters), len(buffers), _digest(map(_Entry.describe, entries)), _digest(treatment)]
-    numbers = [0, SYNC_MODES.index(mode), *([0] * len(built) if trusted else built)]
-    numbers += [_digest(entry.is_meta for entry in entries), _digest(values)]
-    lowest, highest = comm.min_max(numbers, label)
-    if highest[0]:
-        _refuse_failure(verb, comm)
-    if lowest[1] != highest[1]:
-        _refuse_modes(verb, mode, comm)
-    if lowest[2:5] != highest[2:5]:
-        _refuse_shapes(verb, entries[: len(parameters)], entries[len(parameters) :], comm)
-    if lowest[5] != highest[5]:
-        _refuse_treatment(verb, parameters, treatment, comm)
-    some_on_meta = lowest[6] != highest[6]
-    if some_on_meta and mode != "broadcast":
-        _refuse_meta(verb, entries, comm)
-    if lowest[7] != highest[7]:
-        _refuse_values(verb, entries, values, comm)
+    on_meta = [entry.tensor.is_meta for entry in entries]
+    built = [count, len(buffers), _digest(described), _digest(treatment)]
+    numbers = [0, SYNC_MODES.index(mode), *([0] * len(built) if mode == "off" else built), _digest(values), _digest(on_meta)]
+    lowest, highest = comm.min_max(numbers, _label(verb))
+    alike = _NUMBERS - (mode == "broadcast")  # which gives values to what is on the meta device
+    if lowest[:alike] != highest[:alike]:
+        report = _Report(verb, mode, described[:count], described[count:], list(treatment), values, on_meta)
+        raise RanksDisagreeError(_difference(verb, entries, comm.all_gather_objects(report, _label(verb))))
     if mode == "broadcast":
-        _broadcast(verb, entries, comm, some_on_meta=some_on_meta)
+        _broadcast(verb, entries, comm, some_on_meta=lowest[-1] != highest[-1])
 
 
-def _digest(values: Any) -> int:
+def _digest(values: Sequence[Any]) -> int:
     return zlib.crc32(repr([*values]).encode())
 
 
-def _refuse_modes(verb: str, mode: str, comm: Comm) -> NoReturn:
-    said = comm.all_gather_objects((verb, mode), _label(verb))
-    other = next(rank for rank, each in enumerate(said) if each != said[0])
-    if said[other][0] != said[0][0]:
-        raise RanksDisagreeError(
-            f"rank 0 calls {said[0][0]}, and rank {other} {said[other][0]}. Every rank must call the same verbs."
+def _first(rows: Sequence[Sequence[Any]]) -> tuple[int, int] | None:
+    """The first index at which a rank differs from rank 0, and that rank; None if all are alike."""
+    columns = enumerate(zip_longest(*rows))
+    return next(((index, rank) for index, each in columns for rank, value in enumerate(each) if value != each[0]), None)
+
+
+def _difference(verb: str, entries: Sequence[_Entry], said: Sequence[_Report | str]) -> str:
+    """In which of the checks a rank differs from rank 0 first. A rank that failed has said why."""
+    reports = []
+    for rank, row in enumerate(said):
+        if isinstance(row, str):
+            return f"{verb}: rank {rank} failed, so no rank annotates the module: {row}"
+        reports.append(row)
+    mine = reports[0]
+    if found := _first([[each.verb] for each in reports]):
+        return f"rank 0 calls {mine.verb}, and rank {found[1]} {reports[found[1]].verb}. Every rank must call the same verbs."
+    if found := _first([[each.mode] for each in reports]):
+        return (
+            f"{verb}: sync_module_states is {mine.mode!r} on rank 0 and {reports[found[1]].mode!r} on rank {found[1]}. "
+            "Pass the same on every rank."
         )
-    raise RanksDisagreeError(
-        f"{verb}: sync_module_states is {said[0][1]!r} on rank 0 and {said[other][1]!r} on rank {other}. "
-        "Pass the same on every rank."
-    )
-
-
-def _refuse_shapes(verb: str, parameters: Sequence[_Entry], buffers: Sequence[_Entry], comm: Comm) -> NoReturn:
-    rows = comm.all_gather_objects([[entry.describe() for entry in each] for each in (parameters, buffers)], _label(verb))
-    which = next(which for which in (0, 1) if any(row[which] != rows[0][which] for row in rows))
-    kinds = ("parameters", "buffers")
-    mine = rows[0][which]
-    other, theirs = next((rank, row[which]) for rank, row in enumerate(rows) if row[which] != mine)
-    first = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
-    texts = [each[first] if first < len(each) else "none there" for each in (mine, theirs)]
-    raise RanksDisagreeError(
-        f"{verb}: rank {other} annotates {len(theirs)} {kinds[which]}, rank 0 {len(mine)}; they differ from "
-        f"{kinds[which].removesuffix('s')} {first} on: rank 0 has {texts[0]}; rank {other} has {texts[1]}. Every rank must "
-        "build the same module in the same order."
-    )
-
-
-def _refuse_treatment(verb: str, parameters: Sequence[ManagedParameter], treatment: Sequence[str], comm: Comm) -> NoReturn:
-    rows = comm.all_gather_objects(list(treatment), _label(verb))
-    first, other = next((i, r) for i in range(len(treatment)) for r, row in enumerate(rows) if row[i] != rows[0][i])
-    raise RanksDisagreeError(
-        f"{verb}: the arguments come to different things for parameter '{parameters[first].fqn}': {rows[0][first]} on rank 0; "
-        f"{rows[other][first]} on rank {other}. Pass the same arguments on every rank."
-    )
-
-
-def _refuse_meta(verb: str, entries: Sequence[_Entry], comm: Comm) -> NoReturn:
-    rows = comm.all_gather_objects([f"{e.kind} '{e.fqn}'" for e in entries if e.is_meta], _label(verb))
-    other = next(rank for rank, row in enumerate(rows) if row != rows[0])
-    longer, without = (other, 0) if set(rows[other]) - set(rows[0]) else (0, other)
-    name = next(name for name in rows[longer] if name not in rows[without])
-    raise RanksDisagreeError(
-        f"{verb}: {name} is on the meta device on rank {longer}, and has values on rank {without}. If rank 0 has the values of "
-        "all, pass sync_module_states='broadcast', which gives them to the others; or build the module alike on every rank"
-    )
-
-
-def _refuse_values(verb: str, entries: Sequence[_Entry], values: Sequence[int], comm: Comm) -> NoReturn:
-    rows = comm.all_gather_ints(values, _label(verb))
-    first, other = next((i, r) for i in range(len(entries)) for r, row in enumerate(rows) if row[i] != rows[0][i])
-    raise RanksDisagreeError(
-        f"{verb}: {entries[first].kind} '{entries[first].fqn}' differs across ranks (fingerprint rank0={rows[0][first]:x}, "
-        f"rank{other}={rows[other][first]:x}); pass sync_module_states='broadcast' or seed equally"
+    for kind in ("parameters", "buffers"):
+        rows: list[list[str]] = [getattr(each, kind) for each in reports]
+        if found := _first(rows):
+            index, rank = found
+            texts = [row[index] if index < len(row) else "none there" for row in (rows[0], rows[rank])]
+            return (
+                f"{verb}: rank {rank} annotates {len(rows[rank])} {kind}, rank 0 {len(rows[0])}; they differ from "
+                f"{kind.removesuffix('s')} {index} on: rank 0 has {texts[0]}; rank {rank} has {texts[1]}. Every rank must build "
+                "the same module in the same order."
+            )
+    if found := _first([each.treatment for each in reports]):
+        index, rank = found
+        return (
+            f"{verb}: the arguments come to different things for parameter '{entries[index].fqn}': {mine.treatment[index]} on "
+            f"rank 0; {reports[rank].treatment[index]} on rank {rank}. Pass the same arguments on every rank."
+        )
+    if found := _first([each.on_meta for each in reports]):
+        index, rank = found
+        on_meta, elsewhere = (0, rank) if mine.on_meta[index] else (rank, 0)
+        return (
+            f"{verb}: {entries[index].kind} '{entries[index].fqn}' is on the meta device on rank {on_meta}, and has values on "
+            f"rank {elsewhere}. If rank 0 has the values of all, pass sync_module_states='broadcast', which gives them to the "
+            "others; or build the module alike on every rank"
+        )
+    found = _first([each.values for each in reports])
+    assert found is not None
+    index, rank = found
+    return (
+        f"{verb}: {entries[index].kind} '{entries[index].fqn}' differs across ranks (fingerprint rank0={mine.values[index]:x}, "
+        f"rank{rank}={reports[rank].values[index]:x}); pass sync_module_states='broadcast' or seed equally"
     )
 
 
@@ -254,26 +243,22 @@ def _plain_parts(tensor: Any) -> list[Tensor]:
 @torch.no_grad()
 def _broadcast(verb: str, entries: Sequence[_Entry], comm: Comm, *, some_on_meta: bool) -> None:
     tensors = [entry.tensor for entry in entries]
+    on_meta = [tensor.is_meta for tensor in tensors]
     if some_on_meta:
         homes = ("meta", "cpu")  # others are the device of `comm`
         own = [homes.index(t.device.type) if t.device.type in homes else len(homes) for t in tensors]
         rows = comm.all_gather_ints(own, _label(verb))
-        for index, entry in enumerate(entries):
-            column = [row[index] for row in rows]
-            if not column[0] and any(column):
-                other = next(rank for rank, home in enumerate(column) if home)
+        for entry, home, column in zip(entries, rows[0], zip(*rows, strict=True), strict=True):
+            if not home and any(column):
                 raise RanksDisagreeError(
                     f"{verb}: {entry.kind} '{entry.fqn}' is on the meta device on rank 0, whose values "
-                    f"sync_module_states='broadcast' gives to all ranks, and has values on rank {other}. Build the module with "
-                    "values on rank 0"
+                    "sync_module_states='broadcast' gives to all ranks, and has values on rank "
+                    f"{next(rank for rank, other in enumerate(column) if other)}. Build the module with values on rank 0"
                 )
-        for index, entry in enumerate(entries):
-            if rows[0][index] and entry.is_meta:
-                device = torch.device("cpu") if rows[0][index] == 1 else comm.device
-                tensors[index] = _materialise(entry, device)
-        on_meta = [not home for home in rows[0]]
-    else:
-        on_meta = [entry.is_meta for entry in entries]
+        for index, home in enumerate(rows[0]):
+            if home and on_meta[index]:
+                tensors[index] = _materialise(entries[index], torch.device("cpu") if home == 1 else comm.device)
+            on_meta[index] = not home
     sent = [tensor for tensor, left_out in zip(tensors, on_meta, strict=True) if not left_out]
     _receive([part for tensor in sent for part in _plain_parts(tensor)], comm, f"broadcast of rank 0's values by {verb}()")
 
@@ -289,10 +274,7 @@ def _materialise(entry: _Entry, device: torch.device) -> Tensor:
         parameter = nn.Parameter(tensor, requires_grad=entry.tensor.requires_grad)
     copy_attributes(entry.tensor, parameter)
     for place in entry.places:
-        if type(place.module).__setattr__ is nn.Module.__setattr__:
-            place.module._parameters[place.name] = parameter
-        else:  # recurrent modules keep a list of their parameters, too
-            setattr(place.module, place.name, parameter)
+        setattr(place.module, place.name, parameter)  # recurrent modules keep a list of their parameters, too
     return parameter
 
 

@@ -1,0 +1,52 @@
+"""What `checkpoint` and `offload_activations` have in common: a bracket around the forward of each module, and policies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from composable.api.selection import check_keywords
+from composable.contract.contract import Verb, on_undo
+from composable.contract.hooks import Bracket, attach, detach
+from composable.contract.naming import modules_of, require_callable
+from composable.policies import PolicyLike, select_modules
+
+
+class Brackets:
+    """The state of both verbs: a bracket for each annotated module. None where a policy picks modules below."""
+
+    def __init__(self) -> None:
+        self.brackets: list[Bracket] = []
+
+
+def annotate_each(
+    verb: Verb[..., Brackets],
+    module: nn.Module | Sequence[nn.Module],
+    policy: PolicyLike | None,
+    options: Mapping[str, Any],
+    make: Callable[[nn.Module], Bracket],
+    so: str,
+) -> None:
+    """The body of both verbs, after the checks of `options`, which a policy may override.
+
+    Args:
+        so: what follows from a module having no forward.
+    """
+    name = verb.__name__
+    for top in modules_of(name, module):
+        if policy is None:
+            require_callable(top, so=so)
+            state = verb.state(top)
+            assert state is not None, "the verb is running"
+            bracket = make(top)
+            state.brackets.append(bracket)
+            on_undo(partial(detach, top, name))
+            attach(top, name, bracket)
+        else:
+            picked = select_modules(policy, top)
+            check_keywords(name, picked, tuple(options))
+            for chosen, overrides in picked.items():
+                verb(chosen, **{**options, **overrides})
