@@ -104,6 +104,10 @@ class ParamLabel:
         self.owner: ref[Unit] | None = None
         self.holds_unreduced = False
 
+    @override
+    def __str__(self) -> str:
+        return f"parameter '{self.fqn}' of unit '{self.unit}'"
+
     def __reduce__(self) -> tuple[type[ParamLabel], tuple[str, str, str]]:
         return ParamLabel, (self.unit, self.fqn, self.form)  # for copies and files: a unit has process groups
 

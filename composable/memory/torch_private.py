@@ -7,11 +7,12 @@ fallback says that one does not.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
+from itertools import repeat
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
@@ -165,6 +166,11 @@ def as_real(tensor: Tensor) -> Tensor:
 # The local tensor itself. `to_local()` makes an alias, or an autograd node, at every call. A getter made in C, because it runs
 # for every parameter in every step.
 local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
+
+
+def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
+    """The local tensors of DTensors, and other tensors as they are. A loop in C, as above."""
+    return list(map(getattr, tensors, repeat("_local_tensor"), tensors))
 
 
 def set_local(tensor: DTensor, local: Tensor) -> None:

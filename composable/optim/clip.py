@@ -1,8 +1,8 @@
 """`clip_grad_norm_`: one norm over any mix of sharded, replicated and plain parameters, the same on all ranks.
 
 All ranks have to run the same collectives. So parameters alone decide which: the process groups over which a parameter's
-placements shard it take part, whether or not this rank has a gradient or an element of it. Per group there is one gather of one
-number, or of a few where parameters are sharded over several groups (data and tensor parallel).
+placements shard it take part, whether or not this rank has a gradient or an element of it. Each group gathers one number per
+combination of groups over which parameters are sharded (data and tensor parallel).
 
 Gradients that are the same on all ranks of a group are counted once: each rank adds its share, one over the number of ranks.
 So even if ranks hold different values, or one of them NaN, all ranks get the same norm and scale their shards alike.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from numbers import Real
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -26,10 +26,11 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
-from composable.engine.param import ParamLabel, holds_unreduced, is_unreduced, label_of, model_group_of, unit_mesh_of
+from composable.engine.param import holds_unreduced, label_of, model_group_of, unit_mesh_of
 from composable.errors import ClippingError, NonFiniteError
+from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import stepped_in_backward
-from composable.optim.numbers import Groups, groups_sharded_over, local_tensor, reduce_over
+from composable.optim.shared import Groups, groups_sharded_over, is_trained, reduce_over, refuse_unreduced
 
 _EPSILON: Final = 1e-6  # torch's: keeps gradients of norm 0 finite
 _DOUBLE: Final = (torch.float64, torch.complex128)
@@ -49,8 +50,8 @@ def clip_grad_norm_(
     """Scale gradients down, in place, if their norm over all parameters and all ranks is above `max_norm`.
 
     Does what `torch.nn.utils.clip_grad_norm_` would do to the model before it was annotated. torch's function works where all
-    parameters are DTensors of one mesh; this one takes any mix, and returns a plain tensor. All ranks call it together, with
-    the same parameters in the same order.
+    parameters are DTensors of one mesh; this one takes any mix. All ranks call it together, with the same parameters in the
+    same order.
 
     Gradients that are plain tensors count once, since they are the same on all ranks. Gradients of parameters that no unit
     manages (`ignored_params`) have to be averaged by the caller before. Units on a part of the ranks of the model (experts)
@@ -81,23 +82,22 @@ def clip_grad_norm_(
 
     After Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks" (ICML 2013).
     """
-    if isinstance(max_norm, Tensor) and max_norm.numel() == 1 and not isinstance(max_norm, DTensor):
-        max_norm = max_norm.item()
-    limit, order = _number("max_norm", max_norm), _number("norm_type", norm_type)
-    if not limit >= 0:
+    try:
+        limit, order = float(max_norm), float(norm_type)
+    except (TypeError, ValueError, RuntimeError):
+        limit = order = math.nan
+    if not (limit >= 0 and order > 0):
         raise ClippingError(
-            f"clip_grad_norm_: max_norm must not be negative or NaN, got {limit}: gradients would change their direction. "
-            "To measure the norm only, pass float('inf')"
+            "clip_grad_norm_: max_norm must be a number that is not negative, and norm_type must be a positive number or inf, "
+            f"got {max_norm!r} and {norm_type!r}. To measure the norm only, pass max_norm=float('inf')"
         )
-    if not order > 0:
+    stages: object = pp_group
+    if pp_group is not None and not (isinstance(stages, dist.ProcessGroup) and dist.get_rank(stages) >= 0):
         raise ClippingError(
-            f"clip_grad_norm_: norm_type must be a positive number or inf, got {order}: no other norm of a tensor can be put "
-            "together from those of its shards"
+            "clip_grad_norm_: pp_group must be a process group, that of the pipeline that this rank is a stage of, got a "
+            f'{type(pp_group).__name__}. Of a mesh, pass mesh["pp"].get_group()'
         )
     parameters = _parameters_of(model_or_parameters)
-    _check_pipeline(pp_group)
-    if not parameters:
-        return torch.zeros(()) if pp_group is None else _over_stages(torch.zeros(()), order, pp_group)
     if (name := stepped_in_backward(parameters)) is not None:
         raise ClippingError(
             f"clip_grad_norm_: {name} is stepped in backward (apply_optimizer_in_backward), before the gradients of the other "
@@ -111,12 +111,12 @@ def clip_grad_norm_(
                 "clip_grad_norm_: parameters are sharded over pp_group, whose ranks are counted anyway. Pass the group of the "
                 "pipeline, or leave pp_group out"
             )
-        total = _over_stages(total, order, pp_group)
+        label, power = "reduction of the norm of gradients over the pipeline", _power(total, order).reshape(1)
+        total = _root(reduce_over(pp_group, power, label, largest=order == math.inf)[0], order).to(total.dtype)
     if error_if_nonfinite and not total.isfinite():
         raise NonFiniteError(
-            f"clip_grad_norm_: the norm of order {order:g} over all gradients is {total.item()}, so they cannot be scaled to "
-            f"{limit:g}. No gradient was changed. Skip this step (optimizer.zero_grad(), then the next batch); with a "
-            "GradScaler, or to scale them nevertheless, pass error_if_nonfinite=False"
+            f"clip_grad_norm_: the norm of order {order:g} over all gradients is {total.item()}. No gradient was changed. Skip "
+            "this step: optimizer.zero_grad(), then the next batch; with a GradScaler, pass error_if_nonfinite=False"
         )
     gradients.scale((limit / (total + _EPSILON)).clamp(max=1.0))
     return total
@@ -125,8 +125,9 @@ def clip_grad_norm_(
 # --- gradients, by the ranks over which they are summed ---------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class _Part:
-    """Local gradients that are summed over the same ranks.
+    """Gradients that are summed over the same ranks.
 
     Attributes:
         groups: the process groups over which the gradients are sharded; none: every rank holds them whole.
@@ -135,16 +136,16 @@ class _Part:
         copies: the number of ranks of `mesh` that hold the same values.
     """
 
-    def __init__(
-        self, groups: Groups = (), mesh: DeviceMesh | None = None, model_group: dist.ProcessGroup | None = None, copies: int = 1
-    ) -> None:
-        self.groups, self.mesh, self.model_group, self.copies = groups, mesh, model_group, copies
-        self.locals: list[Tensor] = []
+    groups: Groups = ()
+    mesh: DeviceMesh | None = None
+    model_group: dist.ProcessGroup | None = None
+    copies: int = 1
+    gradients: list[Tensor] = field(default_factory=list)
 
     def lists(self) -> list[list[Tensor]]:
         """The local gradients that are not empty, in lists of one dtype and device, which one kernel can take."""
         found: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for local in self.locals:
+        for local in locals_of(self.gradients):
             if local.numel():  # an empty shard has no largest element, and nothing to scale
                 found.setdefault((local.dtype, local.device), []).append(local)
         return list(found.values())
@@ -164,7 +165,7 @@ class _Gradients:
     """The gradients of some parameters, in local tensors."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.device = local_tensor(parameters[0]).device
+        self.device = locals_of(parameters)[0].device if parameters else torch.device("cpu")
         # Parameters decide, and not gradients, since all ranks have to round alike and run the same collectives.
         self.dtype = torch.float64 if any(p.dtype in _DOUBLE for p in parameters) else torch.float32
         self._whole = _Part()
@@ -175,21 +176,28 @@ class _Gradients:
         part = self._whole
         for parameter in parameters:
             gradient, label = parameter.grad, label_of(parameter)
-            if label is not None:
-                _check_trained(parameter, label)
+            if label is not None and not is_trained(parameter, label):
+                raise ClippingError(
+                    f"clip_grad_norm_: {label} is not the one that is trained: it is from before its module was annotated, or was "
+                    "replaced since, or is registered only while modules compute. Pass the model, or model.parameters() as of now"
+                )
             mesh, group = (None, None) if label is None or world == 1 else (unit_mesh_of(parameter), model_group_of(parameter))
             if mesh is not None:
                 self._meshes[id(mesh)] = mesh
                 mesh = None if mesh.size() == world else mesh
-            placed = (parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None
+            placed = _placed(parameter)
             if last != (placed, mesh, group):  # neighbours mostly are alike, and a look-up costs more than the comparison
                 last = placed, mesh, group
                 part = self._part_of(parameter, mesh, group)
             if gradient is None:
                 continue
-            if placed != ((gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None):
-                raise _placed_differently(parameter, gradient)
-            part.locals.append(local_tensor(gradient))
+            if placed != _placed(gradient) or (placed is None and holds_unreduced(parameter)):
+                refuse_unreduced("clip_grad_norm_", [parameter], ClippingError)
+                raise ClippingError(
+                    f"clip_grad_norm_: a parameter of shape {tuple(parameter.shape)} is {_described(parameter)}, but its gradient "
+                    f"is {_described(gradient)}. Redistribute the gradient to the parameter's mesh and placements first"
+                )
+            part.gradients.append(gradient)
 
     def _part_of(self, parameter: Tensor, mesh: DeviceMesh | None, model_group: dist.ProcessGroup | None) -> _Part:
         groups, copies = _groups_and_copies(parameter, mesh)
@@ -225,7 +233,7 @@ class _Gradients:
         for part in self._parts.values():
             model_group = self._model_group(part)
             if model_group is None and not part.groups:
-                self._whole.locals, part.locals = self._whole.locals + part.locals, []
+                self._whole.gradients, part.gradients = self._whole.gradients + part.gradients, []
                 continue
             groups, power = part.groups, _power(part.norm(order, self.device), order)
             if model_group is not None:
@@ -259,8 +267,8 @@ def _groups_and_copies(parameter: Tensor, unit_mesh: DeviceMesh | None) -> tuple
         mesh, placements = parameter.device_mesh, parameter.placements
         if any(placement.is_partial() for placement in placements):
             raise ClippingError(
-                f"clip_grad_norm_: of a parameter with placements {placements}, each rank holds a summand only, from which its "
-                "norm cannot be told. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()] * p.device_mesh.ndim)"
+                f"clip_grad_norm_: of a parameter with placements {placements}, each rank holds a summand only. Redistribute it "
+                "first: p.redistribute(p.device_mesh, [Replicate()] * p.device_mesh.ndim)"
             )
         if groups := groups_sharded_over(mesh, placements):
             return groups, mesh.size() // _num_ranks(groups)
@@ -281,84 +289,21 @@ def _root(power: Tensor, order: float) -> Tensor:
     return power if order == math.inf else power ** (1 / order)
 
 
-def _over_stages(norm: Tensor, order: float, group: dist.ProcessGroup) -> Tensor:
-    """The norm of the gradients of all stages of a pipeline, of which this rank has `norm`."""
-    label = "reduction of the norm of gradients over the pipeline"
-    (power,) = reduce_over(group, _power(norm, order).reshape(1), label, largest=order == math.inf).unbind()
-    return _root(power, order).to(norm.dtype)
+def _placed(tensor: Tensor) -> tuple[Any, ...] | None:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-# --- refusals ---------------------------------------------------------------------------------------------------------
+def _described(tensor: Tensor) -> str:
+    return f"a DTensor with placements {tensor.placements}" if isinstance(tensor, DTensor) else "a plain tensor"
 
 
-def _check_trained(parameter: Tensor, label: ParamLabel) -> None:
-    """Raise if another parameter is trained in its place, or if a plain gradient is this rank's alone."""
-    if label.form != "at_rest" and not (label.form == "original" and parameter.grad is not None):
-        # An original parameter with a gradient is used outside of its module as well.
-        raise ClippingError(
-            f"clip_grad_norm_: parameter '{label.fqn}' of unit '{label.unit}' is not the one that is trained: it is from "
-            "before its module was annotated, or was replaced since, or is registered only while modules compute. Pass the "
-            "model, or model.parameters() as of now. No gradient was changed."
-        )
-    if not isinstance(parameter, DTensor) and holds_unreduced(parameter):
-        raise _unreduced(label)
-
-
-def _unreduced(label: ParamLabel) -> ClippingError:
-    """Ranks would scale by different numbers."""
-    return ClippingError(
-        f"clip_grad_norm_: the gradient of parameter '{label.fqn}' of unit '{label.unit}' is this rank's alone: it was "
-        "accumulated under no_sync, and no backward since has reduced it. Run the last backward before clipping outside of "
-        "no_sync, or call reduce_gradients(model), on all ranks"
-    )
-
-
-def _placed_differently(parameter: Tensor, gradient: Tensor) -> ClippingError:
-    if is_unreduced(gradient) and (label := label_of(parameter)) is not None:
-        return _unreduced(label)
-    one, other = (f"a DTensor with placements {t.placements}" if isinstance(t, DTensor) else "a plain tensor"
-                  for t in (parameter, gradient))  # fmt: skip
-    cure = "p.grad = p.grad.redistribute(p.device_mesh, p.placements)"
-    if not (isinstance(parameter, DTensor) and isinstance(gradient, DTensor)):
-        cure = "make both DTensors, or neither"
-    return ClippingError(
-        f"clip_grad_norm_: a parameter of shape {tuple(parameter.shape)} is {one}, but its gradient is "
-        f"{other}; what it adds to the norm cannot be told without communication. First, {cure}."
-    )
-
-
-def _check_pipeline(group: object) -> None:
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        cure = '; of a mesh, pass mesh["pp"].get_group()' if isinstance(group, DeviceMesh) else ""
-        raise ClippingError(f"clip_grad_norm_: pp_group must be a process group, got a {type(group).__name__}{cure}")
-    if group is not None and dist.get_rank(group) < 0:
-        raise ClippingError("clip_grad_norm_: this rank is not in pp_group. Pass the group of the pipeline it is a stage of")
-
-
-def _parameters_of(given: object) -> list[Tensor]:
-    if isinstance(given, nn.Module):
-        return list(given.parameters())
-    if isinstance(given, Tensor):
-        return [given]
-    members = list(given) if isinstance(given, Iterable) else None
-    strange = [given] if members is None else [each for each in members if not isinstance(each, Tensor)]
-    if members is not None and not strange:
-        return list({id(each): each for each in members}.values())
-    wrong, cure = strange[0], "pass the model, or model.parameters()"
-    if isinstance(wrong, tuple):
-        cure = "from named_parameters(), take the parameters alone: model.parameters()"
-    elif isinstance(wrong, (torch.optim.Optimizer, dict)):
-        cure = 'of an optimizer, pass the parameters: [p for group in optimizer.param_groups for p in group["params"]]'
-    inside = "a" if members is None else "an iterable that holds a"
-    raise ClippingError(
-        f"clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not {inside} {type(wrong).__name__}; {cure}"
-    )
-
-
-def _number(name: str, value: object) -> float:
-    try:
-        if not isinstance(value, bool) and isinstance(value, (Real, str)):
-            return float(value)
-    except ValueError:
-        pass
-    raise ClippingError(f"clip_grad_norm_: {name} must be a number, got {value!r}")
+def _parameters_of(given: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    found: Any = given.parameters() if isinstance(given, nn.Module) else [given] if isinstance(given, Tensor) else given
+    members = {id(each): each for each in found} if isinstance(found, Iterable) else {id(found): found}
+    for each in members.values():
+        if not isinstance(each, Tensor):
+            raise ClippingError(
+                f"clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a {type(each).__name__}. Pass the "
+                "model, or model.parameters()"
+            )
+    return list(members.values())

@@ -70,7 +70,7 @@ class OptimizerInBackward(Optimizer):
             if key != "params" and value is not settings.get(key):
                 raise OptimizerError(
                     f"{_NAME}: {type(self._stepper).__name__} wrote '{key}' to its parameter group, a number for all parameters "
-                    "of a step. In backward each parameter is stepped by itself; step this optimizer after backward"
+                    "of a step. Step this optimizer after backward"
                 )
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -91,7 +91,7 @@ class OptimizerInBackward(Optimizer):
 
     def remove(self) -> None:
         """Let backward step nothing any more. State stays readable. May be called again."""
-        _refuse_in_backward("remove() was called")
+        _refuse_in_backward("remove()")
         for hook in self._hooks:
             hook.remove()
         _alive.discard(self)
@@ -127,15 +127,12 @@ def is_part_of_backward(optimizer: Optimizer) -> bool:
 
 
 def _name_of(parameter: Tensor) -> str:
-    label = label_of(parameter)
-    return (
-        f"a parameter of shape {tuple(parameter.shape)}" if label is None else f"parameter '{label.fqn}' of unit '{label.unit}'"
-    )
+    return str(label_of(parameter) or f"a parameter of shape {tuple(parameter.shape)}")
 
 
 def _refuse_in_backward(what: str) -> None:
     if in_backward():
-        raise PhaseError(f"{_NAME}: {what} inside a backward. Call it between steps")
+        raise PhaseError(f"{_NAME}: {what} was called inside a backward. Call it between steps")
 
 
 def apply_optimizer_in_backward(
@@ -172,25 +169,25 @@ def apply_optimizer_in_backward(
 
     After `torch.distributed.optim._apply_optimizer_in_backward`, whose arguments it has.
     """
-    _refuse_in_backward("it was called")
+    _refuse_in_backward("it")
     kind: object = optimizer_class
-    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise OptimizerError(f"{_NAME} takes a class of optimizers first, e.g. torch.optim.AdamW, got {kind!r}")
-    if issubclass(optimizer_class, torch.optim.LBFGS):
-        raise OptimizerError(f"{_NAME}: LBFGS takes inner products over all parameters. Step it after backward")
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)) or issubclass(kind, torch.optim.LBFGS):
+        raise OptimizerError(
+            f"{_NAME} takes a class of optimizers first that step each parameter by itself, e.g. torch.optim.AdamW, got {kind!r}"
+        )
     given: list[Any] = [params] if isinstance(params, (nn.Module, Tensor)) or not isinstance(params, Iterable) else list(params)
     parameters = [each[1] if isinstance(each, tuple) else each for each in given]
-    if not parameters:
-        raise OptimizerError(f"{_NAME} was given no parameter")
     for parameter in parameters:
         if not isinstance(parameter, nn.Parameter):
-            cure = "; call it once for each parameter group" if isinstance(parameter, dict) else ""
-            raise OptimizerError(f"{_NAME} takes parameters, e.g. model.parameters(), not a {type(parameter).__name__}{cure}")
+            raise OptimizerError(
+                f"{_NAME} takes parameters, e.g. model.parameters(), not a {type(parameter).__name__}. Call it once for each "
+                "parameter group"
+            )
         label = label_of(parameter)
         if label is not None and label.form != "at_rest":
             raise OptimizerError(
-                f"{_NAME}: {_name_of(parameter)} is not registered any more, or only while modules compute. Pass "
-                "model.parameters(), after annotating and outside of forward and backward"
+                f"{_NAME}: {label} is not registered any more, or only while modules compute. Pass model.parameters(), after "
+                "annotating and outside of forward and backward"
             )
     if (taken := stepped_in_backward(parameters)) is not None:
         raise OptimizerError(

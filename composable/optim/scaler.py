@@ -24,8 +24,9 @@ from torch.optim import Optimizer
 
 from composable.engine.param import label_of, model_group_of
 from composable.errors import OptimizerError
+from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import OptimizerInBackward
-from composable.optim.numbers import groups_sharded_over, local_tensor, reduce_over
+from composable.optim.shared import groups_sharded_over, reduce_over
 
 _UNSCALE: Final = "_unscale_grads_"
 Found = dict[torch.device, Tensor]  # by device: 1.0 if a gradient is not finite
@@ -69,7 +70,7 @@ def _unscale_locally(parameters: list[Tensor], inverse_scale: Tensor, allow_fp16
             parameter.grad = parameter.grad.coalesce()  # duplicates are added up before the look for infinities
             gradient = parameter.grad._values()
         else:
-            gradient = local_tensor(parameter.grad)
+            (gradient,) = locals_of([parameter.grad])
         lists.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     found: Found = {}
     for (device, _), gradients in lists.items():

@@ -24,11 +24,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
-from composable.engine.param import ParamLabel, gradient_of, label_of, unit_mesh_of, unit_of
+from composable.engine.param import label_of, unit_mesh_of
 from composable.errors import MeshError, OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
-from composable.optim.local_steps import is_stand_in, refuse_unreduced, step_on_shards_unasked
+from composable.optim.local_steps import is_stand_in, step_on_shards_unasked
+from composable.optim.shared import is_trained, refuse_unreduced
 
 if TYPE_CHECKING:
     from composable.engine.unit import Unit
@@ -44,7 +45,6 @@ _REPLACED: Final = {
     "came around both replicated and sharded modules. Make it after annotating, and between steps",
     "removed": "was replaced when the annotation was removed. Make the optimizer anew",
 }
-_NO_CHANGE: Final = "No parameter was changed."
 # While an optimizer steps: the parameters of units that it holds, and those of them that had a gradient before.
 _managed: Final[WeakKeyDictionary[Optimizer, tuple[list[Tensor], list[Tensor]]]] = WeakKeyDictionary()
 
@@ -53,31 +53,32 @@ _managed: Final[WeakKeyDictionary[Optimizer, tuple[list[Tensor], list[Tensor]]]]
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if is_stand_in(optimizer):
         return  # a step that calls the step of its base class: the optimizer itself was checked
+    step = f"{type(optimizer).__name__}.step"
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     runs_in_backward = is_part_of_backward(optimizer)
     if not runs_in_backward and (name := stepped_in_backward(parameters)) is not None:
         raise OptimizerError(
-            f"{type(optimizer).__name__}.step: {name} is stepped in backward already, since apply_optimizer_in_backward. Give "
-            f"this optimizer other parameters, or call remove() on what that returned. {_NO_CHANGE}"
+            f"{step}: {name} is stepped in backward already, since apply_optimizer_in_backward. Give this optimizer other "
+            "parameters, or call remove() on what that returned"
         )
-    labels = list(map(label_of, parameters))
-    if {label.form for label in labels if label is not None} - {"at_rest"}:
-        for parameter, label in zip(parameters, labels, strict=True):
-            _refuse_replaced(optimizer, label, parameter.grad)
-        labels = [None if label is None or label.form != "at_rest" else label for label in labels]
-    managed = [parameter for parameter, label in zip(parameters, labels, strict=True) if label is not None]
+    labelled = [(parameter, label) for parameter in parameters if (label := label_of(parameter)) is not None]
+    for parameter, label in labelled:
+        if label.form != "at_rest" and not is_trained(parameter, label):
+            raise OptimizerError(
+                f"{step}: {label} {_REPLACED[label.form]}, from model.parameters(). The step would train nothing"
+            )
+    managed = [parameter for parameter, label in labelled if label.form == "at_rest"]
     if not managed:
         return
-    for unit in () if runs_in_backward else dict.fromkeys(map(unit_of, managed)):
-        if unit is not None:
-            _refuse_starved(optimizer, unit)
-    sharded = [parameter for parameter in managed if isinstance(parameter, DTensor)]
+    for owner in () if runs_in_backward else dict.fromkeys(label.owner for _, label in labelled):
+        if owner is not None and (unit := owner()) is not None:
+            _refuse_starved(step, unit)
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:
-        _refuse_annotated_alone(optimizer, plain)
-        refuse_unreduced(optimizer, plain)
-    if sharded and not step_on_shards_unasked(optimizer):  # which looks at gradients by itself
-        refuse_unreduced(optimizer, sharded)
+        _refuse_annotated_alone(step, plain)
+        refuse_unreduced(step, plain, OptimizerError)
+    if len(plain) < len(managed) and not step_on_shards_unasked(optimizer):  # which looks at gradients by itself
+        refuse_unreduced(step, managed, OptimizerError)
     _managed[optimizer] = managed, _with_gradients(managed)
 
 
@@ -93,36 +94,26 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 
 def _with_gradients(parameters: list[Tensor]) -> list[Tensor]:
     with as_tensors():
-        gradients = list(map(gradient_of, parameters))
-    return [parameter for parameter, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
+        return [parameter for parameter in parameters if parameter.grad is not None]
 
 
-def _refuse_replaced(optimizer: Optimizer, label: ParamLabel | None, gradient: Tensor | None) -> None:
-    if label is None or label.form == "at_rest" or (label.form == "original" and gradient is not None):
-        return  # an original parameter with a gradient is used outside of its module as well
-    raise OptimizerError(
-        f"{type(optimizer).__name__}.step: parameter '{label.fqn}' of unit '{label.unit}' {_REPLACED[label.form]}, from "
-        f"model.parameters(). The step would train nothing. {_NO_CHANGE}"
-    )
-
-
-def _refuse_starved(optimizer: Optimizer, unit: Unit) -> None:
+def _refuse_starved(step: str, unit: Unit) -> None:
     """Zero-bubble schedules ask autograd for gradients of inputs and of weights, and assign `.grad` themselves."""
     if unit.starved and not unit.fed and unit.mesh_info.all.size > 1:
         raise OptimizerError(
-            f"{type(optimizer).__name__}.step: backward went through unit '{unit.name}', and brought no gradient to any of its "
-            "parameters: torch.autograd.grad() was asked for other gradients, as zero-bubble pipeline schedules do, which assign "
-            f".grad themselves. Such gradients are not reduced over the ranks. Use a schedule that calls backward(). {_NO_CHANGE}"
+            f"{step}: backward went through unit '{unit.name}', and brought no gradient to any of its parameters: "
+            "torch.autograd.grad() was asked for other gradients, as zero-bubble pipeline schedules do, which assign .grad "
+            "themselves. Such gradients are not reduced over the ranks. Use a schedule that calls backward()"
         )
     unit.fed = unit.starved = False
 
 
-def _refuse_annotated_alone(optimizer: Optimizer, parameters: list[Tensor]) -> None:
+def _refuse_annotated_alone(step: str, parameters: list[Tensor]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and unit_mesh_of(parameter) is None and (label := label_of(parameter)) is not None:
             raise MeshError(
-                f"{type(optimizer).__name__}.step: unit '{label.unit}' was annotated before there was a process group: each of "
-                f"the {dist.get_world_size()} ranks would train it alone. Call remove() and annotate again, after "
+                f"{step}: unit '{label.unit}' was annotated before there was a process group: each of the "
+                f"{dist.get_world_size()} ranks would train it alone. Call remove() and annotate again, after "
                 f"init_process_group; to train on this rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"
             )
 

@@ -70,23 +70,24 @@ def test_messages() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-ClippingError: clip_grad_norm_: max_norm must be a number, got 'large'
-ClippingError: clip_grad_norm_: max_norm must be a number, got None
-ClippingError: clip_grad_norm_: max_norm must not be negative or NaN, got -1.0: gradients would change their
-direction. To measure the norm only, pass float('inf')
-ClippingError: clip_grad_norm_: norm_type must be a positive number or inf, got 0.0: no other norm of a tensor
-can be put together from those of its shards
-ClippingError: clip_grad_norm_: norm_type must be a positive number or inf, got -inf: no other norm of a
-tensor can be put together from those of its shards
-ClippingError: clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not an iterable that holds
-a tuple; from named_parameters(), take the parameters alone: model.parameters()
-ClippingError: clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a SGD; of an optimizer,
-pass the parameters: [p for group in optimizer.param_groups for p in group["params"]]
-ClippingError: clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not an iterable that holds
-a Linear; pass the model, or model.parameters()
-NonFiniteError: clip_grad_norm_: the norm of order 2 over all gradients is inf, so they cannot be scaled to 1.
-No gradient was changed. Skip this step (optimizer.zero_grad(), then the next batch); with a GradScaler, or to
-scale them nevertheless, pass error_if_nonfinite=False""",
+ClippingError: clip_grad_norm_: max_norm must be a number that is not negative, and norm_type must be a
+positive number or inf, got 'large' and 2.0. To measure the norm only, pass max_norm=float('inf')
+ClippingError: clip_grad_norm_: max_norm must be a number that is not negative, and norm_type must be a
+positive number or inf, got None and 2.0. To measure the norm only, pass max_norm=float('inf')
+ClippingError: clip_grad_norm_: max_norm must be a number that is not negative, and norm_type must be a
+positive number or inf, got -1.0 and 2.0. To measure the norm only, pass max_norm=float('inf')
+ClippingError: clip_grad_norm_: max_norm must be a number that is not negative, and norm_type must be a
+positive number or inf, got 1.0 and 0. To measure the norm only, pass max_norm=float('inf')
+ClippingError: clip_grad_norm_: max_norm must be a number that is not negative, and norm_type must be a
+positive number or inf, got 1.0 and -inf. To measure the norm only, pass max_norm=float('inf')
+ClippingError: clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a tuple. Pass the
+model, or model.parameters()
+ClippingError: clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a SGD. Pass the model,
+or model.parameters()
+ClippingError: clip_grad_norm_ takes a module, a tensor or an iterable of tensors, not a Linear. Pass the
+model, or model.parameters()
+NonFiniteError: clip_grad_norm_: the norm of order 2 over all gradients is inf. No gradient was changed. Skip
+this step: optimizer.zero_grad(), then the next batch; with a GradScaler, pass error_if_nonfinite=False""",
     )
     assert issubclass(errors.ClippingError, ValueError)
     assert issubclass(errors.NonFiniteError, RuntimeError)
@@ -109,9 +110,8 @@ def test_gradients_that_are_not_spread_like_their_parameters_are_refused(pool: P
         "\n".join(line for text in one for line in textwrap.wrap(text, 110)),
         """\
 ClippingError: clip_grad_norm_: a parameter of shape (4, 2) is a DTensor with placements (Replicate(),), but
-its gradient is a DTensor with placements (Partial(sum),); what it adds to the norm cannot be told without
-communication. First, p.grad = p.grad.redistribute(p.device_mesh, p.placements).
+its gradient is a DTensor with placements (Partial(sum),). Redistribute the gradient to the parameter's mesh
+and placements first
 ClippingError: clip_grad_norm_: of a parameter with placements (Partial(sum),), each rank holds a summand
-only, from which its norm cannot be told. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()] *
-p.device_mesh.ndim)""",
+only. Redistribute it first: p.redistribute(p.device_mesh, [Replicate()] * p.device_mesh.ndim)""",
     )

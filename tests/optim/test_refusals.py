@@ -54,16 +54,16 @@ def test_messages() -> None:
     assert_expected_inline(
         "\n".join(lines),
         """\
-OptimizerError: step_on_shards: Muon does not step element by element: it orthogonalises whole matrices; leave
-step_on_shards out. Parameters that another optimizer could step can be given to one of their own.
-OptimizerError: step_on_shards: Louder changes how AdamW steps. If it updates each element from that element
-of the parameter, its gradient and its state alone, say so: step_on_shards(optimizer, elementwise=True);
-otherwise leave it out.
-OptimizerError: step_on_shards: Sign is not known here. If it updates each element from that element of the
-parameter, its gradient and its state alone, say so: step_on_shards(optimizer, elementwise=True); otherwise
-leave it out.
+OptimizerError: step_on_shards: Muon does not step element by element. Leave step_on_shards out, or give
+parameters that another optimizer could step to one of their own
+OptimizerError: step_on_shards: Louder is not known here, or changes how its base class steps. If it updates
+each element from that element of the parameter, its gradient and its state alone, say so:
+step_on_shards(optimizer, elementwise=True); otherwise leave it out
+OptimizerError: step_on_shards: Sign is not known here, or changes how its base class steps. If it updates
+each element from that element of the parameter, its gradient and its state alone, say so:
+step_on_shards(optimizer, elementwise=True); otherwise leave it out
 OptimizerError: step_on_shards: this Adam is differentiable: its steps become part of a graph that local
-tensors would be missing from; leave step_on_shards out, or differentiable=True
+tensors would be missing from. Leave step_on_shards out, or differentiable=True
 OptimizerError: step_on_shards: expected a torch.optim.Optimizer, got Linear""",
     )
 

@@ -66,11 +66,11 @@ def test_what_is_held_is_refused_by_name(pool: Pool, device: str) -> None:
         "\n".join(fill(line, 110) for line in lines),
         """\
 sharded, step: OptimizerError: SGD.step: the gradient of parameter 'weight' of unit '0' is this rank's alone,
-since it was accumulated under no_sync and not reduced. Run the last backward before a step outside of
-no_sync, or call reduce_gradients(model), on all ranks. No parameter was changed.
+since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or call
+reduce_gradients(model), on all ranks
 sharded, clip: ClippingError: clip_grad_norm_: the gradient of parameter 'weight' of unit '0' is this rank's
-alone: it was accumulated under no_sync, and no backward since has reduced it. Run the last backward before
-clipping outside of no_sync, or call reduce_gradients(model), on all ranks
+alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or
+call reduce_gradients(model), on all ranks
 sharded, remove: PhaseError: remove: unit '3' has gradients that were accumulated under no_sync and not
 reduced. Call reduce_gradients(model) first, on all ranks, or zero_grad()
 sharded, inside forward: PhaseError: reduce_gradients was called inside the forward of unit '(root)', where
@@ -79,11 +79,11 @@ outside of no_sync
 sharded, inside backward: PhaseError: reduce_gradients was called inside a backward, where gradients are still
 to come. Call it when backward() has returned; or leave it out, and run the last backward outside of no_sync
 replicated, step: OptimizerError: SGD.step: the gradient of parameter '0.weight' of unit '(root)' is this
-rank's alone, since it was accumulated under no_sync and not reduced. Run the last backward before a step
-outside of no_sync, or call reduce_gradients(model), on all ranks. No parameter was changed.
+rank's alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of
+no_sync, or call reduce_gradients(model), on all ranks
 replicated, clip: ClippingError: clip_grad_norm_: the gradient of parameter '0.weight' of unit '(root)' is
-this rank's alone: it was accumulated under no_sync, and no backward since has reduced it. Run the last
-backward before clipping outside of no_sync, or call reduce_gradients(model), on all ranks
+this rank's alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of
+no_sync, or call reduce_gradients(model), on all ranks
 replicated, remove: PhaseError: remove: unit '(root)' has gradients that were accumulated under no_sync and
 not reduced. Call reduce_gradients(model) first, on all ranks, or zero_grad()
 replicated, inside forward: PhaseError: reduce_gradients was called inside the forward of unit '(root)', where
@@ -93,11 +93,11 @@ replicated, inside backward: PhaseError: reduce_gradients was called inside a ba
 still to come. Call it when backward() has returned; or leave it out, and run the last backward outside of
 no_sync
 mixed, step: OptimizerError: SGD.step: the gradient of parameter 'weight' of unit '0' is this rank's alone,
-since it was accumulated under no_sync and not reduced. Run the last backward before a step outside of
-no_sync, or call reduce_gradients(model), on all ranks. No parameter was changed.
+since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or call
+reduce_gradients(model), on all ranks
 mixed, clip: ClippingError: clip_grad_norm_: the gradient of parameter 'weight' of unit '0' is this rank's
-alone: it was accumulated under no_sync, and no backward since has reduced it. Run the last backward before
-clipping outside of no_sync, or call reduce_gradients(model), on all ranks
+alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or
+call reduce_gradients(model), on all ranks
 mixed, remove: PhaseError: remove: unit '3' has gradients that were accumulated under no_sync and not reduced.
 Call reduce_gradients(model) first, on all ranks, or zero_grad()
 mixed, inside forward: PhaseError: reduce_gradients was called inside the forward of unit '(root)', where

@@ -148,5 +148,5 @@ def test_a_group_that_is_no_pipelines_is_refused() -> None:
     model(torch.ones(2, 4, device=current_device())).sum().backward()
     with pytest.raises(ClippingError, match="parameters are sharded over pp_group"):
         clip_grad_norm_(model, 1.0, pp_group=grid["dp"].get_group())
-    with pytest.raises(ClippingError, match=re.escape('got a DeviceMesh; of a mesh, pass mesh["pp"].get_group()')):
+    with pytest.raises(ClippingError, match=re.escape('got a DeviceMesh. Of a mesh, pass mesh["pp"].get_group()')):
         clip_grad_norm_(model, 1.0, pp_group=grid["pp"])  # type: ignore[arg-type]
