@@ -1,17 +1,15 @@
 """Saved tensors in host memory between forward and backward (`offload_activations`).
 
-Both directions have a stream of their own, because links carry data in both directions at once; the host waits for neither.
-Device memory is allocated and freed on the compute stream. The last few tensors (`AHEAD`) stay on the device until their
-copies have ended; the compute stream waits for the copy of an older one before its memory is freed, so memory stays bounded if
-the link is slower than the computation. Backward reads saved tensors from the newest to the oldest, so a read launches the
-copies of the next older ones. If the order differs a copy is wasted, and the values are still right.
+Each direction has a stream of its own, and the host waits for neither. Device memory is allocated and freed on the compute
+stream. The last few tensors (`AHEAD`) stay on the device until their copies have ended; the compute stream waits for the copy of
+an older one before its memory is freed, so memory stays bounded if the link is slower than the computation. Backward reads
+saved tensors from the newest to the oldest, so a read launches the copies of the next older ones. If the order differs a copy is
+wasted, and the values are still right.
 
 What stays on the device:
-* parameters, their views and their casts by autocast, and memory that comes and goes: an unsharded parameter is gathered again
-  before backward, and the others stay on the device anyway;
-* buffers of modules;
-* tensors that are not plain and strided;
-* tensors below `min_bytes`: a copy costs the host time whatever the size.
+* parameters, their views and their casts by autocast, memory that comes and goes, and buffers: an unsharded parameter is
+  gathered again before backward, and the others stay on the device anyway;
+* tensors that are not plain and strided, and those below `min_bytes`: a copy costs the host time whatever the size.
 
 Autograd raises if a saved tensor was written to before backward, but not where hooks of saved tensors replace it: backward
 would compute with the old values, or with new ones. So versions are compared here, also for tensors that stay.
@@ -27,7 +25,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain, count
+from operator import methodcaller
 from threading import local
 from typing import Any, Final
 from weakref import WeakValueDictionary, ref
@@ -38,7 +38,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import untraced
-from composable.errors import SavedTensorError, describe_module
+from composable.errors import SavedTensorError
 from composable.memory.elastic import is_elastic
 from composable.memory.streams import Mark, Streams, any_has_streams, has_streams, streams_of
 from composable.memory.torch_private import innermost, local_of
@@ -90,9 +90,12 @@ class HostCopy:
     """The contents that a stretch of device memory had when it was saved. They are never written to.
 
     Several saved tensors may read one copy: views of one storage, and tensors that several nodes save.
+
+    Attributes:
+        near: the contents on the device, or on their way back to it.
     """
 
-    __slots__ = ("__weakref__", "_arrived", "_copies", "_near", "_on_host", "_readers", "_source", "_unread", "index")
+    __slots__ = ("__weakref__", "_arrived", "_copies", "_on_host", "_readers", "_source", "_unread", "index", "near")
 
     def __init__(self, flat: Tensor, copies: HostCopies, index: int, *, pin_memory: bool) -> None:
         self.index = index
@@ -102,15 +105,11 @@ class HostCopy:
         # Pinned memory comes from torch's caching allocator, which does not hand out freed memory before the copies that do
         # not block have ended.
         self._on_host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pin_memory)
-        self._near: _OnDevice | None = _OnDevice(flat, copies.streams)
-        self._arrived = self._near.launch(self._on_host, flat, TO_HOST_STREAM, blocks=not pin_memory)
+        self.near: _OnDevice | None = _OnDevice(flat, copies.streams)
+        self._arrived = self.near.launch(self._on_host, flat, TO_HOST_STREAM, blocks=not pin_memory)
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         return self._source() is storage
-
-    def is_near(self) -> bool:
-        """Whether the contents are on the device, or on their way back to it."""
-        return self._near is not None
 
     def add_reader(self) -> None:
         self._readers += 1
@@ -119,13 +118,13 @@ class HostCopy:
     def bring_back(self) -> _OnDevice:
         """Launch the copy back, for the current stream, unless the contents are near on that stream."""
         copies = self._copies
-        if self._near is not None and self._near.stream == copies.streams.here():
-            return self._near
+        if self.near is not None and self.near.stream == copies.streams.here():
+            return self.near
         flat = torch.empty(self._on_host.shape, dtype=self._on_host.dtype, device=copies.device)
         _keep_near(copies.returning, self, 2 * AHEAD)
         near = _OnDevice(flat, copies.streams)
         near.launch(flat, self._on_host, TO_DEVICE_STREAM, blocks=not self._on_host.is_pinned(), after=self._arrived)
-        self._near, self._unread = near, self._readers
+        self.near, self._unread = near, self._readers
         return near
 
     def read(self) -> Tensor:
@@ -136,11 +135,8 @@ class HostCopy:
         near.wait()
         self._unread -= 1
         if self._unread <= 0:
-            self._near = None
+            self.near = None
         return near.flat
-
-    def leave_device(self) -> None:
-        self._near = None
 
 
 class HostCopies:
@@ -181,32 +177,32 @@ class HostCopies:
         """Launch the copies back of the `AHEAD` copies that were made before `index`."""
         older = map(self._by_index.get, range(index - 1, max(index - 1 - _MAX_SKIPPED, -1), -1))
         for copy, _ in list(zip(filter(None, older), range(AHEAD), strict=False)):
-            if not copy.is_near():
+            if copy.near is None:
                 copy.bring_back()
 
 
 def _keep_near(recent: deque[ref[HostCopy]], copy: HostCopy, most: int) -> None:
     """Add `copy` to those on the device; the oldest leave it so that `most` remain."""
-    alive = [each for each in (reference() for reference in recent) if each is not None and each is not copy and each.is_near()]
+    alive = [
+        each
+        for each in (reference() for reference in recent)
+        if each is not None and each is not copy and each.near is not None
+    ]
     for each in alive[: max(len(alive) + 1 - most, 0)]:
-        each.leave_device()
+        each.near = None
     recent.clear()
     recent.extend(map(ref, (*alive[-most + 1 :], copy)))
 
 
-_COPIES: Final[dict[torch.device, HostCopies]] = {}
-
-
-def copies_of(device: torch.device) -> HostCopies:
-    """The copies of tensors of `device`, which has an index if there are several devices of its kind."""
-    if device not in _COPIES:
-        _COPIES[device] = HostCopies(device)
-    return _COPIES[device]
+copies_of: Final = cache(HostCopies)  # of a device, which has an index if there are several of its kind
 
 
 # --- what autograd holds in place of a saved tensor -------------------------------------------------------------------
 
-_without_memory: Final[dict[tuple[torch.dtype, torch.device], Tensor]] = {}
+
+@cache
+def _without_memory(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class _Kept:
@@ -220,11 +216,7 @@ class _Kept:
         self._where = where
 
     def unpack(self) -> Tensor:
-        """The tensor, for backward.
-
-        Raises:
-            SavedTensorError: it was written to after forward.
-        """
+        """The tensor, for backward; an error if it was written to after forward."""
         self._check_version(self._alias.shape)
         return self._alias
 
@@ -245,10 +237,7 @@ class _Offloaded(_Kept):
 
     def __init__(self, tensor: Tensor, where: str, copy: HostCopy, start: int) -> None:
         super().__init__(tensor, where)
-        key = (tensor.dtype, tensor.device)
-        if key not in _without_memory:
-            _without_memory[key] = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        self._alias.data = _without_memory[key]  # the version counter stays, the memory does not
+        self._alias.data = _without_memory(tensor.dtype, tensor.device)  # the version counter stays, the memory does not
         copy.add_reader()
         self._copy = copy
         self._shape, self._strides = tensor.shape, tensor.stride()
@@ -322,13 +311,11 @@ _of_thread: Final = _OfThread()
 @contextmanager
 def recomputing(module: nn.Module) -> Iterator[None]:
     """Around the recomputation of a checkpointed module, which calls `module` itself."""
-    recomputed = _of_thread.recomputed
-    before = len(recomputed)
-    recomputed.append(module)
+    _of_thread.recomputed.append(module)
     try:
         yield
     finally:
-        del recomputed[before:]
+        _of_thread.recomputed.pop()
 
 
 def is_recomputed(module: nn.Module) -> bool:
@@ -348,7 +335,7 @@ class _OpenForward:
         self._stays: dict[int, torch.UntypedStorage] | None = None
 
     def start(self) -> None:
-        hooks = saved_tensors_hooks(self._save, _unpack)
+        hooks = saved_tensors_hooks(self._save, methodcaller("unpack"))
         hooks.__enter__()
         self._hooks = hooks
 
@@ -363,8 +350,8 @@ class _OpenForward:
             if extent * tensor.element_size() >= bracket.min_bytes and not self._stays_on_device(tensor):
                 start, stop = _stretch_around(tensor, extent)
                 copy = copies_of(tensor.device).copy_of(tensor, start, stop, pin_memory=bracket.pin_memory)
-                return _Offloaded(tensor, bracket.name or describe_module(self._module), copy, start)
-        return _Kept(tensor, bracket.name or describe_module(self._module))
+                return _Offloaded(tensor, bracket.name, copy, start)
+        return _Kept(tensor, bracket.name)
 
     def _stays_on_device(self, tensor: Tensor) -> bool:
         if _comes_from_parameter(tensor):
@@ -375,20 +362,16 @@ class _OpenForward:
         return id(storage) in self._stays or is_elastic(storage)
 
 
-def _unpack(saved: _Kept) -> Tensor:
-    return saved.unpack()
-
-
 class OffloadBracket:
     """Around each forward of an offloaded module: autograd saves host copies of the tensors that forward makes.
 
     Args:
         min_bytes: smaller tensors stay on the device.
         pin_memory: without pinned memory every copy to the host blocks the host.
-        name: of the module, for error messages; by default its class.
+        name: of the module, for error messages.
     """
 
-    def __init__(self, min_bytes: int, pin_memory: bool, name: str = "") -> None:
+    def __init__(self, min_bytes: int, pin_memory: bool, name: str) -> None:
         self.min_bytes = min_bytes
         self.pin_memory = pin_memory
         self.name = name
@@ -410,8 +393,8 @@ class OffloadBracket:
     def on_error(self, module: nn.Module) -> None:
         forwards = _of_thread.open
         if any(forward.bracket is self for forward in forwards):
-            # Forwards above this one ended without a call of `leave` or `on_error`: torch does not tell forward hooks of
-            # exceptions like KeyboardInterrupt. Autograd keeps hooks on a stack, so these end first.
+            # Forwards above this one ended by a KeyboardInterrupt, of which torch does not tell forward hooks. Autograd keeps
+            # hooks on a stack, so these end first.
             while True:
                 forward = forwards.pop()
                 forward.stop()
@@ -420,8 +403,8 @@ class OffloadBracket:
 
 
 def close_interrupted() -> None:
-    """End all forwards that this thread has open. For callers that know that none is running: a KeyboardInterrupt leaves
-    autograd with the hooks of the forwards that it ended, and everything saved later would be offloaded, too."""
+    """End all forwards that this thread has open; none may be running. A KeyboardInterrupt leaves autograd with the hooks of the
+    forwards that it ended, and everything saved later would be offloaded, too."""
     forwards = _of_thread.open
     while forwards:
         forwards.pop().stop()

@@ -25,8 +25,7 @@ def _take_block(idle: list[torch.UntypedStorage], nbytes: int) -> torch.UntypedS
     try:
         return idle.pop()  # the one that was used last is the most likely to be in the caches
     except IndexError:
-        # With a device, because a default device of the user applies to storages, too.
-        return torch.UntypedStorage(nbytes, device="cpu")
+        return torch.UntypedStorage(nbytes, device="cpu")  # a default device of the user applies to storages, too
 
 
 def borrow(numel: int, dtype: torch.dtype) -> Tensor:
@@ -81,13 +80,12 @@ class ElasticBuffer:
         # Views are made without memory: when a model is annotated its parameters are whole, and full buffers beside them
         # could exceed the memory of the device.
         view = view_without_memory(start, shape, strides)
-        if view is not None:
-            return view
-        held = self.held
-        self.allocate()
-        view = start.as_strided(shape, strides)
-        if not held:
-            self.free()
+        if view is None:
+            held = self.held
+            self.allocate()
+            view = start.as_strided(shape, strides)
+            if not held:
+                self.free()
         return view
 
     def part(self, start: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:

@@ -62,8 +62,7 @@ def made_since(number: int, node: torch.autograd.graph.Node) -> bool:
     return node._sequence_nr() >= number
 
 
-# Sets the version counter of each tensor. `torch.autograd._unsafe_preserve_version_counter` restores counters around a block
-# of code with it, and FSDP2 uses that.
+# Sets the version counter of each tensor. torch has a context that restores counters with it, which FSDP2 uses.
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 # Hooks of a parameter: None or an ordered dict. Autograd calls them when it accumulates a gradient; the engine calls those of
@@ -135,10 +134,9 @@ def view_without_memory(start: Tensor, shape: Sequence[int], strides: Sequence[i
     """A view of a storage that may be empty now, from the offset of `start`, an empty tensor. Public views check the size of
     the storage. None if the device does not implement it."""
     try:
-        view: Tensor = torch.ops.aten._reshape_alias(start, shape, strides)
+        return torch.ops.aten._reshape_alias(start, shape, strides)  # type: ignore[no-any-return]
     except NotImplementedError:
         return None
-    return view
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -157,14 +155,13 @@ profiled: Callable[[], bool] = partial(getattr, profiler, "_is_profiler_enabled"
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """The same memory as pairs of real numbers if `tensor` is complex. The process group's own methods take real numbers."""
+    """A view as pairs of real numbers if `tensor` is complex: the process group's own methods take real numbers."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 # --- DTensor ----------------------------------------------------------------------------------------------------------
 
-# The local tensor itself. `to_local()` makes an alias, or an autograd node, at every call. A getter made in C, because it runs
-# for every parameter in every step.
+# The local tensor itself. `to_local()` makes an alias, or an autograd node, at every call.
 local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 
 
@@ -178,8 +175,8 @@ def set_local(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
-# Inside of this context attributes of a `DTensor` are looked up as those of a plain tensor, in 60 ns in place of 110: torch
-# does not ask `DTensor.__torch_function__`, which does not override them. No code of the user may run inside.
+# Inside of this context attributes of a `DTensor` are looked up without `DTensor.__torch_function__`, which does not override
+# them, in 60 ns in place of 110. No code of the user may run inside.
 as_tensors: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
 
 
@@ -242,8 +239,8 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 
 def store_of(group: dist.ProcessGroup) -> Any:
-    """The store through which the group's ranks found each other, with the group's prefix; None if the group was destroyed.
-    A rank whose collectives failed can still read and write it."""
+    """The store through which the group's ranks found each other, which works also after a collective failed; None if the group
+    was destroyed."""
     return dist.distributed_c10d._world.pg_map.get(group, (None, None))[1]
 
 

@@ -51,7 +51,7 @@ def offloading() -> Iterator[Seen]:
         make(self, flat, *args, **options)
 
     def noted_return(self: HostCopy) -> Any:
-        seen.brought += not self.is_near()
+        seen.brought += self.near is None
         return bring_back(self)
 
     with ExitStack() as patches:

@@ -51,7 +51,7 @@ def _saves() -> bool:
 
 
 def _bracket() -> OffloadBracket:
-    return OffloadBracket(0, False)
+    return OffloadBracket(0, False, "Linear")
 
 
 def test_tensors_that_a_forward_saves_are_offloaded_and_later_ones_are_not() -> None:
@@ -134,14 +134,14 @@ class _Square(nn.Module):
         return x * x
 
 
-@pytest.mark.parametrize(("min_bytes", "name"), [(0, ""), (1 << 20, "Square 'layers.0'")])
+@pytest.mark.parametrize(("min_bytes", "name"), [(0, "Square 'layers.0'"), (1 << 20, "Square 'layers.1'")])
 def test_a_write_to_a_saved_tensor_raises_with_the_name_of_the_module(min_bytes: int, name: str) -> None:
     x = torch.ones(4, requires_grad=True) * 1
     with _forward(OffloadBracket(min_bytes, False, name), _Square()):
         y = _Square()(x)
     x.data.add_(1)  # not seen by versions
     x.detach().mul_(2)
-    with pytest.raises(SavedTensorError, match=rf"\[4\]\], which {name or '_Square'} saved for backward, is at version 1"):
+    with pytest.raises(SavedTensorError, match=rf"\[4\]\], which {name} saved for backward, is at version 1"):
         y.sum().backward()
 
 
