@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import fully_shard, replicate
+from composable import checkpoint, fully_shard, replicate
 from composable.comm import AcceleratorComm, Comm, comms_wrapped_by
 from composable.comm.choose import REDUCTIONS_VARIABLE
 from tests.accelerator import sim, watch
@@ -25,7 +25,7 @@ from tests.helpers.world import Pool, current_device
 
 
 class Block(nn.Module):
-    """Has parameters that travel by themselves, with others, and, not cut, not at all."""
+    """Has parameters that travel by themselves, with others, and, not cut, not at all, and one that is not used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,6 +33,7 @@ class Block(nn.Module):
         self.gate = nn.Linear(8, 24)
         self.narrow = nn.Linear(24, 8)
         self.scale = nn.Parameter(torch.ones(()))
+        self.unused = nn.Parameter(torch.ones(3))
         self.fails = ""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,6 +52,16 @@ def _hybrid(model: nn.Module) -> None:
     fully_shard(model, policy={Block}, mesh=init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
+def _checkpointed(model: nn.Module) -> None:
+    checkpoint(model, policy={Block})
+    fully_shard(model, policy={Block})
+
+
+def _mixed(model: nn.Module) -> None:
+    replicate(model.get_submodule("1"))
+    fully_shard(model, policy={Block})
+
+
 def _with_reductions_apart(model: nn.Module) -> None:
     with mock.patch.dict(os.environ, {REDUCTIONS_VARIABLE: "1"}):
         fully_shard(model, policy={Block}, mesh=dist.new_group())
@@ -61,6 +72,9 @@ def _with_reductions_apart(model: nn.Module) -> None:
 
 _SCHEMES: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "fully_shard": lambda model: fully_shard(model, policy={Block}),
+    "without resharding": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=False),
+    "fully_shard and checkpoint": _checkpointed,
+    "replicate inside fully_shard": _mixed,
     "bfloat16": lambda model: fully_shard(model, policy={Block}, mp_policy="bf16"),
     "hybrid": _hybrid,
     "resharded to two": lambda model: fully_shard(model, policy={Block}, reshard_after_forward=2),

@@ -1,18 +1,17 @@
-"""Annotated modules of a tree in order, their parameters, and changes of the tree.
-
-The verbs here only make records. `test_traversal_of_verbs.py` tests the order with the real ones.
-"""
+"""Annotated modules of a tree in order, the same by hand, by policy and on every rank; their parameters; changes of the tree."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from composable import fully_shard, replicate
 from composable import traversal as public
 from composable.contract import traversal
-from composable.contract.contract import contract
 from composable.contract.traversal import (
     TreeWatch,
     get_all_sharded_states,
@@ -27,35 +26,9 @@ from composable.contract.traversal import (
     walk,
 )
 from tests.contract.trees import Leaf, names_of, tree
+from tests.helpers.world import spmd
 
-
-class Unit:
-    """What traversal reads of the engine's units."""
-
-    def __init__(self) -> None:
-        self.modules: tuple[nn.Module, ...] = ()
-
-    @property
-    def handle(self) -> str:
-        return f"param groups of {id(self)}"
-
-
-@contract(state_cls=Unit)
-def fully_shard(module: Any) -> None:
-    modules = tuple(module) if isinstance(module, list) else (module,)
-    unit = fully_shard.state(modules[0])
-    assert unit is not None
-    unit.modules = modules
-
-
-@contract(state_cls=Unit)
-def replicate(module: Any) -> None:
-    pass
-
-
-def _fully_shard_all(root: nn.Module) -> None:
-    for module in root.modules():
-        fully_shard(module)
+EXPECTED: Final = ["", "submod1", "submod2", "submod2.subsubmod"]
 
 
 def _mixed() -> Leaf:
@@ -69,21 +42,80 @@ def _mixed() -> Leaf:
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("outermost_first", [True, False])
-def test_units_are_in_the_order_of_modules_whatever_the_order_of_the_calls(outermost_first: bool) -> None:
-    root = tree()
-    modules = list(root.modules())
-    for module in modules if outermost_first else modules[::-1]:
+def _by_hand(root: nn.Module) -> None:
+    for module in reversed(list(root.modules())):
         fully_shard(module)
-    assert get_fully_sharded_modules(root) == modules
-    assert names_of(root, modules) == ["", "submod1", "submod2", "submod2.subsubmod"]
-    assert [state.modules[0] for state in get_states(root)] == modules
+
+
+def _by_hand_in_another_order(root: Leaf) -> None:
+    fully_shard(root.get_submodule("submod2.subsubmod"))
+    fully_shard(root.get_submodule("submod1"))
+    fully_shard(root.get_submodule("submod2"))
+    fully_shard(root)
+
+
+def _by_policy(root: nn.Module) -> None:
+    fully_shard(root, policy={Leaf})
+
+
+ANNOTATE: Final[dict[str, Callable[[Leaf], None]]] = {
+    "by hand": _by_hand,
+    "by hand in another order": _by_hand_in_another_order,
+    "by policy": _by_policy,
+}
+
+
+def _fqns(state: Any) -> list[str]:
+    return [param.fqn for param in state.spec.params]
+
+
+@pytest.mark.parametrize("how", ANNOTATE)
+def test_units_are_in_the_order_of_modules_whatever_the_order_of_the_calls(how: str) -> None:
+    root = tree()
+    ANNOTATE[how](root)
+    assert get_fully_sharded_modules(root) == list(root.modules())
+    assert names_of(root, [state.modules[0] for state in get_states(root)]) == EXPECTED
+    assert [_fqns(state) for state in get_states(root)] == [["weight"]] * 4
     assert get_handles(root) == [state.handle for state in get_states(root)]
+
+
+def test_units_are_made_from_the_innermost_outwards() -> None:
+    """So that the parameters of inner units are known when an outer one is made."""
+    made: list[str] = []
+    root = tree()
+    names = {id(module): name for name, module in root.named_modules()}
+
+    def choose(parameter: nn.Parameter) -> None:
+        made.append(next(names[id(m)] for m in root.modules() if m._parameters.get("weight") is parameter))
+
+    fully_shard(root, policy={Leaf}, shard_placement_fn=choose)
+    assert made == ["submod2.subsubmod", "submod2", "submod1", ""]
+
+
+def _forward_order(root: Leaf) -> list[str]:
+    """The units in the order in which forward gathers them, seen from their parameters."""
+    order: list[str] = []
+    names = {id(module): name for name, module in root.named_modules()}
+    handles = [module.register_forward_pre_hook(lambda module, _: order.append(names[id(module)])) for module in root.modules()]
+    root(torch.ones(4)).sum().backward()
+    for handle in handles:
+        handle.remove()
+    return order
+
+
+@spmd(ranks=2)
+def test_every_rank_has_the_same_units_in_the_same_order() -> None:
+    for annotate in ANNOTATE.values():
+        root = tree()
+        annotate(root)
+        assert names_of(root, get_fully_sharded_modules(root)) == EXPECTED
+        assert _forward_order(root) == EXPECTED
+        assert [_fqns(state) for state in get_states(root)] == [["weight"]] * 4
 
 
 def test_a_part_of_a_model_has_the_units_of_that_part() -> None:
     root = tree()
-    _fully_shard_all(root)
+    _by_policy(root)
     assert get_handles(root.get_submodule("submod2")) == get_handles(root)[2:]
 
 
@@ -100,7 +132,7 @@ def test_modules_annotated_together_are_one_unit_at_its_first_module() -> None:
 def test_a_module_used_in_two_places_comes_once_at_its_first() -> None:
     shared = Leaf()
     root = Leaf(a=Leaf(one=shared), b=Leaf(other=shared))
-    _fully_shard_all(root)
+    _by_policy(root)
     assert names_of(root, get_fully_sharded_modules(root)) == ["", "a", "a.one", "b"]
 
 
@@ -123,8 +155,32 @@ def test_units_in_replicated_subtrees_are_left_out() -> None:
     fully_shard(root.get_submodule("a"))
     fully_shard(root)
     assert names_of(root, get_fully_sharded_modules(root)) == ["", "a"]
+    assert [_fqns(state) for state in get_states(root)] == [["weight", "b.weight"], ["weight"]]
     assert len(get_all_sharded_states(root)) == 3
     assert get_replicated_states(root) == [replicate.state(root.get_submodule("replicated"))]
+
+
+def test_a_policy_leaves_replicated_subtrees_alone() -> None:
+    root = _mixed()
+    fully_shard(root, policy={Leaf})
+    assert names_of(root, get_fully_sharded_modules(root)) == ["", "a", "b"]
+
+
+def test_replicate_leaves_fully_sharded_subtrees_alone() -> None:
+    root = tree()
+    fully_shard(root.get_submodule("submod2"))
+    replicate(root)
+    unit = replicate.state(root)
+    assert unit is not None
+    assert _fqns(unit) == ["weight", "submod1.weight"]
+
+
+def test_a_unit_without_parameters_has_a_handle() -> None:
+    root = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
+    fully_shard(root[0])
+    fully_shard(root)
+    assert [_fqns(state) for state in get_states(root)] == [["1.weight", "1.bias"], []]
+    assert len(get_handles(root)) == 2
 
 
 def test_a_replicated_root_is_entered() -> None:
@@ -137,7 +193,7 @@ def test_a_replicated_root_is_entered() -> None:
 
 def test_the_root_of_an_annotated_tree_is_its_top() -> None:
     root = tree()
-    _fully_shard_all(root)
+    _by_policy(root)
     assert get_root_states(root) == [fully_shard.state(root)]
 
 
@@ -145,9 +201,46 @@ def test_a_tree_without_an_annotation_at_the_top_has_the_roots_of_its_parts() ->
     top = nn.ModuleDict({"one": tree(), "plain": nn.Sequential(nn.Linear(1, 1), tree()), "none": nn.Linear(1, 1)})
     parts = [top["one"], top.get_submodule("plain.1")]
     for part in parts:
-        _fully_shard_all(part)
+        _by_policy(part)
     assert [state.modules[0] for state in get_root_states(top)] == parts
     assert len(get_states(top)) == 8
+
+
+# --- steps -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_tree_is_not_traversed_after_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tree()
+    _by_policy(root)
+    root(torch.ones(4)).sum().backward()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the tree was traversed in a training step")
+
+    for name in ("named_modules", "modules", "children", "named_parameters"):
+        monkeypatch.setattr(nn.Module, name, refuse)
+    monkeypatch.setattr(traversal, "walk", refuse)
+    leaves = (root.weight, root.submod1.weight, root.submod2.weight)  # type: ignore[union-attr]
+    monkeypatch.setattr(Leaf, "forward", lambda self, x: _without_children(self, x))
+    root(torch.ones(4)).sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves)
+
+
+def _without_children(module: Leaf, x: Tensor) -> Tensor:
+    x = x * module.weight
+    for child in module._modules.values():
+        assert child is not None
+        x = child(x)
+    return x
+
+
+def test_all_units_of_a_tree_have_one_root_after_the_first_forward() -> None:
+    root = tree()
+    _by_policy(root)
+    states = get_states(root)
+    assert [state.root for state in states] == [None] * 4
+    root(torch.ones(4))
+    assert len({id(state.root) for state in states}) == 1
 
 
 # --- walking ----------------------------------------------------------------------------------------------------------

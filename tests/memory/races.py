@@ -127,7 +127,6 @@ class RaceWatch(TorchDispatchMode):
         super().__init__()
         self.streams = streams
         self.found: list[str] = []
-        self.operations: dict[str, int] = {}  # by stream
         self._memory: dict[int, Memory] = {}
         streams.before_join.append(self._look_for_freed)
 
@@ -141,8 +140,6 @@ class RaceWatch(TorchDispatchMode):
         result = function(*args, **kwargs)
         if not _is_view(function):
             self.streams.tick()
-            stream = self.streams.current
-            self.operations[stream] = self.operations.get(stream, 0) + 1
             reads, writes = _reads_and_writes(function, args, kwargs, result)
             for tensor in reads:
                 self._read(tensor, str(function))
