@@ -140,12 +140,10 @@ class Annotation:
         """`remove`: ask the states whether they can be undone, then undo."""
         if self.copied:
             raise AnnotationError(f"{self.name} cannot be removed from a copy of a module. Remove it before copying")
-        by_class: dict[type, list[Any]] = {}
-        for state in self.states():
-            by_class.setdefault(type(state), []).append(state)
-        for cls, states in by_class.items():
+        states = list(self.states())
+        for cls in dict.fromkeys(map(type, states)):
             if hasattr(cls, "before_removal"):
-                cls.before_removal(states)
+                cls.before_removal([state for state in states if type(state) is cls])
         self.undo_on(module)
 
     def roll_back(self, error: BaseException) -> None:

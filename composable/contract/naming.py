@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Final
 
 from torch import nn
@@ -16,8 +16,8 @@ from torch import nn
 from composable.compilation import unwrapped
 from composable.errors import AnnotationError, NamesChangedError, UnknownArgumentError, closest, describe_module, few
 
-# One mapping per open `naming()`, outermost first: the FQN of every module below its root, by the module's id.
-_open: ContextVar[tuple[dict[int, str], ...]] = ContextVar("composable_names", default=())
+# The FQN of every module below the root of an open `naming()`, by the module's id.
+_names: ContextVar[Mapping[int, str]] = ContextVar("composable_names", default=MappingProxyType({}))
 
 _LIBRARIES: Final = ("composable", "torch")
 _DEMO: Final = "composable.demo"  # its call sites are reported like those of a user's script
@@ -30,16 +30,16 @@ _DEMO: Final = "composable.demo"  # its call sites are reported like those of a 
 def naming(root: nn.Module) -> Iterator[None]:
     """Within the block, messages and records call the modules below `root` by their FQN."""
     names = {id(module): name for name, module in root.named_modules()}
-    token = _open.set((*_open.get(), names))
+    token = _names.set({**names, **_names.get()})
     try:
         yield
     finally:
-        _open.reset(token)
+        _names.reset(token)
 
 
 def known_fqn(module: nn.Module) -> str | None:
     """The FQN of `module` under the outermost open `naming` that contains it, or None."""
-    return next((names[id(module)] for names in _open.get() if id(module) in names), None)
+    return _names.get().get(id(module))
 
 
 def find_fqn(module: nn.Module) -> str | None:

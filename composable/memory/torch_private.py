@@ -166,7 +166,7 @@ local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 
 
 def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
-    """The local tensors of DTensors, and other tensors as they are. A loop in C, as above."""
+    """The local tensors of DTensors, and other tensors as they are. A loop in C."""
     return list(map(getattr, tensors, repeat("_local_tensor"), tensors))
 
 
