@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, NoReturn
-from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch.distributed import fsdp
@@ -32,24 +31,15 @@ _DONE: Final = {SHARD: "sharded", REPLICATE: "replicated"}
 
 # --- parameters of other annotations ----------------------------------------------------------------------------------
 
-_units: Final[WeakKeyDictionary[Unit, None]] = WeakKeyDictionary()  # that are annotated
-
-
-def note_owner(unit: Unit) -> None:
-    """Inside a verb: let `_owner_of` find `unit`."""
-    _units[unit] = None
-    on_undo(partial(_units.pop, unit, None))
-
 
 def _owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
     """The unit that manages `parameter`, or managed it until it registered another one in its place."""
     label = label_of(parameter)
-    if label is None or label.form == "removed":
-        return None
-    for unit in list(_units):
-        infos = {info.places[0]: info for info in unit.spec.params}
-        for param in unit.params:  # without those that were tied to parameters of other units since
-            info = infos[param.info.places[0]]
+    unit = None if label is None or label.owner is None or label.form == "removed" else label.owner()
+    if unit is not None and unit.modules:
+        infos = {place: info for info in unit.spec.params for place in info.places}
+        for param in unit.params:  # some may have been tied to others, or untied, since
+            info = infos.get(param.info.places[0], param.info)
             if param.original() is parameter or any(place.registered is parameter for place in info.places):
                 return unit, info
     return None

@@ -33,7 +33,6 @@ from composable.api.arguments import (
     warn_of_no_offload,
 )
 from composable.api.checks import (
-    note_owner,
     refuse_ddp_around,
     refuse_unfit,
     refuse_wrapped,
@@ -262,7 +261,6 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     )
     on_undo(unit.restore)
     unit.initialize(spec)
-    note_owner(unit)
     if name == SHARD and mesh_info.mesh is not None:
         move_buffers(plan.modules, mesh_info.device)
     for module in plan.modules:

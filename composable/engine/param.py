@@ -93,7 +93,7 @@ class ParamLabel:
         unit, fqn: the names of both.
         form: "at_rest", "compute", "original" (replaced by the annotation), "replaced" (by the user, afterwards) or "removed"
             (replaced by `remove`).
-        owner: of an at-rest parameter, the unit.
+        owner: of an at-rest or original parameter, the unit.
         holds_unreduced: its gradient, a plain tensor, was accumulated under `no_sync`.
     """
 
@@ -139,7 +139,7 @@ def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
 def unit_of(parameter: Tensor) -> Unit | None:
     """The unit that manages `parameter`."""
     label = label_of(parameter)
-    return None if label is None or label.owner is None else label.owner()
+    return None if label is None or label.owner is None or label.form == "original" else label.owner()
 
 
 def unit_mesh_of(parameter: Tensor) -> DeviceMesh | None:

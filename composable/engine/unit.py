@@ -335,7 +335,7 @@ class Unit:
         for param in self.params:
             original = param.original()
             if original is not None and original is not param.own:
-                set_label(original, fqn, param.fqn, "original")
+                set_label(original, fqn, param.fqn, "original", self)
             if param.compute is not param.at_rest:
                 set_label(param.compute, fqn, param.fqn, "compute")
             set_label(param.at_rest, fqn, param.fqn, "at_rest", self)
