@@ -18,7 +18,7 @@ GradReduce = str | float
 
 
 def divisor_of(verb: str, grad_reduce: object) -> float | None:
-    """The number by which the sum of gradients over all ranks is divided; None stands for the number of ranks.
+    """Return what the sum of gradients over all ranks is divided by; None stands for the number of ranks.
 
     Raises:
         AnnotationError: it is neither "mean" nor "sum" nor a positive number.
@@ -37,7 +37,7 @@ def divisor_of(verb: str, grad_reduce: object) -> float | None:
 
 
 def grad_reduce_in_words(divisor: float | None) -> str:
-    """The inverse of `divisor_of`, for messages."""
+    """Invert `divisor_of`, for messages."""
     return "mean" if divisor is None else "sum" if divisor == 1.0 else f"sum / {divisor:g}"
 
 
@@ -47,9 +47,10 @@ DTYPES_BY_NAME: Final = {**{short: _REAL[name] for short, name in _SHORT.items()
 
 
 def real_dtype(value: object, what: str) -> torch.dtype:
-    """A dtype that parameters can be cast to, given as itself or by its name.
+    """Return a dtype that parameters can be cast to, given as itself or by its name.
 
     Args:
+        value: the dtype or its name.
         what: names the argument in the message.
 
     Raises:
@@ -109,14 +110,14 @@ class MixedPrecisionPolicy:
                 raise AnnotationError(f"{what} must be True or False, got {value!r}")
 
     def __str__(self) -> str:
-        """The fields that differ from their defaults."""
+        """Name the fields that differ from their defaults."""
         said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
         if self.full_precision_classes:
             said["full_precision_classes"] = [each.__name__ for each in self.full_precision_classes]
         return ", ".join(f"{name}={value}".replace("torch.", "") for name, value in said.items())
 
     def in_full_precision(self) -> MixedPrecisionPolicy:
-        """The same policy for a module that computes, and reduces gradients, in its own dtype."""
+        """Return the same policy for a module that computes, and reduces gradients, in its own dtype."""
         return replace(self, param_dtype=None, reduce_dtype=None, buffer_dtype=None)
 
 

@@ -108,18 +108,18 @@ class NonFiniteError(ComposableError, RuntimeError):
 
 
 def describe_module(module: object, fqn: str | None = None) -> str:
-    """A module in a few words: `Block 'layers.3'`, or `Block` where its FQN is not known. Never its repr."""
+    """Name a module in a few words: `Block 'layers.3'`, or `Block` where its FQN is not known. Never its repr."""
     kind = type(module).__name__
     return f"{kind} '{fqn}'" if fqn else kind
 
 
 def unit_name(fqn: str) -> str:
-    """What to call the unit at `fqn`, below the module that is called: `(root)` for that module itself."""
+    """Name the unit at `fqn`, below the module that is called: `(root)` for that module itself."""
     return fqn or "(root)"
 
 
 def first_line(error: object) -> str:
-    """What an error says, in one line; nothing if it says nothing."""
+    """Take what an error says in its first line; nothing if it says nothing."""
     return str(error).strip().partition("\n")[0]
 
 
@@ -131,7 +131,7 @@ def few(names: Sequence[str], limit: int = 8) -> str:
 
 
 def still_on_meta(fqn: str, unit: str) -> str:
-    """What to say of a parameter that is to be computed with before it has values."""
+    """Tell of a parameter that is to be computed with before it has values."""
     return (
         f"parameter '{fqn}' of unit '{unit}' is still on the meta device: it has a shape, but no values to compute with. "
         "Materialise the model before its first forward: call model.to_empty(device=...) and initialise it, or "
@@ -140,5 +140,5 @@ def still_on_meta(fqn: str, unit: str) -> str:
 
 
 def closest(name: str, choices: Iterable[str], limit: int = 1) -> list[str]:
-    """The `choices` that `name` may be a slip of, best first; none when nothing is near."""
+    """Find the `choices` that `name` may be a slip of, best first; none when nothing is near."""
     return difflib.get_close_matches(name, list(dict.fromkeys(choices)), n=limit, cutoff=0.6)

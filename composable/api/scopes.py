@@ -22,7 +22,7 @@ from composable.errors import NotAnnotatedError, PhaseError, closest
 
 
 def units_in(verb: str, module: nn.Module) -> list[Unit]:
-    """The units of both verbs in `module`.
+    """Find the units of both verbs in `module`.
 
     Raises:
         NotAnnotatedError: there are none.
@@ -178,8 +178,10 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 
 @untraced_alone
 def _call_as_forward(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call the class's method `name` on `module` inside the brackets of its annotations, except for checkpointing, which would
-    run forward again in its place."""
+    """Call the class's method `name` inside the brackets of the module's annotations.
+
+    Without that of checkpointing, which would run forward again in its place.
+    """
     dispatcher = dispatcher_of(module)
     method = getattr(type(module), name)
     if dispatcher is None:

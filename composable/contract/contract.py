@@ -48,10 +48,12 @@ class Verb(Protocol, Generic[P, S_co]):
 
     __name__: str
 
-    def __call__(self, module: Target, /, *args: P.args, **kwargs: P.kwargs) -> Target: ...
+    def __call__(self, module: Target, /, *args: P.args, **kwargs: P.kwargs) -> Target:
+        """Annotate `module`, and return it."""
+        ...
 
     def state(self, module: nn.Module | Sequence[nn.Module]) -> S_co | None:
-        """The verb's state for `module`, or for a list that was annotated as one; None if the verb was not applied.
+        """Return the verb's state for `module`, or for a list that was annotated as one; None if the verb was not applied.
 
         Raises:
             AnnotationError: `module` is not a module, or is a list of modules that were annotated separately.
@@ -113,6 +115,7 @@ class Annotation:
                 yield from record.states()
 
     def is_on(self, module: nn.Module) -> bool:
+        """Whether this is the record of its verb on `module`."""
         return registry(module).get(self.name) is self
 
     def put_on(self, modules: tuple[nn.Module, ...]) -> None:

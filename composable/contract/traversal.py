@@ -37,12 +37,15 @@ class ManagedParameter:
 
     @property
     def fqn(self) -> str:
+        """The name of the first of them."""
         return self.places[0].fqn
 
 
 def walk(root: nn.Module, prefix: str = "", *, stop: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """FQN and module for `root` and the modules below it, each once. Modules annotated with one of the verbs `stop` are left out
-    with all below them, except for `root` itself."""
+    """FQN and module for `root` and the modules below it, each once.
+
+    Modules annotated with one of the verbs `stop` are left out with all below them, except for `root` itself.
+    """
     seen: set[int] = set()
     pending = [(prefix, root)]
     while pending:
@@ -59,7 +62,7 @@ def walk(root: nn.Module, prefix: str = "", *, stop: Collection[str] = ()) -> It
 
 
 def names_below(root: nn.Module) -> Mapping[int, str]:
-    """The FQN of `root` and of every module below it, by the module's id."""
+    """Return the FQN of `root` and of every module below it, by the module's id."""
     return {id(module): fqn for fqn, module in walk(root)}
 
 
@@ -74,8 +77,10 @@ def registered_parameters(
 
 
 def managed_parameters(modules: Sequence[tuple[str, nn.Module]], *, ignored: Collection[int] = ()) -> list[ManagedParameter]:
-    """The parameters below `modules`, given as (prefix, module), that no annotation below them manages, without those whose ids
-    are `ignored`."""
+    """Return the parameters below `modules`, given as (prefix, module), that no annotation below them manages.
+
+    Without those whose ids are `ignored`.
+    """
     found: dict[int, tuple[nn.Parameter, list[NamedPlace]]] = {}
     for prefix, root in modules:
         for place, parameter in registered_parameters(root, prefix, (SHARD, REPLICATE)):
@@ -88,7 +93,7 @@ def managed_parameters(modules: Sequence[tuple[str, nn.Module]], *, ignored: Col
 
 
 def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
-    """The fully sharded modules in `root`, in order; for modules annotated as one unit, the first of them.
+    """Return the fully sharded modules in `root`, in order; for modules annotated as one unit, the first of them.
 
     `replicate`d subtrees are left out with everything in them, except that `root` itself may be replicated.
     """
@@ -96,17 +101,17 @@ def get_fully_sharded_modules(root: nn.Module) -> list[nn.Module]:
 
 
 def get_states(root: nn.Module) -> list[Any]:
-    """The `Unit` of each of `get_fully_sharded_modules(root)`."""
+    """Return the `Unit` of each of `get_fully_sharded_modules(root)`."""
     return [state for _, state in _units(root, SHARD, stop=(REPLICATE,))]
 
 
 def get_handles(root: nn.Module) -> list[Any]:
-    """The param groups of each of `get_states(root)`: one entry per unit, also for a unit without parameters."""
+    """Return the param groups of each of `get_states(root)`: one entry per unit, also for a unit without parameters."""
     return [state.handle for state in get_states(root)]
 
 
 def get_root_states(root: nn.Module) -> list[Any]:
-    """The units of the topmost fully sharded modules in `root`: its own, or those of the subtrees if it has none."""
+    """Return the units of the topmost fully sharded modules in `root`: its own, or those of the subtrees if it has none."""
     states: dict[int, Any] = {}
     seen: set[int] = set()
     pending = [root]
@@ -125,17 +130,17 @@ def get_root_states(root: nn.Module) -> list[Any]:
 
 
 def get_replicated_states(root: nn.Module) -> list[Any]:
-    """The units of all `replicate`d modules in `root`, in order, also inside fully sharded ones."""
+    """Return the units of all `replicate`d modules in `root`, in order, also inside fully sharded ones."""
     return [state for _, state in _units(root, REPLICATE)]
 
 
 def get_all_sharded_states(root: nn.Module) -> list[Any]:
-    """The units of all fully sharded modules in `root`, in order, also inside `replicate`d ones."""
+    """Return the units of all fully sharded modules in `root`, in order, also inside `replicate`d ones."""
     return [state for _, state in _units(root, SHARD)]
 
 
 def _units(root: nn.Module, verb: str, stop: Collection[str] = ()) -> list[tuple[nn.Module, Any]]:
-    """The first module and the state of each annotation `verb` in `root`."""
+    """Return the first module and the state of each annotation `verb` in `root`."""
     units: dict[int, tuple[nn.Module, Any]] = {}
     for _, module in walk(root, stop=stop):
         annotation = registry(module).get(verb)
@@ -145,8 +150,9 @@ def _units(root: nn.Module, verb: str, stop: Collection[str] = ()) -> list[tuple
 
 
 class TreeWatch:
-    """Tells whether modules below `root` were added, removed or exchanged, or whether their number of parameters changed. The
-    comparison runs in C: the engine makes it before every root forward.
+    """Whether modules below `root` were added, removed or exchanged, or whether their number of parameters changed.
+
+    The comparison runs in C: the engine makes it before every root forward.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -159,4 +165,5 @@ class TreeWatch:
         return list(chain.from_iterable(self._children)), sum(map(len, self._parameters))
 
     def changed(self) -> bool:
+        """Compare with what was there when this object was made."""
         return self._before != self._now()

@@ -26,8 +26,10 @@ _steppers: Final[WeakSet[Optimizer]] = WeakSet()
 
 
 class OptimizerInBackward(Optimizer):
-    """What `apply_optimizer_in_backward` returns: an optimizer of `torch.optim` for everything that reads it or sets its
-    hyper-parameters: schedulers, state dicts, `torch.distributed.checkpoint`. Backward steps; `step()` finds nothing to do.
+    """What `apply_optimizer_in_backward` returns. Backward steps; `step()` finds nothing to do.
+
+    It is an optimizer of `torch.optim` for everything that reads it or sets its hyper-parameters: schedulers, state dicts,
+    `torch.distributed.checkpoint`.
 
     Args:
         stepper: an optimizer over the parameters; it is handed one of them at a time.

@@ -21,7 +21,7 @@ class Policy(ABC):
 
     @abstractmethod
     def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
-        """The modules below and including `root` to annotate.
+        """Pick the modules below and including `root` to annotate.
 
         Args:
             root: the module that the verb was called with. It is among the candidates itself.
@@ -37,11 +37,7 @@ class Policy(ABC):
 
 
 def walk(root: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """FQN and module for `root` and what is below it, each module once, in the order of `.modules()`.
-
-    Args:
-        ignored: modules that are not entered.
-    """
+    """FQN and module for `root` and what is below it, except for `ignored`, each once, in the order of `.modules()`."""
     # A module that is reached past an ignored one too is not ignored: it is used elsewhere.
     seen = {id(module) for module in ignored}
 
@@ -57,6 +53,7 @@ def walk(root: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple
 
 
 def not_empty(picked: Selection, root: nn.Module, ignored: Collection[nn.Module]) -> Selection:
+    """Return `picked`, or raise an error that lists the classes present."""
     if picked:
         return picked
     counts: dict[type, int] = {}
@@ -67,6 +64,7 @@ def not_empty(picked: Selection, root: nn.Module, ignored: Collection[nn.Module]
 
 
 def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
+    """Check a class of modules, or several."""
     if isinstance(value, type):
         value = (value,)
     if not isinstance(value, Iterable) or isinstance(value, (str, nn.Module)):
@@ -81,13 +79,14 @@ def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
 
 
 def check_overrides(overrides: Mapping[Any, Any], who: str) -> None:
+    """Raise if a keyword is not a string."""
     for key in overrides:
         if not isinstance(key, str):
             raise PolicyError(f"{who} gave an override whose name is {kind_of(key)}; names of keywords are strings")
 
 
 def kind_of(value: Any) -> str:
-    """What a value is, for a message; never its repr, unless that is short for certain."""
+    """Name what a value is, for a message; never its repr, unless that is short for certain."""
     if value is None or isinstance(value, (bool, int, float)):
         return repr(value)
     if isinstance(value, str):

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Final
 
 from torch import nn
+from typing_extensions import override
 
 from composable.errors import PolicyError, closest, describe_module, few
 from composable.policies.base import Policy, Selection, as_classes, check_overrides, kind_of, not_empty, walk
@@ -34,6 +35,7 @@ class ModuleWrapPolicy(Policy):
         if not self.classes:
             raise PolicyError("ModuleWrapPolicy got no class at all; give it the classes to pick")
 
+    @override
     def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
         picked: Selection = {module: {} for _, module in walk(root, ignored) if isinstance(module, self.classes)}
         return not_empty(picked, root, ignored)
@@ -70,6 +72,7 @@ class CustomPolicy(Policy):
         _check_takes_a_module(decide)
         self.decide = decide
 
+    @override
     def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
         picked: Selection = {}
         for fqn, module in walk(root, ignored):
@@ -129,6 +132,7 @@ class SizePolicy(Policy):
         self.force_leaf = as_classes(force_leaf, "force_leaf= takes classes of modules")
         self.exclude = as_classes(exclude, "exclude= takes classes of modules")
 
+    @override
     def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
         candidates = {id(module) for _, module in walk(root, ignored)}
         large: dict[int, None] = {}
@@ -136,7 +140,7 @@ class SizePolicy(Policy):
         visited: dict[int, None] = {}
 
         def left_over(module: nn.Module) -> int:
-            """The elements at or below `module` that it leaves to the module above."""
+            """Count the elements at or below `module` that it leaves to the module above."""
             if id(module) in visited or id(module) not in candidates:
                 return 0
             visited[id(module)] = None
@@ -208,6 +212,7 @@ class NamePolicy(Policy):
             check_overrides(overrides, f"NamePolicy, for '{pattern}',")
             self.patterns[pattern] = dict(overrides)
 
+    @override
     def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
         candidates = {id(module) for _, module in walk(root, ignored)}
         named = [(n, m) for n, m in root.named_modules(remove_duplicate=False) if id(m) in candidates]

@@ -166,7 +166,7 @@ def describe(module: nn.Module) -> Description:
 
 
 def _effective_verbs(annotations: Mapping[str, Annotation]) -> list[str]:
-    """The verbs that do something on this very module: first what makes it a unit, then the others in the order of calls.
+    """List the verbs that do something on this very module: first what makes it a unit, then the others in the order of calls.
 
     With a policy, `checkpoint` and `offload_activations` do something on the picked modules below only.
     """
@@ -204,7 +204,7 @@ def _unit_row(name: str, verb: str, unit: Unit, verbs: Sequence[str]) -> UnitRow
 
 
 def _plain_row(name: str, module: str, verbs: Sequence[str], parameters: Sequence[nn.Parameter]) -> UnitRow:
-    """The row of parameters that are this process's own."""
+    """Make the row of parameters that are this process's own."""
     local = [local_of(each) if isinstance(each, DTensor) else each for each in parameters]
     dtypes = _names_of(each.dtype for each in parameters)
     return UnitRow(
@@ -239,11 +239,7 @@ def _placements_of(parameter: nn.Parameter) -> str:
 
 
 def _unmanaged(module: nn.Module, *, named: bool) -> list[UnitRow]:
-    """A row for the parameters of no unit.
-
-    Args:
-        named: verbs that make no unit were applied.
-    """
+    """Make a row for the parameters of no unit; `named`: verbs that make no unit were applied."""
     annotations = registry(module)
     rest = [managed.parameter for managed in managed_parameters([("", module)])]
     if SHARD in annotations or REPLICATE in annotations or not rest:
@@ -264,7 +260,7 @@ def _numbers(parameters: int, numel: int, whole: int, per_rank: int) -> tuple[st
 
 
 def _dtypes(row: UnitRow) -> str:
-    """The dtypes of the parameters at rest, and whatever differs from them."""
+    """Name the dtypes of the parameters at rest, and whatever differs from them."""
     text = ", ".join(row.dtypes)
     if row.computes_in != row.dtypes:
         text += f" as {', '.join(row.computes_in)}"
