@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
@@ -90,8 +91,8 @@ checkpoint_generator: Callable[..., Any] = torch.utils.checkpoint._checkpoint_wi
 
 def innermost(tensor: Tensor) -> Tensor:
     """The tensor inside the wrappers of `torch.func`'s transforms (`grad`, `vmap`, ...), which have no storage of their own."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = torch._C._functorch.get_unwrapped(tensor)
+    while is_functorch_wrapped_tensor(tensor):
+        tensor = get_unwrapped(tensor)
     return tensor
 
 
