@@ -11,7 +11,6 @@
 from composable.comm.accelerator import AcceleratorComm
 from composable.comm.base import Comm, Traits, Work, backend_of
 from composable.comm.choose import (
-    PAIRS_UP_TO,
     comm_of,
     comms_wrapped_by,
     group_of_both,
@@ -26,7 +25,6 @@ from composable.comm.local import LocalComm
 from composable.comm.mesh import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
 
 __all__ = [
-    "PAIRS_UP_TO",
     "AcceleratorComm",
     "Comm",
     "GenericComm",

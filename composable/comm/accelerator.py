@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.comm.base import GroupComm, Pairs, Traits, Work
+from composable.comm.base import GroupComm, Traits, Work, launch_each
 from composable.memory.streams import Mark, Streams, range_label
-from composable.memory.torch_private import Launcher, as_real, cannot_coalesce, launchers
+from composable.memory.torch_private import Launcher, cannot_coalesce
 
 # A launch of more messages than this takes longer than the copies that it saves; kernels read 16 aligned bytes at once.
 ON_ACCELERATOR: Final = Traits(direct_bytes=1 << 20, max_direct=32, align=16, on_stream=True)
@@ -50,58 +50,27 @@ class AcceleratorComm(GroupComm):
     ) -> None:
         super().__init__(group, device)
         self._streams = streams
-        self._launchers = launchers(group, asynchronous=False)
         self._reductions = self._group if reductions is None else ref(reductions)
         self._coalesces = True  # until the backend says that it does not
 
-    def _all_gather(self, pairs: Pairs, label: str) -> Work:
-        with self._streams.fork("all_gather"):
-            self._start(self.group, self._launchers.all_gather, *_unzip(pairs))
-            return _StreamWork(self._streams.mark(), label, pairs)
-
-    def _reduce_scatter(self, pairs: Pairs, label: str, scale: float) -> Work:
-        is_mean = self._is_mean(scale)
-        launcher = self._launchers.reduce_scatter_mean if is_mean else self._launchers.reduce_scatter
-        with self._streams.fork("reduce_scatter"):
-            self._start(self._reductions() or self.group, launcher, *_unzip(pairs))
-            if scale != 1.0 and not is_mean:
-                torch._foreach_mul_([out for out, _ in pairs], scale)
-            return _StreamWork(self._streams.mark(), label, pairs)
-
-    def _all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float) -> Work:
-        is_mean = self._is_mean(scale)
-        launcher = self._launchers.all_reduce_mean if is_mean else self._launchers.all_reduce
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}  # the tensors of one launch have one dtype
-        for tensor in map(as_real, tensors):
-            by_dtype.setdefault(tensor.dtype, []).append(tensor)
-        with self._streams.fork("all_reduce"):
-            for same in by_dtype.values():
-                self._start(self.group, launcher, same)
-            if scale != 1.0 and not is_mean:
-                torch._foreach_mul_(list(tensors), scale)
+    def _start(self, kind: str, label: str, scale: float, *tensors: list[Tensor]) -> Work:
+        launcher, factor = self._launcher(kind, scale)
+        group = (kind == "reduce_scatter" and self._reductions()) or self.group
+        with self._streams.fork(kind):
+            for work in self._works(group, launcher, tensors):
+                if work is not None:  # of a backend that has not made the current stream wait
+                    work.wait()
+            if factor != 1.0:
+                torch._foreach_mul_(tensors[0], factor)
             return _StreamWork(self._streams.mark(), label, tensors)
 
-    def _start(self, group: dist.ProcessGroup, launcher: Launcher, *tensors: list[Tensor]) -> None:
-        """Launch one kind of collective for outputs and inputs, or for what is reduced in place, on the current stream."""
-        if self._coalesces and len(tensors[0]) > 1:
+    def _works(self, group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[list[Tensor]]) -> list[Any]:
+        # The tensors of one launch have one dtype.
+        if self._coalesces and len(tensors[0]) > 1 and len({tensor.dtype for tensor in tensors[0]}) == 1:
             try:
-                _finish(getattr(group, launcher.coalesced)(*tensors, launcher.coalesced_options))
-                return
+                return [getattr(group, launcher.coalesced)(*tensors, launcher.coalesced_options)]
             except RuntimeError as error:
                 if not cannot_coalesce(error):
                     raise
                 self._coalesces = False
-        launch = getattr(group, launcher.single)
-        in_place = len(tensors) == 1
-        for arguments in zip(*tensors, strict=True):
-            _finish(launch(list(arguments) if in_place else arguments[0], *arguments[1:], launcher.options))
-
-
-def _unzip(pairs: Pairs) -> tuple[list[Tensor], list[Tensor]]:
-    return [as_real(output) for output, _ in pairs], [as_real(source) for _, source in pairs]
-
-
-def _finish(work: Any) -> None:
-    """Make the current stream wait. Backends that have done so return no work."""
-    if work is not None:
-        work.wait()
+        return launch_each(group, launcher, tensors)

@@ -16,7 +16,7 @@ from torch import Tensor
 from composable.comm.ledger import ledger_of
 from composable.errors import CommunicationError, first_line
 from composable.memory.streams import range_label
-from composable.memory.torch_private import profiled
+from composable.memory.torch_private import Launcher, as_real, launchers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -26,9 +26,6 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 MESSAGE_BYTES: Final = 64 << 20  # of a broadcast: so much memory it takes on the comm's device at most
 _AVERAGING: Final = ("nccl", "fake")  # backends with a reduction to the mean, which costs nothing over the sum
 _DESTROYED: Final = "this rank has destroyed its process group"
-
-# torch 2.13 renamed it; both names are the same collective.
-_all_gather_single: Final[Callable[..., Any]] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Work(Protocol):
@@ -133,7 +130,9 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 class GroupComm(ABC):
-    """What comms over a process group have in common."""
+    """What comms over a process group have in common. A subclass has `traits` and launches the group's own collectives."""
+
+    traits: Traits
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         # Weak: `destroy_process_group` must end the group. The threads of one that models keep until the interpreter exits
@@ -145,6 +144,7 @@ class GroupComm(ABC):
         self._ledger = ledger_of(group)
         self._name = dist.get_rank()  # by which messages call this rank: its number among all
         self._averages = backend_of(group, device) in _AVERAGING
+        self._launchers = launchers(group, asynchronous=not self.traits.on_stream)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -164,42 +164,45 @@ class GroupComm(ABC):
     def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Work:
         return self._launch(label, self._all_reduce, tensors, label, scale) if tensors else DONE
 
-    @abstractmethod
-    def _all_gather(self, pairs: Pairs, label: str) -> Work: ...
+    def _all_gather(self, pairs: Pairs, label: str) -> Work:
+        return self._start("all_gather", label, 1.0, *_unzip(pairs))
+
+    def _reduce_scatter(self, pairs: Pairs, label: str, scale: float) -> Work:
+        return self._start("reduce_scatter", label, scale, *_unzip(pairs))
+
+    def _all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float) -> Work:
+        return self._start("all_reduce", label, scale, [as_real(tensor) for tensor in tensors])
 
     @abstractmethod
-    def _reduce_scatter(self, pairs: Pairs, label: str, scale: float) -> Work: ...
+    def _start(self, kind: str, label: str, scale: float, *tensors: list[Tensor]) -> Work:
+        """Launch collectives of one kind, a field of `Launchers`, for real outputs and inputs, or for what is reduced in place."""
 
-    @abstractmethod
-    def _all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float) -> Work: ...
+    def _launcher(self, kind: str, scale: float) -> tuple[Launcher, float]:
+        """How to launch `kind`, and by what to multiply the results: some backends make means of sums by themselves."""
+        if scale != 1.0 and scale == 1.0 / self.size and self._averages:
+            return getattr(self._launchers, f"{kind}_mean"), 1.0
+        return getattr(self._launchers, kind), scale
 
     # --- launches and errors ------------------------------------------------------------------------------------------
 
     def _launch(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call what launches a collective. All collectives go through here."""
         self._ledger.note(label)
-        if not profiled():
-            return self.guarded(label, call, *args, **kwargs)
         with range_label(label):
             return self.guarded(label, call, *args, **kwargs)
 
     def guarded(self, label: str, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call what launches a collective or waits for it, and name it in errors of the backend's."""
+        """Call what launches a collective or waits for it. An error of the backend's gets the collective's name, what to do,
+        and what every rank launched last."""
         try:
             return call(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise  # of this rank alone
         except (RuntimeError, OSError) as error:
-            raise self.failed(label, error) from error
-
-    def failed(self, label: str, error: Exception) -> CommunicationError:
-        """What to raise for an `error` of the backend's: what failed, what to do, and what every rank launched last."""
-        said = first_line(error) or type(error).__name__
-        return CommunicationError(f"rank {self._name}: the {label} failed: {said}\n{_cure(error)}\n{self._ledger.report()}")
-
-    def _is_mean(self, scale: float) -> bool:
-        """Whether the backend can scale the sum by itself."""
-        return self._averages and scale == 1.0 / self.size
+            said = first_line(error) or type(error).__name__
+            raise CommunicationError(
+                f"rank {self._name}: the {label} failed: {said}\n{_cure(error)}\n{self._ledger.report()}"
+            ) from error
 
     # --- checks and exchanges -----------------------------------------------------------------------------------------
 
@@ -231,20 +234,31 @@ class GroupComm(ABC):
         return found
 
     def all_gather_ints(self, values: Sequence[int], label: str) -> list[list[int]]:
-        return self._launch(label, self._rows, torch.tensor(list(values), dtype=torch.int64, device=self.device))
-
-    def _rows(self, numbers: Tensor) -> list[list[int]]:
-        every = torch.empty(self.size * numbers.numel(), dtype=numbers.dtype, device=self.device)
-        _all_gather_single(every, numbers, group=self.group)
-        rows: list[list[int]] = every.view(self.size, numbers.numel()).tolist()
-        return rows
+        return self._rows(torch.tensor(list(values), dtype=torch.int64, device=self.device), label)
 
     def all_gather_objects(self, value: Any, label: str) -> list[Any]:
         sent = pickle.dumps(value)
         lengths = [row[0] for row in self.all_gather_ints([len(sent)], label)]
         padded = torch.tensor(list(sent.ljust(max(lengths), b"\0")), dtype=torch.uint8, device=self.device)
-        rows = self._launch(label, self._rows, padded)
-        return [pickle.loads(bytes(row[:length])) for row, length in zip(rows, lengths, strict=True)]
+        return [pickle.loads(bytes(row[:length])) for row, length in zip(self._rows(padded, label), lengths, strict=True)]
+
+    def _rows(self, numbers: Tensor, label: str) -> list[list[int]]:
+        every = numbers.new_empty(self.size, numbers.numel())
+        self.all_gather([(every.view(-1), numbers)], label).wait()
+        rows: list[list[int]] = every.tolist()
+        return rows
+
+
+def _unzip(pairs: Pairs) -> tuple[list[Tensor], list[Tensor]]:
+    return [as_real(output) for output, _ in pairs], [as_real(source) for _, source in pairs]
+
+
+def launch_each(group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[list[Tensor]]) -> list[Any]:
+    """Launch a collective per output and input, or per tensor that is reduced in place. Works that are done may be None."""
+    launch = getattr(group, launcher.single)
+    if len(tensors) == 1:
+        return [launch([tensor], launcher.options) for tensor in tensors[0]]
+    return [launch(output, source, launcher.options) for output, source in zip(*tensors, strict=True)]
 
 
 def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -16,12 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composable.comm.base import GroupComm, Pairs, Traits, Work, scale_sums
+from composable.comm.base import GroupComm, Pairs, Traits, Work, launch_each, scale_sums
 from composable.comm.ledger import checksum
 from composable.errors import CommunicationError
 from composable.memory.elastic import borrow, give_back
 from composable.memory.streams import range_label
-from composable.memory.torch_private import Launcher, as_real, launchers
 
 _FIRST_TAG: Final = 1 << 30  # apart from the small tags that users choose for messages of their own; a tag is a C int
 
@@ -41,8 +40,6 @@ class _HostWork:
     def wait(self) -> None:
         if self._failure:
             raise CommunicationError(self._failure)  # again, and without another report
-        if not self._works and self._finish is None:
-            return
         try:
             with range_label(self._label, "wait for the "):
                 self._comm.guarded(self._label, self._complete)
@@ -65,34 +62,10 @@ class GenericComm(GroupComm):
 
     traits = Traits(direct_bytes=1 << 20, max_direct=512, align=1, on_stream=False)
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(group, device)
-        self._launchers = launchers(group, asynchronous=True)
-
-    def _all_gather(self, pairs: Pairs, label: str) -> Work:
-        return _HostWork(self, label, self._start(self._launchers.all_gather, pairs))
-
-    def _reduce_scatter(self, pairs: Pairs, label: str, scale: float) -> Work:
-        if self._is_mean(scale):
-            return _HostWork(self, label, self._start(self._launchers.reduce_scatter_mean, pairs))
-        works = self._start(self._launchers.reduce_scatter, pairs)
-        return _HostWork(self, label, works, _scaling([out for out, _ in pairs], scale))
-
-    def _all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float) -> Work:
-        is_mean = self._is_mean(scale)
-        launcher = self._launchers.all_reduce_mean if is_mean else self._launchers.all_reduce
-        launch = getattr(self.group, launcher.single)
-        works = [launch([as_real(tensor)], launcher.options) for tensor in tensors]
-        return _HostWork(self, label, works, _scaling(tensors, 1.0 if is_mean else scale))
-
-    def _start(self, launcher: Launcher, pairs: Pairs) -> list[Any]:
-        launch = getattr(self.group, launcher.single)
-        return [launch(as_real(output), as_real(source), launcher.options) for output, source in pairs]
-
-
-def _scaling(tensors: Sequence[Tensor], scale: float) -> Callable[[], None] | None:
-    """What multiplies sums when they are complete."""
-    return None if scale == 1.0 else partial(scale_sums, tensors, scale)
+    def _start(self, kind: str, label: str, scale: float, *tensors: list[Tensor]) -> Work:
+        launcher, factor = self._launcher(kind, scale)
+        works = launch_each(self.group, launcher, tensors)
+        return _HostWork(self, label, works, None if factor == 1.0 else partial(scale_sums, tensors[0], factor))
 
 
 class PointToPointComm(GenericComm):
@@ -110,49 +83,43 @@ class PointToPointComm(GenericComm):
         # Each rank starts with its right neighbour; if all started with rank 0, that would be the bottleneck.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
-    def _next_tag(self, label: str) -> int:
-        return _FIRST_TAG | (next(self._messages) ^ checksum(label)) & (_FIRST_TAG - 1)
-
     def _all_gather(self, pairs: Pairs, label: str) -> Work:
-        group, own = self.group, []
-        works, sends = [], []
-        for whole, shard in pairs:
-            tag = self._next_tag(label)
-            if not shard.numel():
-                continue
-            parts = whole.split(shard.numel())
-            own.append((parts[self.rank], shard))
-            works += [group.recv([parts[peer]], peer, tag) for peer in self._peers]
-            sends += [(shard, peer, tag) for peer in self._peers]
-        # All receives come first: what arrives for one that is posted needs no memory in between.
-        works += [group.send([shard], peer, tag) for shard, peer, tag in sends]
-        if own:
-            torch._foreach_copy_([part for part, _ in own], [shard for _, shard in own])
+        split = [(whole.split(shard.numel()), shard) for whole, shard in pairs if shard.numel()]
+        works = self._exchange(
+            label, [([parts[peer] for peer in self._peers], [shard for _ in self._peers]) for parts, shard in split]
+        )
+        if split:
+            torch._foreach_copy_([parts[self.rank] for parts, _ in split], [shard for _, shard in split])
         return _HostWork(self, label, works)
 
     def _reduce_scatter(self, pairs: Pairs, label: str, scale: float) -> Work:
-        group, received = self.group, []
-        works, sends = [], []
-        for out, whole in pairs:
-            tag = self._next_tag(label)
-            if not out.numel():
-                continue
-            lent = borrow(len(self._peers) * out.numel(), whole.dtype)
-            rows, parts = lent.split(out.numel()), whole.split(out.numel())
-            works += [group.recv([row], peer, tag) for row, peer in zip(rows, self._peers, strict=True)]
-            sends += [(parts[peer], peer, tag) for peer in self._peers]
-            received.append((out, parts[self.rank], rows, lent))
-        works += [group.send([part], peer, tag) for part, peer, tag in sends]
+        split = [(out, whole.split(out.numel())) for out, whole in pairs if out.numel()]
+        lent = [borrow(len(self._peers) * out.numel(), out.dtype) for out, _ in split]
+        received = [buffer.split(out.numel()) for buffer, (out, _) in zip(lent, split, strict=True)]
+        works = self._exchange(
+            label, [(rows, [parts[peer] for peer in self._peers]) for rows, (_, parts) in zip(received, split, strict=True)]
+        )
 
         def add_up() -> None:
-            for out, own, rows, lent in received:
-                # In the order of ranks, so that every run rounds alike. `rows` are in the order of `self._peers`.
-                terms = [own if rank == self.rank else rows[(rank - self.rank) % self.size - 1] for rank in range(self.size)]
-                torch.add(terms[0], terms[1], out=out)
-                for term in terms[2:]:
-                    out.add_(term)
-                give_back(lent)
+            for (out, parts), rows in zip(split, received, strict=True):
+                # In the order of ranks, so that every run rounds alike.
+                by_rank = {self.rank: parts[self.rank], **dict(zip(self._peers, rows, strict=True))}
+                torch.add(by_rank[0], by_rank[1], out=out)
+                for rank in range(2, self.size):
+                    out.add_(by_rank[rank])
+            for buffer in lent:
+                give_back(buffer)
             if scale != 1.0:
-                scale_sums([out for out, *_ in received], scale)
+                scale_sums([out for out, _ in split], scale)
 
         return _HostWork(self, label, works, add_up)
+
+    def _exchange(self, label: str, messages: list[tuple[Sequence[Tensor], Sequence[Tensor]]]) -> list[Any]:
+        """Launch messages. Each has what is received from, and what is sent to, each of `self._peers`."""
+        group, works, sends = self.group, [], []
+        for received, sent in messages:
+            tag = _FIRST_TAG | (next(self._messages) ^ checksum(label)) & (_FIRST_TAG - 1)
+            works += [group.recv([part], peer, tag) for part, peer in zip(received, self._peers, strict=True)]
+            sends += [(part, peer, tag) for part, peer in zip(sent, self._peers, strict=True)]
+        # All receives come first: what arrives for one that is posted needs no memory in between.
+        return works + [group.send([part], peer, tag) for part, peer, tag in sends]

@@ -67,11 +67,6 @@ class Ledger:
         self.digest = (self.digest * 1_000_003 ^ checksum(label)) & _DIGEST_BITS
         self._labels.append(label)
 
-    def describe(self) -> str:
-        """The last launches of this rank, in one line."""
-        last = ", ".join(list(self._labels)[-_SHOWN:]) or "none"
-        return f"Last launches of rank {self._names[self._rank]} ({self.count} in all): {last}"
-
     # --- comparison ---------------------------------------------------------------------------------------------------
 
     def compare(self, comm: Comm) -> None:
@@ -107,46 +102,42 @@ class Ledger:
         return self._reported[1]
 
     def _report(self) -> str:
-        lines = [self.describe()]
+        me = self._names[self._rank]
+        last = ", ".join(list(self._labels)[-_SHOWN:]) or "none"
+        lines = [f"Last launches of rank {me} ({self.count} in all): {last}"]
         group = self._group()
         store = None if group is None else store_of(group)
         if store is None:
             return lines[0]
-        found: dict[int, Launches] = {self._names[self._rank]: (self.count, tuple(self._labels))}
+        found: dict[int, Launches] = {me: (self.count, tuple(self._labels))}
         # In a thread, because a store whose server hangs answers no question, and has no timeout for that.
         thread = Thread(target=self._exchange, args=(store, found), daemon=True)
         thread.start()
         thread.join(REPORT_SECONDS + 1.0)
-        found = dict(found)  # a thread that hangs may go on to write
-        last = {name: f"launched last: {labels[-1]} (its launch {count})" for name, (count, labels) in found.items() if labels}
-        lines += _by_text({name: text for name, text in last.items() if name != self._names[self._rank]})
-        silent = [name for name in self._names if name not in found]
-        if silent:
-            lines += _by_text(
-                dict.fromkeys(silent, f"no report within {REPORT_SECONDS:g} s: ended, or did not fail so far"), ": "
-            )
+        found = {name: found[name] for name in self._names if name in found}  # a thread that hangs may go on to write
+        lines += _by_text(
+            {name: f" launched last: {labels[-1]} (its launch {n})" for name, (n, labels) in found.items() if name != me}
+        )
+        silent = f": no report within {REPORT_SECONDS:g} s: ended, or did not fail so far"
+        lines += _by_text({name: silent for name in self._names if name not in found})
         difference = _first_difference(found, until=min(count for count, _ in found.values()))
         return "\n".join([*lines, difference] if difference else lines)
 
     def _exchange(self, store: Any, found: dict[int, Launches]) -> None:
+        """Publish this rank's launches, and put those of the others into `found` as they come."""
         deadline = time.monotonic() + REPORT_SECONDS
+        keys = [f"composable/ledger/{rank}" for rank in range(len(self._names))]
+        missing = {rank for rank in range(len(self._names)) if rank != self._rank}
         with suppress(Exception):  # the store may have ended with its rank: then there is nothing to add to the error itself
-            store.set(_key(self._rank), json.dumps([self.count, list(self._labels)[-KEPT:]]))
-            missing = {rank: name for rank, name in enumerate(self._names) if rank != self._rank}
-            while missing:
-                for rank, name in list(missing.items()):
-                    if store.check([_key(rank)]) and (text := store.get(_key(rank))) != self._read.get(rank):
+            store.set(keys[self._rank], json.dumps([self.count, list(self._labels)[-KEPT:]]))
+            while missing and time.monotonic() < deadline:
+                for rank in sorted(missing):
+                    if store.check([keys[rank]]) and (text := store.get(keys[rank])) != self._read.get(rank):
                         self._read[rank] = text
                         count, labels = json.loads(text)
-                        found[name] = (count, labels)
-                        del missing[rank]
-                if time.monotonic() > deadline:
-                    return
+                        found[self._names[rank]] = (count, labels)
+                        missing.remove(rank)
                 time.sleep(0.05)
-
-
-def _key(rank: int) -> str:
-    return f"composable/ledger/{rank}"
 
 
 def _first_difference(by_rank: Mapping[int, Launches], until: int) -> str | None:
@@ -155,18 +146,18 @@ def _first_difference(by_rank: Mapping[int, Launches], until: int) -> str | None
     for number in range(start, until):
         found = {}
         for rank, (count, labels) in by_rank.items():
-            found[rank] = labels[number - count + len(labels)] if number < count else "nothing"
-        if any(label != next(iter(found.values())) for label in found.values()):
-            return f"The first difference is in launch {number + 1}: {'; '.join(_by_text(found, ': '))}."
+            found[rank] = ": " + (labels[number - count + len(labels)] if number < count else "nothing")
+        if any(text != next(iter(found.values())) for text in found.values()):
+            return f"The first difference is in launch {number + 1}: {'; '.join(_by_text(found))}."
     return None
 
 
-def _by_text(texts: Mapping[int, str], between: str = " ") -> list[str]:
-    """Each text once, with the ranks that it is said of: `rank 0, 2 launched last: ...`."""
+def _by_text(texts: Mapping[int, str]) -> list[str]:
+    """Each text once, after the ranks that it is said of: `rank 0, 2 launched last: ...`."""
     ranks: dict[str, list[str]] = {}
-    for rank, text in sorted(texts.items()):
+    for rank, text in texts.items():
         ranks.setdefault(text, []).append(str(rank))
-    return [f"rank {few(names)}{between}{text}" for text, names in ranks.items()]
+    return [f"rank {few(names)}{text}" for text, names in ranks.items()]
 
 
 _LEDGERS: Final[WeakKeyDictionary[dist.ProcessGroup, Ledger]] = WeakKeyDictionary()

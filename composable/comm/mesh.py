@@ -42,20 +42,6 @@ class MeshInfo:
     shard_dim: int = 0
 
     @property
-    def num_ranks(self) -> int:
-        return self.all.size
-
-    @property
-    def is_distributed(self) -> bool:
-        return self.all.size > 1
-
-    @property
-    def comms(self) -> tuple[Comm, ...]:
-        """Each once."""
-        roles = (self.all, self.shard, self.replicate, self.post_forward)
-        return tuple(dict.fromkeys(comm for comm in roles if comm is not None))
-
-    @property
     def replicas(self) -> list[list[int]]:
         """The global ranks that each replica is sharded over; empty unless the mesh has two dimensions."""
         if self.mesh is None or self.mesh.ndim == 1:

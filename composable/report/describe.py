@@ -190,7 +190,7 @@ def _unit_row(name: str, verb: str, unit: Unit, verbs: Sequence[str]) -> UnitRow
         offload = "host" if any(group.home is not None for group in unit.groups) else "no effect"
     return replace(
         _plain_row(name, " + ".join(type(module).__name__ for module in unit.modules), verbs, parameters),
-        ranks=unit.mesh_info.num_ranks,
+        ranks=unit.mesh_info.all.size,
         computes_in=_names_of(group.precision.compute for group in unit.groups),
         reduces_in=_names_of(group.precision.reduce for group in unit.groups),
         placements=_unique(map(_placements_of, parameters)) if is_sharded else ("replicated",),

@@ -141,12 +141,9 @@ def test_a_mesh_info_has_a_comm_for_each_role() -> None:
     assert (sharded.shard, sharded.all, sharded.replicate) == (world, world, None)
     assert sharded.post_forward is not None
     assert sharded.post_forward.size == 2
-    assert sharded.num_ranks == 4
-    assert sharded.is_distributed
     assert sharded.replicas == []
     assert isinstance(replicated.shard, LocalComm)
     assert replicated.all is replicated.replicate is world
-    assert replicated.comms == (world, replicated.shard)
     hybrid = mesh_info_of_shards(init_device_mesh("cpu", (2, 2)), CPU, shard_dim=1)
     rank = dist.get_rank()
     assert hybrid.replicate is not None
@@ -171,8 +168,7 @@ def test_all_ranks_of_a_mesh_that_are_not_all_of_the_job_get_a_group() -> None:
 @spmd(ranks=2)
 def test_a_mesh_info_over_ranks_can_be_neither_copied_nor_pickled() -> None:
     alone, among_all = mesh_info_of_shards(None, CPU), mesh_info_of_shards(init_device_mesh("cpu", (2,)), CPU)
-    assert not alone.is_distributed
-    assert not pickle.loads(pickle.dumps(alone)).is_distributed
+    assert pickle.loads(pickle.dumps(alone)).all.size == 1
     assert deepcopy(among_all) is among_all
     with pytest.raises(AnnotationError, match="holds process groups and cannot be pickled; save its state_dict"):
         pickle.dumps(among_all)
