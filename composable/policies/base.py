@@ -1,4 +1,4 @@
-"""What a policy is, and what all policies share: the walk over the tree and its checks; knows no particular policy."""
+"""What a policy is, and what all policies share: the walk over the tree and its checks."""
 
 from __future__ import annotations
 
@@ -24,12 +24,11 @@ class Policy(ABC):
         """Pick the modules below and including `root` to annotate.
 
         Args:
-            root: the module that the verb was called with. It is among the candidates itself.
+            root: the module that the verb was called with; it is a candidate itself.
             ignored: modules that are not picked, nor anything below them.
 
         Returns:
-            For every module that is picked, in the order of `.modules()`, the keyword arguments in which its annotation
-            differs from the verb's own call; an empty dict for no difference.
+            For each picked module, the keyword arguments in which its annotation differs from the verb's call.
 
         Raises:
             PolicyError: nothing is picked, or the policy does not fit the tree.

@@ -1,4 +1,4 @@
-"""The policies that come with the package: by class, by function, by size, by name; none of them knows a verb."""
+"""The policies that come with the package: by class, by function, by size, by name."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class CustomPolicy(Policy):
     """Every module for which a function says so.
 
     Args:
-        decide: takes a module; returns True to pick it, a dict to pick it with these keyword overrides (which may be
-            empty), and False to leave it. It is called once for every module, in the order of `.modules()`.
+        decide: takes a module; returns True to pick it, a dict to pick it with these keyword overrides, False to leave it.
+            It is called once for every module, in the order of `.modules()`.
 
     Raises:
         PolicyError: `decide` cannot be called with one argument; in `select`, when it returns anything else.
@@ -69,7 +69,15 @@ class CustomPolicy(Policy):
     def __init__(self, decide: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         if not callable(decide):
             raise PolicyError(f"CustomPolicy takes a function of a module, and got {type(decide).__name__}")
-        _check_takes_a_module(decide)
+        try:
+            inspect.signature(decide).bind(None)
+        except ValueError:
+            pass  # a builtin that does not tell
+        except TypeError:
+            raise PolicyError(
+                f"a policy's function takes one argument, the module; this one takes {inspect.signature(decide)}. For an "
+                "auto-wrap policy of FSDP1, use ModuleWrapPolicy or SizePolicy"
+            ) from None
         self.decide = decide
 
     @override
@@ -134,28 +142,27 @@ class SizePolicy(Policy):
 
     @override
     def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
-        candidates = {id(module) for _, module in walk(root, ignored)}
-        large: dict[int, None] = {}
-        counted: dict[int, None] = {}
-        visited: dict[int, None] = {}
+        waiting = {id(module) for _, module in walk(root, ignored)}  # each counts once, at its first place
+        large: set[int] = set()
+        counted: set[int] = set()
 
         def left_over(module: nn.Module) -> int:
             """Count the elements at or below `module` that it leaves to the module above."""
-            if id(module) in visited or id(module) not in candidates:
+            if id(module) not in waiting:
                 return 0
-            visited[id(module)] = None
-            leaf = isinstance(module, self.force_leaf)
-            own = module.parameters(recurse=leaf)
+            waiting.remove(id(module))
+            is_leaf = isinstance(module, self.force_leaf)
             elements = 0
-            for parameter in own:
+            for parameter in module.parameters(recurse=is_leaf):
                 if id(parameter) not in counted:
-                    counted[id(parameter)] = None
+                    counted.add(id(parameter))
                     elements += parameter.numel()
-            if not leaf:
+            if not is_leaf:
                 elements += sum(left_over(child) for child in module.children())
-            if elements < self.min_num_params or isinstance(module, self.exclude) or not _has_forward(module):
+            forward: Any = getattr(module.forward, "__func__", None)
+            if elements < self.min_num_params or isinstance(module, self.exclude) or forward is nn.Module.forward:
                 return elements
-            large[id(module)] = None
+            large.add(id(module))
             return 0
 
         total = left_over(root)
@@ -216,10 +223,10 @@ class NamePolicy(Policy):
     def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
         candidates = {id(module) for _, module in walk(root, ignored)}
         named = [(n, m) for n, m in root.named_modules(remove_duplicate=False) if id(m) in candidates]
-        matches: dict[str, dict[int, None]] = {}
+        matches: dict[str, set[int]] = {}
         for pattern in self.patterns:
             parts = _parts(pattern)
-            matches[pattern] = {id(module): None for fqn, module in named if _match(parts, _parts(fqn))}
+            matches[pattern] = {id(module) for fqn, module in named if _match(parts, _parts(fqn))}
             if not matches[pattern]:
                 near = closest(pattern, [fqn for fqn, _ in named if fqn], limit=3)
                 hint = f"close to it: {', '.join(near)}" if near else f"there is: {few([n for n, _ in named if n])}"
@@ -229,29 +236,10 @@ class NamePolicy(Policy):
             for pattern, overrides in self.patterns.items():
                 if id(module) in matches[pattern]:
                     picked.setdefault(module, {}).update(overrides)
-        return not_empty(picked, root, ignored)
+        return picked
 
     def __repr__(self) -> str:
         return f"NamePolicy({', '.join(self.patterns)})"
-
-
-def _check_takes_a_module(decide: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(decide)
-    except ValueError:
-        return  # a builtin that does not tell
-    try:
-        signature.bind(None)
-    except TypeError:
-        raise PolicyError(
-            f"a policy's function takes one argument, the module; this one takes {signature}. For an auto-wrap policy "
-            "of FSDP1, use ModuleWrapPolicy or SizePolicy"
-        ) from None
-
-
-def _has_forward(module: nn.Module) -> bool:
-    forward: Callable[..., object] = type(module).forward
-    return forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _parts(name: str) -> list[str]:

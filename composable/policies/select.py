@@ -1,4 +1,4 @@
-"""From what a verb was given as `policy=` to the modules it means, checked; does not know how policies decide."""
+"""From what a verb was given as `policy=` to the modules it means, checked."""
 
 from __future__ import annotations
 
@@ -22,19 +22,8 @@ PolicyLike = (
 
 
 def as_policy(value: PolicyLike) -> Policy:
-    """A policy, from a policy or from one of its shorthands.
-
-    A class, a set, tuple or list of classes, or torch's own `ModuleWrapPolicy` stands for `ModuleWrapPolicy`, a dict of globs
-    for `NamePolicy` and a function for `CustomPolicy`.
-
-    Raises:
-        PolicyError: `value` is none of these.
-
-    Example::
-
-        >>> as_policy({Block})
-        ModuleWrapPolicy(Block)
-    """
+    """A policy, from a policy or from one of its shorthands: classes (also in torch's own `ModuleWrapPolicy`) for
+    `ModuleWrapPolicy`, a dict of globs for `NamePolicy`, a function for `CustomPolicy`."""
     if isinstance(value, Policy):
         return value
     if isinstance(value, type) and issubclass(value, Policy):
@@ -54,19 +43,7 @@ def as_policy(value: PolicyLike) -> Policy:
 
 
 def select_modules(policy: PolicyLike, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
-    """What `policy` picks below and including `root`, checked: this is what verbs call.
-
-    Whatever order a policy of the user's own answers in, this is in the order of `.modules()`.
-
-    Raises:
-        PolicyError: `policy` is none, picks nothing, or answers with something else than modules of this tree and
-            keyword overrides.
-
-    Example::
-
-        for module, overrides in select_modules(policy, root).items():
-            verb(module, **{**kwargs, **overrides})
-    """
+    """What `policy` picks among `root` and what is below it, checked, in the order of `.modules()`: this is what verbs call."""
     rule = as_policy(policy)
     answer: Any = rule.select(root, ignored=ignored)
     source = type(rule).__name__
