@@ -1,17 +1,29 @@
-"""A model whose shards are awkward for communication hooks, and what hooks in place of its reductions must give."""
+"""A model whose shards are awkward for communication hooks, and hooks that make means, or fail."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
-from composable.errors import CommHookError
+from composable import fully_shard, replicate
+from tests.helpers.communicators import all_accelerators, all_ordered
 from tests.helpers.compare import full_gradients
 from tests.helpers.world import current_device
+
+BOTH: Final = ("reduce_scatter", "all_reduce")
+STAGES: Final[list[tuple[str, ...]]] = [("all_reduce",), ("reduce_scatter",), BOTH]
+WIRES: Final[dict[str, Callable[[Any], Any]]] = {
+    "messages": lambda comm: comm,
+    "ordered": all_ordered,
+    "accelerator": all_accelerators,
+}
 
 
 class Head(nn.Module):
@@ -39,9 +51,36 @@ class Model(nn.Module):
         return self.head(x, spare)  # type: ignore[no-any-return]
 
 
+def model_of() -> Model:
+    torch.manual_seed(0)
+    return Model().to(current_device())
+
+
+def odd_model() -> Model:
+    """One weight has another order of dimensions, and one parameter is frozen."""
+    model = model_of()
+    model.first.weight = nn.Parameter(model.first.weight.detach().t().contiguous().t())
+    model.head.last.bias.requires_grad_(False)
+    return model
+
+
 def wanted(module: nn.Module) -> bool:
     """The units inside."""
     return isinstance(module, Head) or (isinstance(module, nn.Linear) and module.out_features == 7)
+
+
+def mesh_of(replicas: int = 2) -> DeviceMesh:
+    shape = (replicas, dist.get_world_size() // replicas)
+    return init_device_mesh(current_device().type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+_CAP: Final = 150 / (1 << 20)  # bytes: several buckets in a unit
+KINDS: Final[dict[str, Callable[..., Any]]] = {
+    "replicated": lambda **options: replicate(odd_model(), bucket_cap_mb=_CAP, **options),
+    "replicated units": lambda **options: replicate(odd_model(), policy=wanted, bucket_cap_mb=_CAP, **options),
+    "sharded": lambda **options: fully_shard(odd_model(), policy=wanted, **options),
+    "hybrid": lambda **options: fully_shard(odd_model(), policy=wanted, **({"mesh": mesh_of()} | options)),
+}
 
 
 def loss_of(model: nn.Module, step: int, **options: Any) -> Tensor:
@@ -51,14 +90,37 @@ def loss_of(model: nn.Module, step: int, **options: Any) -> Tensor:
     return outputs.float().square().mean()
 
 
-def assert_same(models: list[Model], where: object, tolerance: float = 0.0) -> None:
+def assert_same(models: list[Any], where: object, tolerance: float = 0.0) -> None:
     """Both have the same gradients, and the same ones have none."""
     expected, actual = (full_gradients(model) for model in models)
     for name, gradient in expected.items():
         other = actual[name]
         assert (gradient is None) == (other is None), f"{where}: {name}"
         if gradient is not None and other is not None:
-            assert torch.allclose(gradient, other, rtol=0, atol=tolerance), f"{where}: {name} {gradient} {other}"
+            same = torch.allclose(gradient, other, rtol=0, atol=tolerance) if tolerance else torch.equal(gradient, other)
+            assert same, f"{where}: {name} {gradient} {other}"
+
+
+class Calls:
+    """What a hook of one stage is handed, backward by backward; it makes means as the library does."""
+
+    def __init__(self, stage: str | None, ranks: list[int]) -> None:
+        self.stage, self.ranks = stage, ranks
+        self.backwards: list[list[tuple[int, tuple[str, ...]]]] = [[]]
+
+    def __call__(self, group: dist.ProcessGroup, bucket: Any) -> Any:
+        assert dist.get_process_group_ranks(group) == dist.get_process_group_ranks(bucket.group) == self.ranks
+        assert bucket.scale == 1 / group.size()
+        parameters, gradients = bucket.parameters(), bucket.gradients()
+        expected = [(each.to_local() if self.stage == "all_reduce" else each).shape for each in parameters]
+        assert [each.shape for each in gradients] == expected
+        assert bucket.buffer().shape == (sum(each.numel() for each in gradients),)
+        if not isinstance(parameters[0], DTensor):
+            assert torch.equal(torch.cat([each.flatten() for each in gradients]), bucket.buffer())
+        self.backwards[-1].append((bucket.index(), bucket.fqns))
+        if bucket.is_last():
+            self.backwards.append([])
+        return allreduce_hook(group, bucket)
 
 
 class Fails:
@@ -70,41 +132,14 @@ class Fails:
 
     def __call__(self, group: dist.ProcessGroup, bucket: Any) -> Any:
         self._calls += 1
-        if self._calls == 2:
-            if self._how == "raises":
-                raise MemoryError("as planned")
-            if self._how == "returns nothing":
-                return None
-        return allreduce_hook(group, bucket)
+        if self._calls != 2:
+            return allreduce_hook(group, bucket)
+        if self._how == "raises":
+            raise MemoryError("as planned")
+        if self._how == "raises afterwards":
+            return allreduce_hook(group, bucket).then(fail)
+        return None if self._how == "returns nothing" else bucket.buffer()[1:]
 
 
-# How all ranks fail, and what they raise then; "elsewhere" is in backward, and in no hook.
-FAILURES: Final = {"raises": "MemoryError", "returns nothing": "CommHookError", "elsewhere": "MemoryError"}
-
-
-def fail(_: object) -> None:
+def fail(_: object) -> Any:
     raise MemoryError("as planned")
-
-
-def _spoiled(model: Model) -> Tensor:
-    def spoil(module: nn.Module, args: object, output: Tensor) -> None:
-        output.register_hook(fail)
-
-    with model.second.register_forward_hook(spoil):
-        return loss_of(model, 0, spare=True)
-
-
-def fails_and_goes_on(models: list[Model], how: str) -> str:
-    """The second model's first backward fails; then it trains on like the first, which did not. Returns what it raised."""
-    said = ""
-    loss = loss_of(models[1], 0, spare=True) if how != "elsewhere" else _spoiled(models[1])
-    try:
-        loss.backward()
-    except (MemoryError, CommHookError) as error:
-        said = type(error).__name__
-    for step in range(1, 4):
-        for model in models:
-            model.zero_grad()
-            loss_of(model, step, spare=True).backward()
-        assert_same(models, step)
-    return said

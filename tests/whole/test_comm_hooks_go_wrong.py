@@ -12,37 +12,25 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from composable import no_sync, register_comm_hook, replicate
+from composable import fully_shard, no_sync, register_comm_hook, replicate
 from composable.errors import CommHookError, CommunicationError
-from tests.helpers.compare import full_gradients
-from tests.helpers.hooked_models import fail
+from tests.helpers.compare import full
+from tests.helpers.hooked_models import BOTH, KINDS, Fails, assert_same, fail, loss_of, mesh_of, model_of
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device
-
-_CAP: Final = 100 / (1 << 20)  # bytes: several buckets
-
-
-def _model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)).to(current_device())
-
-
-def _loss(model: nn.Module, step: int) -> Tensor:
-    torch.manual_seed(10 * step + dist.get_rank())
-    return model(torch.randn(3, 4).to(current_device())).square().mean()  # type: ignore[no-any-return]
 
 
 def _in_backward(model: nn.Module) -> str:
     told = []
-    output = model(torch.ones(1, 4, device=current_device()))
+    output = model(torch.ones(1, 6, device=current_device()))
     output.register_hook(lambda _: told.append(refusal(lambda: register_comm_hook(model, noop_hook))))
     output.sum().backward()
     return told[0]
 
 
 def _refusals(which: str) -> str:
-    model = replicate(_model())
-    x = torch.ones(1, 4, device=current_device())
+    model = replicate(model_of())
+    x = torch.ones(1, 6, device=current_device())
 
     def twice() -> None:
         register_comm_hook(model, noop_hook)
@@ -70,7 +58,7 @@ def _refusals(which: str) -> str:
     if which == "in backward":
         return _in_backward(model)
     acts: dict[str, Callable[[], Any]] = {
-        "not annotated": lambda: register_comm_hook(_model(), noop_hook),
+        "not annotated": lambda: register_comm_hook(nn.Sequential(), noop_hook),
         "between annotated ones": lambda: register_comm_hook(nn.Sequential(model), noop_hook),
         "state first": lambda: register_comm_hook(model, {}, noop_hook),  # type: ignore[arg-type]
         "one argument": lambda: register_comm_hook(model, lambda bucket: bucket),  # type: ignore[arg-type,misc]
@@ -116,12 +104,64 @@ def test_what_cannot_be_is_refused_by_name(pool: Pool, which: str) -> None:
     assert same_on_all(pool.run(2, _refusals, which)) == _TEXTS[which]
 
 
+def _refusals_of_shards(which: str) -> str:
+    model = KINDS["sharded" if which in ("one stage", "window", "twice") else "hybrid"]()
+    if which == "one within":
+        model = model_of()
+        fully_shard(model.head)
+        fully_shard(model, mesh=mesh_of())
+    stage = {"one stage": "all_reduce", "one within": "reduce_scatter", "no such": "all_gather"}.get(which)
+    if which == "window":
+        with no_sync(model):
+            return refusal(lambda: register_comm_hook(model, noop_hook))
+    if which == "twice":
+        register_comm_hook(model.head, noop_hook)
+    if which == "a stage twice":
+        stage = "all_reduce"
+        for each in BOTH:
+            register_comm_hook(model.head, noop_hook, stage=each)
+    if which == "differs":
+        stage = BOTH[dist.get_rank() == 3]
+    return refusal(lambda: register_comm_hook(model, noop_hook, stage=stage))
+
+
+_TEXTS_OF_SHARDS: Final = {
+    "one stage": "AnnotationError: register_comm_hook: sharded gradients are reduced in one stage, 'reduce_scatter'; leave "
+    "stage= out",
+    "window": _TEXTS["in a window"],
+    "twice": _TEXTS["twice"].replace("(root)", "head"),
+    "neither": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced in two stages: 'reduce_scatter' "
+    "among the ranks that hold one replica together, and 'all_reduce' of shards among the replicas. Say which of them the hook "
+    "replaces: stage='all_reduce', for example. A hook for the other one is registered by itself",
+    "no such": "AnnotationError: register_comm_hook: stage must be 'reduce_scatter' or 'all_reduce', got 'all_gather'",
+    "one within": "MeshError: register_comm_hook: unit 'head' is on another mesh than the module that the hook is for. "
+    "Register a hook for each, with a state of its own",
+    "a stage twice": _TEXTS["twice"].replace("(root)", "head").replace("'noop_hook'", "'noop_hook' for all_reduce"),
+}
+
+
+@pytest.mark.parametrize("which", _TEXTS_OF_SHARDS)
+def test_what_cannot_be_done_to_shards_is_refused_by_name(pool: Pool, which: str) -> None:
+    assert same_on_all(pool.run(4, _refusals_of_shards, which)) == _TEXTS_OF_SHARDS[which]
+
+
+def test_ranks_that_name_different_stages_are_told(pool: Pool) -> None:
+    for rank, text in enumerate(pool.run(4, _refusals_of_shards, "differs")):
+        other = 0 if rank == 3 else 3
+        stages = ["all_reduce" if number == 3 else "reduce_scatter" for number in (other, rank)]
+        assert text == (
+            f"RanksDisagreeError: register_comm_hook: rank {other} registers noop_hook for {stages[0]}, and rank {rank} "
+            f"registers noop_hook for {stages[1]}; no rank registers a hook. All ranks register the same hooks, in the same "
+            "order"
+        )
+
+
 def _on_one_rank(what: str) -> str:
-    model, rank = replicate(_model()), dist.get_rank()
+    model, rank = replicate(model_of()), dist.get_rank()
     hook: Any = noop_hook if rank == 0 else None if what == "refused" else allreduce_hook
     text = refusal(lambda: register_comm_hook(model, hook))
     register_comm_hook(model, allreduce_hook)
-    _loss(model, 0).backward()
+    loss_of(model, 0).backward()
     return text
 
 
@@ -139,48 +179,36 @@ def test_what_one_rank_refuses_no_rank_registers(pool: Pool) -> None:
 # --- hooks that fail ------------------------------------------------------------------------------------------------------
 
 
-class _Fails:
-    """Fails at the second bucket of the first backward, on all ranks."""
+def _spoiled(model: Any) -> Tensor:
+    """A loss whose backward fails outside of hooks."""
 
-    def __init__(self, how: str) -> None:
-        self._how = how
-        self._calls = 0
+    def spoil(module: nn.Module, args: object, output: Tensor) -> None:
+        output.register_hook(fail)
 
-    def __call__(self, group: dist.ProcessGroup, bucket: Any) -> Any:
-        self._calls += 1
-        if self._calls != 2:
-            return allreduce_hook(group, bucket)
-        if self._how == "raises":
-            raise MemoryError("as planned")
-        if self._how == "raises afterwards":
-            return allreduce_hook(group, bucket).then(fail)
-        return None if self._how == "nothing" else bucket.buffer()[1:]
+    with model.second.register_forward_hook(spoil):
+        return loss_of(model, 0, spare=True)
 
 
-def _fails_and_goes_on(how: str) -> str:
-    models = [replicate(_model(), bucket_cap_mb=_CAP) for _ in range(2)]
-    register_comm_hook(models[0], allreduce_hook)
-    register_comm_hook(models[1], allreduce_hook if how == "elsewhere" else _Fails(how))
-    before = {name: parameter.detach().clone() for name, parameter in models[1].named_parameters()}
+def _fails_and_goes_on(how: str, kind: str, failing: str | None) -> str:
+    """The second model's first backward fails; then it trains on like the first, which did not. Returns what it raised."""
+    models = [KINDS[kind]() for _ in range(2)]
+    for stage in BOTH if kind == "hybrid" else (None,):
+        register_comm_hook(models[0], allreduce_hook, stage=stage)
+        hook = Fails(how) if stage == failing and how != "elsewhere" else allreduce_hook
+        register_comm_hook(models[1], hook, stage=stage)
+    before = [full(parameter) for parameter in models[1].parameters()]
+    loss = _spoiled(models[1]) if how == "elsewhere" else loss_of(models[1], 0, spare=True)
     said = ""
-    if how == "elsewhere":
-        loss = _loss(models[1], 0)
-        models[1][2].weight.register_hook(fail)  # type: ignore[union-attr]
     try:
-        (_loss(models[1], 0) if how != "elsewhere" else loss).backward()
+        loss.backward()
     except (MemoryError, CommHookError, CommunicationError) as error:
         said = type(error).__name__
-    if how == "elsewhere":
-        models[1][2].weight._backward_hooks.clear()
-    for name, parameter in models[1].named_parameters():
-        assert torch.equal(parameter, before[name]), name
+    assert all(torch.equal(full(parameter), old) for parameter, old in zip(models[1].parameters(), before, strict=True))
     for step in range(1, 4):
         for model in models:
             model.zero_grad()
-            _loss(model, step).backward()
-        expected, actual = (full_gradients(model) for model in models)
-        for name, gradient in expected.items():
-            assert torch.equal(gradient, actual[name]), f"step {step}: {name}"  # type: ignore[arg-type]
+            loss_of(model, step, spare=True).backward()
+        assert_same(models, step)
     return said
 
 
@@ -188,11 +216,17 @@ _OUTCOMES: Final = {
     "raises": "MemoryError",
     "raises afterwards": "CommunicationError",
     "wrong size": "CommHookError",
-    "nothing": "CommHookError",
+    "returns nothing": "CommHookError",
     "elsewhere": "MemoryError",
 }
 
 
+@pytest.mark.parametrize(
+    ("ranks", "kind", "stage"),
+    [(3, "replicated", None), (3, "sharded", None), *((4, "hybrid", stage) for stage in BOTH)],
+)
 @pytest.mark.parametrize("how", _OUTCOMES)
-def test_after_a_hook_that_failed_on_all_ranks_the_next_step_works(pool: Pool, how: str) -> None:
-    assert pool.run(3, _fails_and_goes_on, how, device="cpu") == [_OUTCOMES[how]] * 3
+def test_after_a_hook_that_failed_on_all_ranks_the_next_step_works(
+    pool: Pool, how: str, ranks: int, kind: str, stage: str | None
+) -> None:
+    assert pool.run(ranks, _fails_and_goes_on, how, kind, stage, device="cpu") == [_OUTCOMES[how]] * ranks
