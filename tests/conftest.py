@@ -13,7 +13,7 @@ import torch
 from tests.accelerator.build import build, what_is_missing
 from tests.helpers.world import Pool
 
-pytest.register_assert_rewrite("tests.helpers.compare", "tests.helpers.models")
+pytest.register_assert_rewrite("tests.helpers.compare")
 
 ACCELERATOR: Final = Path(__file__).parent / "accelerator"  # whose tests run on nothing else
 

@@ -49,6 +49,18 @@ def _launch(does: str, label: str, on: str) -> str:
     return rf"{does} by \[{label}[^\]]*\] on {on}"
 
 
+# Launches as findings name them.
+WRITTEN: Final = _launch("write", "", COMPUTE)
+USED: Final = _launch("(read|write)", "", COMPUTE)
+READ: Final = _launch("read", "", COMPUTE)
+FREED: Final = _launch("write", "free", COMPUTE)
+GATHERED: Final = _launch("write", "all_gather", GATHER)
+IN_GATHER: Final = _launch("(read|write)", "all_gather", GATHER)
+SENT: Final = _launch("read", "reduce_scatter", SCATTER)
+SCATTERED: Final = _launch("write", "(reduce_scatter|(_foreach_)?mul)", SCATTER)
+SUMMED: Final = _launch("write", "(all_reduce|(_foreach_)?mul)", REDUCE)
+
+
 # --- streams and collectives --------------------------------------------------------------------------------------------
 
 
@@ -138,17 +150,18 @@ def _among_neighbours(put: Callable[[], Patch]) -> Callable[[], Patch]:
     return lambda: mock.patch.object(AcceleratorComm, "all_gather", faulty)
 
 
-# --- gathers ------------------------------------------------------------------------------------------------------------
+def _without_work(owner: type, wait: str) -> Callable[[], Patch]:
+    """What was launched is taken for done."""
+    waits = getattr(owner, wait)
 
-
-def _compute_before_the_gather_has_landed() -> Patch:
-    wait = ParamGroup.wait_for_unshard
-
-    def hasty(self: ParamGroup) -> None:
+    def hasty(self: Any) -> None:
         self._work = None
-        wait(self)
+        waits(self)
 
-    return mock.patch.object(ParamGroup, "wait_for_unshard", hasty)
+    return lambda: mock.patch.object(owner, wait, hasty)
+
+
+# --- gathers ------------------------------------------------------------------------------------------------------------
 
 
 def _copy_out_before_the_gather_has_landed() -> Patch:
@@ -202,16 +215,6 @@ def _free_rows_before_waiting() -> Patch:
     return mock.patch.object(GradBucket, "_wait", hasty)
 
 
-def _land_without_waiting() -> Patch:
-    wait = GradBucket._wait
-
-    def hasty(self: GradBucket) -> None:
-        self._work = None
-        wait(self)
-
-    return mock.patch.object(GradBucket, "_wait", hasty)
-
-
 # --- a lost step --------------------------------------------------------------------------------------------------------
 
 
@@ -226,89 +229,40 @@ def _reset_without_waiting() -> Patch:
 
 
 FAULTS: Final[dict[str, Fault]] = {
-    "a gather does not wait for what computes": Fault(
-        fork_without_waiting("all_gather"),
-        "fully_shard",
-        _launch("write", "", COMPUTE),
-        _launch("(read|write)", "all_gather", GATHER),
-    ),
-    "a reduction does not wait for gradients": Fault(
-        fork_without_waiting("reduce_scatter"),
-        "fully_shard",
-        _launch("write", "", COMPUTE),
-        _launch("read", "reduce_scatter", SCATTER),
-    ),
+    "a gather does not wait for what computes": Fault(fork_without_waiting("all_gather"), "fully_shard", WRITTEN, IN_GATHER),
+    "a reduction does not wait for gradients": Fault(fork_without_waiting("reduce_scatter"), "fully_shard", WRITTEN, SENT),
     "a bucket's sum does not wait for gradients": Fault(
-        fork_without_waiting("all_reduce"), "replicate", _launch("write", "", COMPUTE), _launch("write", "all_reduce", REDUCE)
+        fork_without_waiting("all_reduce"), "replicate", WRITTEN, _launch("write", "all_reduce", REDUCE)
     ),
-    "the compute stream waits for nothing": Fault(
-        _join_nothing, "fully_shard", _launch("write", "all_gather", GATHER), _launch("(read|write)", "", COMPUTE)
-    ),
-    "the mark that is waited for comes before the collective": Fault(
-        _mark_too_early, "fully_shard", _launch("write", "all_gather", GATHER), _launch("(read|write)", "", COMPUTE)
-    ),
+    "the compute stream waits for nothing": Fault(_join_nothing, "fully_shard", GATHERED, USED),
+    "the mark that is waited for comes before the collective": Fault(_mark_too_early, "fully_shard", GATHERED, USED),
     "sums are multiplied on a stream that has not waited": Fault(
         _scale_outside_of_the_stream,
         "fully_shard",
         _launch("write", "reduce_scatter", SCATTER),
         _launch("(read|write)", "(_foreach_)?mul", COMPUTE),
     ),
-    "gradients are freed while they are reduced": Fault(
-        _keep_nothing, "fully_shard", _launch("read", "reduce_scatter", SCATTER), _launch("write", "free", COMPUTE)
-    ),
+    "gradients are freed while they are reduced": Fault(_keep_nothing, "fully_shard", SENT, FREED),
     "modules compute before the gather has landed": Fault(
-        _compute_before_the_gather_has_landed,
-        "fully_shard",
-        _launch("write", "all_gather", GATHER),
-        _launch("read", "", COMPUTE),
+        _without_work(ParamGroup, "wait_for_unshard"), "fully_shard", GATHERED, READ
     ),
     "packed parameters are copied before they have landed": Fault(
-        _copy_out_before_the_gather_has_landed,
-        "fully_shard",
-        _launch("write", "all_gather", GATHER),
-        _launch("read", "(_foreach_)?copy_", COMPUTE),
+        _copy_out_before_the_gather_has_landed, "fully_shard", GATHERED, _launch("read", "(_foreach_)?copy_", COMPUTE)
     ),
     "the unsharded buffer is used again while it is gathered": Fault(
-        _used_again_while_gathered("full"),
-        "fully_shard",
-        _launch("write", "all_gather", GATHER),
-        _launch("write", "free", COMPUTE),
+        _used_again_while_gathered("full"), "fully_shard", GATHERED, FREED
     ),
     "the staging area is used again while it is gathered": Fault(
-        _used_again_while_gathered("_staging"),
-        "fully_shard",
-        _launch("write", "all_gather", GATHER),
-        _launch("write", "free", COMPUTE),
+        _used_again_while_gathered("_staging"), "fully_shard", GATHERED, FREED
     ),
     "what was cast for a gather is used again while it is sent": Fault(
-        _used_again_while_gathered("_sent"),
-        "bfloat16",
-        _launch("read", "all_gather", GATHER),
-        _launch("write", "free", COMPUTE),
+        _used_again_while_gathered("_sent"), "bfloat16", _launch("read", "all_gather", GATHER), FREED
     ),
-    "rows are freed before they are reduced": Fault(
-        _free_rows_before_waiting,
-        "fully_shard",
-        _launch("read", "reduce_scatter", SCATTER),
-        _launch("write", "free", COMPUTE),
-    ),
-    "gradients land before they are reduced": Fault(
-        _land_without_waiting,
-        "fully_shard",
-        _launch("write", "(reduce_scatter|(_foreach_)?mul)", SCATTER),
-        _launch("(read|write)", "", COMPUTE),
-    ),
-    "rows are used again while they are reduced": Fault(
-        _rows_used_again_while_reduced,
-        "fully_shard",
-        _launch("read", "reduce_scatter", SCATTER),
-        _launch("write", "free", COMPUTE),
-    ),
+    "rows are freed before they are reduced": Fault(_free_rows_before_waiting, "fully_shard", SENT, FREED),
+    "gradients land before they are reduced": Fault(_without_work(GradBucket, "_wait"), "fully_shard", SCATTERED, USED),
+    "rows are used again while they are reduced": Fault(_rows_used_again_while_reduced, "fully_shard", SENT, FREED),
     "sums over the shards are taken before they are there": Fault(
-        _wait_for_nothing_on("reduce_scatter"),
-        "fully_shard",
-        _launch("write", "(reduce_scatter|(_foreach_)?mul)", SCATTER),
-        _launch("(read|write)", "", COMPUTE),
+        _wait_for_nothing_on("reduce_scatter"), "fully_shard", SCATTERED, USED
     ),
     "the second stage does not wait for the first": Fault(
         _wait_for_nothing_on("reduce_scatter"),
@@ -316,66 +270,33 @@ FAULTS: Final[dict[str, Fault]] = {
         _launch("write", "reduce_scatter", SCATTER),
         _launch("(read|write)", "all_reduce", REDUCE),
     ),
-    "sums over the replicas are taken before they are there": Fault(
-        _wait_for_nothing_on("all_reduce"),
-        "hybrid",
-        _launch("write", "(all_reduce|(_foreach_)?mul)", REDUCE),
-        _launch("(read|write)", "", COMPUTE),
-    ),
-    "sums of buckets are taken before they are there": Fault(
-        _wait_for_nothing_on("all_reduce"),
-        "replicate",
-        _launch("write", "(all_reduce|(_foreach_)?mul)", REDUCE),
-        _launch("(read|write)", "", COMPUTE),
-    ),
+    "sums over the replicas are taken before they are there": Fault(_wait_for_nothing_on("all_reduce"), "hybrid", SUMMED, USED),
+    "sums of buckets are taken before they are there": Fault(_wait_for_nothing_on("all_reduce"), "replicate", SUMMED, USED),
     "a gather among neighbours does not wait for what computes": Fault(
-        _among_neighbours(fork_without_waiting("all_gather")),
-        "resharded to two",
-        _launch("write", "", COMPUTE),
-        _launch("(read|write)", "all_gather", GATHER),
+        _among_neighbours(fork_without_waiting("all_gather")), "resharded to two", WRITTEN, IN_GATHER
     ),
     "what neighbours gather is used before it is there": Fault(
-        _among_neighbours(_wait_for_nothing_on("all_gather")),
-        "resharded to two",
-        _launch("write", "all_gather", GATHER),
-        _launch("(read|write)", "", COMPUTE),
+        _among_neighbours(_wait_for_nothing_on("all_gather")), "resharded to two", GATHERED, USED
     ),
     "a reduction over the second group does not wait for gradients": Fault(
-        fork_without_waiting("reduce_scatter"),
-        "reductions apart",
-        _launch("write", "", COMPUTE),
-        _launch("read", "reduce_scatter", SCATTER),
+        fork_without_waiting("reduce_scatter"), "reductions apart", WRITTEN, SENT
     ),
     "sums over the second group are taken before they are there": Fault(
-        _wait_for_nothing_on("reduce_scatter"),
-        "reductions apart",
-        _launch("write", "(reduce_scatter|(_foreach_)?mul)", SCATTER),
-        _launch("(read|write)", "", COMPUTE),
+        _wait_for_nothing_on("reduce_scatter"), "reductions apart", SCATTERED, USED
     ),
     "rows are used again while the second group reduces them": Fault(
-        _rows_used_again_while_reduced,
-        "reductions apart",
-        _launch("read", "reduce_scatter", SCATTER),
-        _launch("write", "free", COMPUTE),
+        _rows_used_again_while_reduced, "reductions apart", SENT, FREED
     ),
     "a gather in flight is given up without waiting": Fault(
-        _reset_without_waiting,
-        "fully_shard",
-        _launch("write", "all_gather", GATHER),
-        _launch("write", "free", COMPUTE),
-        fails="forward",
+        _reset_without_waiting, "fully_shard", GATHERED, FREED, fails="forward"
     ),
     "a reduction in flight is given up without waiting": Fault(
-        _reset_without_waiting,
-        "fully_shard",
-        _launch("read", "reduce_scatter", SCATTER),
-        _launch("write", "free", COMPUTE),
-        fails="backward",
+        _reset_without_waiting, "fully_shard", SENT, FREED, fails="backward"
     ),
     "a backward ends on the stream of its caller": Fault(
         _end_backward_where_it_was_called,
         "forward on a stream of its own",
-        _launch("write", "all_gather", GATHER),
+        GATHERED,
         _launch("write", "free", "the user's stream"),
     ),
 }

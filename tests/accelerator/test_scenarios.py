@@ -141,32 +141,15 @@ def test_a_model_that_a_mesh_of_accelerators_moved_there_may_be_moved_there_agai
 
 
 @spmd(ranks=2)
-def test_removal_brings_what_was_trained_also_where_the_parameters_of_the_host_were_kept() -> None:
-    model = _model()
-    kept = dict(model.named_parameters())
-    fully_shard(model, policy={Block}, mesh=init_device_mesh("sim", (2,)))
-    _train(model)
-    trained = {name: full(parameter).cpu() for name, parameter in model.named_parameters()}
-    remove(model, fully_shard)
-    for name, parameter in model.named_parameters():
-        assert parameter.device.type == "sim", name
-        assert torch.equal(parameter.detach().cpu(), trained[name]), name
-        assert not torch.equal(kept[name].detach().cpu(), trained[name]) or kept[name] is parameter, "before training"
-
-
-class _Inner(nn.Linear):
-    pass
-
-
-@spmd(ranks=2)
 @pytest.mark.parametrize("keeps", [True, False])
-def test_removal_brings_what_was_trained_where_nothing_but_parameters_was_on_the_host(keeps: bool) -> None:
+@pytest.mark.parametrize("buffers", [True, False])
+def test_removal_brings_what_was_trained_whatever_of_the_host_was_kept(keeps: bool, buffers: bool) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(_Inner(8, 8), nn.Linear(8, 8))
+    model = _model() if buffers else nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     kept = list(model.parameters()) if keeps else []
-    fully_shard(model, policy={_Inner}, mesh=init_device_mesh("sim", (2,)))
+    fully_shard(model, policy={Block} if buffers else {nn.Linear}, mesh=init_device_mesh("sim", (2,)))
     before = [full(parameter).cpu() for parameter in model.parameters()]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = _adamw(model)
     for _ in range(3):
         model(torch.ones(2, 8, device=current_device())).square().mean().backward()
         optimizer.step()
@@ -177,7 +160,8 @@ def test_removal_brings_what_was_trained_where_nothing_but_parameters_was_on_the
         assert parameter.device.type == "sim"
         assert torch.equal(parameter.detach().cpu(), last)
         assert not torch.equal(first, last)
-    del kept
+    for own, parameter, last in zip(kept, model.parameters(), trained, strict=False):
+        assert own is parameter or not torch.equal(own.detach().cpu(), last), "from before training"
 
 
 @spmd(ranks=1)
