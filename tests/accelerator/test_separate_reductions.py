@@ -7,12 +7,11 @@ import os
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from composable import fully_shard
 from composable.comm.choose import REDUCTIONS_VARIABLE
-from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.world import Pool, current_device, need_devices
 from tests.whole.test_last_units import Layer, batch, layers_and_head, unsharded_units
 
@@ -36,14 +35,7 @@ def _train(after: bool | None) -> tuple[list[str], bool]:
             if each is model:
                 left = unsharded_units(model)
             loss.backward()
-        actual = full_gradients(model)
-        for name, mean in averaged_gradients(plain).items():
-            gradient = actual[name]
-            assert gradient is not None
-            assert mean is not None
-            torch.testing.assert_close(
-                gradient, mean, rtol=1e-5, atol=1e-6, msg=lambda text, n=name, s=step: f"{s} {n}: {text}"
-            )
+        assert_mean_gradients(plain, model, step, rtol=1e-5, atol=1e-6)
     return left, reductions is not None and reductions.group_desc == "composable: reduce-scatters"
 
 

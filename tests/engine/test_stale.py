@@ -107,17 +107,13 @@ def _change_after_unsharding(change: Change) -> None:
     torch.testing.assert_close(model(x).detach(), _expected(model, x))
 
 
-def _run(test: str, change: str) -> None:
-    {"scope": _change_in_a_scope, "call": _change_after_unsharding}[test](CHANGES[change])
-
-
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("test", ["scope", "call"])
+@pytest.mark.parametrize("test", [_change_in_a_scope, _change_after_unsharding])
 def test_parameters_changed_while_they_are_unsharded_are_gathered_again(
-    pool: Pool, test: str, change: str, device: str
+    pool: Pool, test: Callable[[Change], None], change: str, device: str
 ) -> None:
     need_devices(device, 2)
-    pool.run(2, _run, test, change, device=device)
+    pool.run(2, test, CHANGES[change], device=device)
 
 
 class Aliasing(nn.Module):
@@ -151,17 +147,13 @@ def _change_what_outlives_forward(change: Change, unshards: str) -> None:
             unshard(model)
 
 
-def _run_aliasing(change: str, unshards: str) -> None:
-    _change_what_outlives_forward(CHANGES[change], unshards)
-
-
 @pytest.mark.parametrize("unshards", ["never", "between", "inside"])
 @pytest.mark.parametrize("change", ["in_place", "in_their_local_part", "by_an_optimizer"])
 def test_parameters_that_outlive_a_forward_without_backward_are_gathered_again(
     pool: Pool, change: str, unshards: str, device: str
 ) -> None:
     need_devices(device, 2)
-    pool.run(2, _run_aliasing, change, unshards, device=device)
+    pool.run(2, _change_what_outlives_forward, CHANGES[change], unshards, device=device)
 
 
 class TwoPaths(nn.Module):
@@ -217,23 +209,6 @@ def test_what_a_backward_still_needs_outlives_another_forward(pool: Pool, way: s
     pool.run(2, _two_forwards, way, device=device)
 
 
-def _labels_of_the_second_forward() -> list[str]:
-    log = Log()
-    with comms_wrapped_by(partial(Recording, log=log)):
-        model, x = _model()
-    with keep_unsharded(model), torch.no_grad():
-        model(x)
-        assert log.labels()
-        log.events.clear()
-        model(x)
-    return log.labels()
-
-
-def test_parameters_that_did_not_change_are_not_gathered_again(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    assert pool.run(2, _labels_of_the_second_forward, device=device) == [[], []]
-
-
 def _cast_while_kept() -> None:
     model, x = _model()
     with keep_unsharded(model), torch.no_grad():
@@ -278,21 +253,25 @@ def _labels_after_a_step(whose: str) -> list[str]:
     log = Log()
     with comms_wrapped_by(partial(Recording, log=log)):
         model, x = _model()
-    held = {"another's": nn.Linear(2, 2), "a unit's": model[2]}[whose]  # type: ignore[index]
+    held = {"nobody's": nn.Identity(), "another's": nn.Linear(2, 2), "a unit's": model[2]}[whose]  # type: ignore[index]
     for parameter in held.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with keep_unsharded(model), torch.no_grad():
         model(x)
-        torch.optim.SGD(held.parameters(), lr=0.1).step()
+        assert log.labels()
+        if whose != "nobody's":
+            torch.optim.SGD(held.parameters(), lr=0.1).step()
         log.events.clear()
         model(x)
     return log.labels()
 
 
-@pytest.mark.parametrize("whose", ["another's", "a unit's"])
-def test_a_step_makes_stale_what_its_optimizer_holds(pool: Pool, whose: str, device: str) -> None:
+@pytest.mark.parametrize("whose", ["nobody's", "another's", "a unit's"])
+def test_a_step_makes_stale_what_its_optimizer_holds_and_nothing_else_is_gathered_again(
+    pool: Pool, whose: str, device: str
+) -> None:
     need_devices(device, 2)
-    expected = {"another's": [], "a unit's": ["all-gather of unit '2'"]}[whose]
+    expected = ["all-gather of unit '2'"] if whose == "a unit's" else []
     assert pool.run(2, _labels_after_a_step, whose, device=device) == [expected, expected]
 
 

@@ -368,6 +368,21 @@ def averaged_gradients(model: nn.Module) -> dict[str, Tensor | None]:
     return means
 
 
+def assert_mean_gradients(
+    plain: nn.Module, model: nn.Module, where: object = "", *, rtol: float = 1e-9, atol: float = 1e-11
+) -> None:
+    """Gradients of `model` are the means over all ranks of those of `plain`, and the same ones are missing; collective."""
+    actual = full_gradients(model)
+    for name, mean in averaged_gradients(plain).items():
+        gradient = actual[name]
+        assert (gradient is None) == (mean is None), f"{where} {name}"
+        if gradient is not None:
+            gradient = gradient.to_dense() if gradient.is_sparse else gradient
+            torch.testing.assert_close(
+                gradient, mean, rtol=rtol, atol=atol, msg=lambda text, name=name: f"{where} {name}: {text}"
+            )
+
+
 def _plain_step(model: nn.Module, batch: Tensor) -> Tensor:
     loss = model(batch).square().mean()
     loss.backward()

@@ -13,10 +13,11 @@ from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import checkpoint, fully_shard, no_sync, reduce_gradients, registry, replicate
+from composable import fully_shard, no_sync, reduce_gradients, registry, replicate
 from tests.helpers.battery import Case
 from tests.helpers.battery.case import mean_square, rows
-from tests.helpers.compare import assert_same_gradients, averaged_gradients, full
+from tests.helpers.compare import assert_mean_gradients, assert_same_gradients
+from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import Pool, current_device, need_devices
 
 
@@ -51,28 +52,10 @@ class Layers(nn.Module):
 CASE: Final = Case("layers", Layers, rows(4, 6), mean_square, (Layer,))
 
 
-def by_policy(model: nn.Module, case: Case) -> None:
-    fully_shard(model, policy=set(case.units))
-
-
-def keeping(model: nn.Module, case: Case) -> None:
-    fully_shard(model, policy=set(case.units), reshard_after_forward=False)
-
-
-def replicated(model: nn.Module, case: Case) -> None:
-    replicate(model, bucket_cap_mb=0.0002)
-
-
 def replicated_inside_sharded(model: Layers, case: Case) -> None:
     replicate(model.layers[1])
     replicate(model.last)
     fully_shard(model, policy=set(case.units))
-
-
-def sharded_inside_replicated(model: Layers, case: Case) -> None:
-    for layer in model.layers[:2]:
-        fully_shard(layer)
-    replicate(model)
 
 
 def hybrid(model: nn.Module, case: Case) -> None:
@@ -89,19 +72,18 @@ def several_roots(model: Layers, case: Case) -> None:
     replicate(model.last)
 
 
-def checkpointed(model: Layers, case: Case) -> None:
-    for layer in model.layers:
-        checkpoint(layer)
-    fully_shard(model, policy=set(case.units))
-
-
-SCHEMES: Final[dict[str, Callable[..., None]]] = {
-    scheme.__name__: scheme
-    for scheme in (
-        by_policy, keeping, replicated, replicated_inside_sharded, sharded_inside_replicated, several_roots, checkpointed,
-        hybrid
-    )
-}  # fmt: skip
+by_policy: Final = SCHEMES["fully_shard by policy"].annotate
+replicated: Final = SCHEMES["replicate in small buckets"].annotate
+_SCHEMES: Final[dict[str, Callable[..., None]]] = {
+    "by_policy": by_policy,
+    "keeping": SCHEMES["fully_shard without resharding"].annotate,
+    "replicated": replicated,
+    "replicated_inside_sharded": replicated_inside_sharded,
+    "sharded_inside_replicated": SCHEMES["fully_shard inside replicate"].annotate,
+    "several_roots": several_roots,
+    "checkpointed": SCHEMES["checkpoint, then fully_shard"].annotate,
+    "hybrid": hybrid,
+}
 
 
 _LEVEL: Final = ["all"]  # of the scopes of all programs
@@ -296,7 +278,7 @@ def _run(scheme: str, level: str) -> None:
     _LEVEL[0] = level
     for name, program in PROGRAMS.items():
         try:
-            assert_same_gradients(CASE, SCHEMES[scheme], program)
+            assert_same_gradients(CASE, _SCHEMES[scheme], program)
         except BaseException as error:
             error.add_note(f"in {name}")
             raise
@@ -305,7 +287,7 @@ def _run(scheme: str, level: str) -> None:
 _OTHERS: Final = ["hybrid", "replicated_inside_sharded"]  # where levels differ in what they do
 
 
-@pytest.mark.parametrize(("level", "scheme"), [*(("all", scheme) for scheme in SCHEMES), *(("replicate", s) for s in _OTHERS)])
+@pytest.mark.parametrize(("level", "scheme"), [*(("all", scheme) for scheme in _SCHEMES), *(("replicate", s) for s in _OTHERS)])
 def test_accumulated_gradients_are_those_of_the_plain_model(pool: Pool, scheme: str, level: str, device: str) -> None:
     ranks = 4 if scheme in ("by_policy", "hybrid", "replicated") else 2
     need_devices(device, ranks)
@@ -320,21 +302,17 @@ def test_one_shard_per_replica_accumulates_like_several(pool: Pool, device: str)
 def _see() -> list[str]:
     """How gradients are spread after a backward of each kind; their value is the mean over all ranks each time."""
     seen = []
-    for annotate in (by_policy, replicated_inside_sharded, hybrid):
+    for name in ("by_policy", "replicated_inside_sharded", "hybrid"):
         device = current_device()
         model, plain = CASE.model(0, 0, device), CASE.model(0, 0, device)
-        annotate(model, CASE)
+        _SCHEMES[name](model, CASE)
         (x,) = CASE.inputs(0, 0, dist.get_rank(), device)
         for level in ("all", "replicate", "none"):
             with no_sync(model, enabled=level != "none", level="all" if level == "none" else level):
                 _step(model, x)
             _step(plain, x)
-            seen.append(
-                f"{annotate.__name__}, {level}: {model.first.weight.grad.placements}, {model.last.weight.grad.placements}"
-            )
-            means = averaged_gradients(plain)
-            for name, parameter in model.named_parameters():
-                torch.testing.assert_close(full(parameter.grad), means[name])
+            seen.append(f"{name}, {level}: {model.first.weight.grad.placements}, {model.last.weight.grad.placements}")
+            assert_mean_gradients(plain, model)
     return seen
 
 

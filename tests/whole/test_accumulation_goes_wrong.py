@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from textwrap import fill
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -15,12 +15,21 @@ from torch import Tensor, nn
 
 from composable import clip_grad_norm_, fully_shard, no_sync, reduce_gradients, remove, replicate, step_on_shards
 from composable.errors import CommunicationError, OptimizerError, RanksDisagreeError
-from tests.helpers.annotated import next_to_shards, replicated, sharded
-from tests.helpers.leaving import Layers, Planned, leave
+from tests.helpers.layers import Layer, Layers
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device
 
-_SCHEMES: Final[dict[str, Callable[..., None]]] = {"sharded": sharded, "replicated": replicated, "mixed": next_to_shards}
+
+def _mixed(model: Layers, **options: Any) -> None:
+    replicate(model[1], **options)
+    fully_shard(model, policy={Layer}, **options)
+
+
+_SCHEMES: Final[dict[str, Callable[..., object]]] = {
+    "sharded": lambda model, **options: fully_shard(model, policy={Layer}, **options),
+    "replicated": replicate,
+    "mixed": _mixed,
+}
 
 
 def _step(model: nn.Module, x: Tensor) -> None:
@@ -203,8 +212,8 @@ def _leave_scopes() -> None:
         annotate(model)
         x = torch.ones(2, 8)
         for _ in range(2):
-            with pytest.raises(Planned), no_sync(model), no_sync(model, enabled=False):
-                leave()
+            with pytest.raises(MemoryError), no_sync(model), no_sync(model, enabled=False):
+                raise MemoryError
             for _ in range(2):
                 with no_sync(model):
                     break

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable import fully_shard, remove, replicate
 from composable.errors import MeshError
+from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 
 _VERBS: Final[dict[str, Callable[..., Any]]] = {"fully_shard": fully_shard, "replicate": replicate}
@@ -23,11 +24,6 @@ _VERBS: Final[dict[str, Callable[..., Any]]] = {"fully_shard": fully_shard, "rep
 def _before_there_is_a_group(verb: Callable[..., Any], model: nn.Module) -> None:
     with mock.patch.object(dist, "is_initialized", return_value=False):
         verb(model, policy={nn.Linear})
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    found: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return found.detach()
 
 
 @spmd(ranks=[2, 4])
@@ -45,8 +41,8 @@ def test_each_forward_is_refused_until_it_is_annotated_anew(verb: str) -> None:
     _VERBS[verb](model, policy={nn.Linear})
     model(x).sum().backward()
     mean = (dist.get_world_size() + 1) / 2
-    expected = mean * 2 * _whole(model[1].weight).sum(0, keepdim=True).T.expand(4, 3)
-    torch.testing.assert_close(_whole(model[0].weight.grad), expected)
+    expected = mean * 2 * full(model[1].weight).sum(0, keepdim=True).T.expand(4, 3)
+    torch.testing.assert_close(full(model[0].weight.grad), expected)
 
 
 @spmd(ranks=2)
@@ -74,4 +70,4 @@ def test_a_rank_may_train_by_itself_on_a_mesh_of_its_own(verb: str) -> None:
     model = nn.Linear(3, 4).to(current_device())
     _VERBS[verb](model, mesh=DeviceMesh(current_device().type, [dist.get_rank()]))
     model(torch.full((1, 3), dist.get_rank() + 1.0, device=current_device())).sum().backward()
-    torch.testing.assert_close(_whole(model.weight.grad), torch.full((4, 3), dist.get_rank() + 1.0, device=current_device()))
+    torch.testing.assert_close(full(model.weight.grad), torch.full((4, 3), dist.get_rank() + 1.0, device=current_device()))

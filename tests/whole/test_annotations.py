@@ -29,6 +29,7 @@ from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer, Nested
 from tests.helpers.compare import anatomy, assert_same_training, full_parameters
+from tests.helpers.logged import logged
 from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
@@ -179,19 +180,18 @@ def test_explicit_unshard_and_reshard_can_be_called_at_any_time() -> None:
 
 
 @spmd(ranks=2)
-def test_parameters_changed_while_kept_unsharded_are_gathered_anew() -> None:
-    case = BATTERY["a unit used several times"]
-    plain, model = case.model(0, 0, current_device()), case.model(0, 0, current_device())
-    fully_shard(model, policy=set(case.units))
-    (x,) = case.inputs(0, 0, dist.get_rank(), current_device())
-    with keep_unsharded(model), torch.no_grad():
-        assert torch.equal(model(x), plain(x))
-        for each in (model, plain):
-            for parameter in each.parameters():
-                parameter.mul_(1.5)
-        assert torch.allclose(model(x), plain(x), rtol=1e-12)
-    with torch.no_grad():
-        assert torch.allclose(model(x), plain(x), rtol=1e-12)
+def test_gradients_from_before_the_annotation_are_told_of_when_they_go() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to(current_device())
+    x = torch.ones(2, 3, device=current_device())
+    model(x).sum().backward()
+    with logged() as lines:
+        fully_shard(model, policy={nn.Linear}, sync_module_states="broadcast")
+        assert lines == [
+            "WARNING: fully_shard: '0.weight', '0.bias', '1.weight', '1.bias' had gradients from before the annotation, which are "
+            "dropped: nothing tells whether they were averaged over the ranks. Run backward after annotating"
+        ]
+        model(x).sum().backward()
+        assert len(lines) == 1
 
 
 class Outer(nn.Module):

@@ -11,8 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import MixedPrecisionPolicy, checkpoint, fully_shard, replicate
-from tests.helpers.compare import averaged_gradients, full_gradients
+from composable import MixedPrecisionPolicy, fully_shard, replicate
+from tests.helpers.battery import Case
+from tests.helpers.battery.case import mean_square, rows
+from tests.helpers.compare import assert_mean_gradients, averaged_gradients, full_gradients
+from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import Pool, current_device, need_devices
 
 BF16: Final = torch.bfloat16
@@ -34,36 +37,14 @@ class Model(nn.Sequential):
         super().__init__(nn.Linear(6, 8), *(Block() for _ in range(3)), nn.Linear(8, 2))
 
 
-def by_policy(model: Model) -> None:
-    fully_shard(model, policy={Block})
-
-
-def keeping(model: Model) -> None:
-    fully_shard(model, policy={Block}, reshard_after_forward=False)
-
-
-def recomputed(model: Model) -> None:
-    checkpoint(model, policy={Block})
-    fully_shard(model, policy={Block})
-
-
-def replicated(model: Model) -> None:
-    replicate(model, bucket_cap_mb=0.0001)
-
-
-def replicated_inside_sharded(model: Model) -> None:
-    replicate(model[1])
-    fully_shard(model, policy={Block})
-
-
-def hybrid(model: Model) -> None:
-    mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, policy={Block}, mesh=mesh)
-
-
-SCHEMES: Final[dict[str, Callable[[Model], None]]] = {
-    scheme.__name__: scheme for scheme in (by_policy, keeping, recomputed, replicated, replicated_inside_sharded, hybrid)
-}
+_UNITS: Final = Case("blocks", Model, rows(4, 6), mean_square, (Block,))
+_SCHEMES: Final = (
+    "fully_shard by policy",
+    "fully_shard without resharding",
+    "checkpoint, then fully_shard",
+    "replicate in small buckets",
+    "replicate inside fully_shard",
+)
 
 
 def _batch(number: int) -> Tensor:
@@ -81,16 +62,17 @@ def _pair(made: Callable[[], Any]) -> tuple[Any, Any]:
 
 def _assert_equal(plain: nn.Module, model: nn.Module) -> None:
     """Bit by bit on two ranks; more terms are summed in an order of the algorithm's."""
-    exact = dist.get_world_size() == 2
-    found = full_gradients(model)
-    for name, wanted in averaged_gradients(plain).items():
-        near = 0.0 if exact else 1e-6
-        torch.testing.assert_close(found[name], wanted, rtol=near, atol=near, msg=lambda text, name=name: f"{name}: {text}")
+    near = 0.0 if dist.get_world_size() == 2 else 1e-6
+    assert_mean_gradients(plain, model, rtol=near, atol=near)
 
 
 def _trains_as_plain(scheme: str) -> None:
     plain, model = _pair(Model)
-    SCHEMES[scheme](model)
+    if scheme == "hybrid":
+        mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, policy={Block}, mesh=mesh)
+    else:
+        SCHEMES[scheme].annotate(model, _UNITS)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, foreach=False) for each in (plain, model)]
     for step in range(2):
         for each in (plain, model):
@@ -115,7 +97,7 @@ def _need_autocast(device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "scheme"), [*((2, scheme) for scheme in SCHEMES if scheme != "hybrid"), (4, "by_policy"), (4, "hybrid")]
+    ("ranks", "scheme"), [*((2, scheme) for scheme in _SCHEMES), (4, "fully_shard by policy"), (4, "hybrid")]
 )
 def test_training_under_autocast_is_that_of_the_plain_model(pool: Pool, ranks: int, scheme: str, device: str) -> None:
     need_devices(device, ranks)

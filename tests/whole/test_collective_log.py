@@ -96,32 +96,10 @@ def test_without_resharding_each_unit_is_gathered_once_and_reduced_once(pool: Po
         assert counts == {_gather(unit): 1 for unit in _UNITS} | {_reduction(unit): 1 for unit in _UNITS}
 
 
-def test_every_rank_launches_the_same_collectives_in_the_same_order(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    ours, theirs = pool.run(2, _log_of, "by policy", 3, device=device)
-    assert Log(ours).labels() == Log(theirs).labels()
-    assert len(Log(ours).labels()) == 3 * len(_UNITS)
-
-
 def test_manual_annotation_and_a_policy_give_the_same_log(pool: Pool, device: str) -> None:
     need_devices(device, 2)
     by_policy = pool.run(2, _log_of, "by policy", 3, device=device)
     assert by_policy == pool.run(2, _log_of, "by hand", 3, device=device)
-
-
-def test_the_next_unit_is_gathered_while_this_one_computes_forward(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    for events in pool.run(2, _log_of, "by policy", 3, device=device):
-        for layer in range(1, LAYERS):
-            assert str(layer - 1) in Log(events).while_in_flight(_gather(layer), "forward")
-
-
-def test_the_previous_unit_is_gathered_while_this_one_computes_backward(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    for events in pool.run(2, _log_of, "by policy", 3, device=device):
-        backward = events[events.index(("backward", str(LAYERS))) :]
-        for layer in range(LAYERS - 2, -1, -1):
-            assert str(layer + 1) in Log(backward).while_in_flight(_gather(layer), "backward")
 
 
 def test_gradients_are_reduced_while_earlier_units_compute_backward(pool: Pool, device: str) -> None:

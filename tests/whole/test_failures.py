@@ -25,15 +25,13 @@ from composable import (
     offload_activations,
     replicate,
     reset,
-    reshard,
-    unshard,
 )
 from composable.comm import ledger
 from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers import world
-from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.logged import logged
-from tests.helpers.world import Pool, RanksFailed, spmd
+from tests.helpers.world import Pool, RanksFailed
 
 WIDTH: Final = 8
 
@@ -85,8 +83,9 @@ def _mixed(model: Model) -> None:
     fully_shard(model, policy={Block})
 
 
-VERBS: Final[dict[str, Callable[[Model], None]]] = {
+VERBS: Final[dict[str, Callable[[Model], object]]] = {
     "fully_shard": _fully_sharded,
+    "fully_shard as one unit": fully_shard,
     "replicate": _replicated,
     "both": _mixed,
 }
@@ -108,9 +107,7 @@ def _assert_good_step(model: Model, *, skipped: int = -1) -> None:
     plain.skipped = skipped
     for each in (plain, model):
         _loss(each, 5).backward()
-    actual = full_gradients(model)
-    for name, expected in averaged_gradients(plain).items():
-        torch.testing.assert_close(actual[name], expected, rtol=1e-5, atol=1e-7)
+    assert_mean_gradients(plain, model, rtol=1e-5, atol=1e-7)
 
 
 def _fail() -> None:
@@ -147,6 +144,28 @@ def _reset_after(where: str, verb: str) -> None:
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 def test_reset_frees_and_drops_everything_at_once(pool: Pool, where: str, verb: str) -> None:
     pool.run(2, _reset_after, where, verb)
+
+
+def _log_after(where: str) -> list[str]:
+    model = Model()
+    _fully_sharded(model)
+    block: Any = model.blocks[1]
+    with logged() as lines:
+        setattr(block, f"in_{where}", _fail)
+        with pytest.raises(MemoryError, match="as planned"):
+            _loss(model).backward()
+        setattr(block, f"in_{where}", None)
+        for _ in range(2):
+            _assert_good_step(model)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("where", "what"), [("forward", "its forward raised MemoryError"), ("backward", "its backward did not finish")]
+)
+def test_a_failed_step_is_reported_once_with_its_unit(pool: Pool, where: str, what: str) -> None:
+    expected = f"WARNING: unit '(root)': {what}; the step is lost, and its state was reset"
+    assert pool.run(2, _log_after, where) == [[expected]] * 2
 
 
 def _ask_in_except(verb: str) -> None:
@@ -286,23 +305,6 @@ def _evaluate_alone(verb: str) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_ranks_may_run_other_numbers_of_forwards_without_gradients_where_nothing_is_gathered(pool: Pool, verb: str) -> None:
     pool.run(3, _evaluate_alone, verb)
-
-
-# --- reads of freed memory --------------------------------------------------------------------------------------------
-
-
-@spmd(ranks=2)
-def test_a_graph_that_needs_parameters_which_were_freed_is_refused_by_autograd() -> None:
-    model = Model()
-    _fully_sharded(model)
-    unshard(model)
-    weight = model.head.weight
-    assert not isinstance(weight, DTensor)
-    loss = weight.square().sum()
-    reshard(model)
-    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* is at version 2147483647"):
-        loss.backward()
-    _assert_good_step(model)
 
 
 # --- one process ------------------------------------------------------------------------------------------------------

@@ -33,8 +33,8 @@ class Weights(nn.Module):
         return (self.large * gradient).sum() + (self.small * gradient).sum()
 
 
-def _gradients(verb: str, mine: float) -> dict[str, list[float]]:
-    """The values that occur in each gradient, of which this rank contributes `mine`."""
+def _gradients(verb: str, *terms: float) -> dict[str, list[float]]:
+    """The values that occur in each gradient, to which each rank contributes its term."""
     model = Weights()
     if verb == "replicate":
         replicate(model)
@@ -45,34 +45,17 @@ def _gradients(verb: str, mine: float) -> dict[str, list[float]]:
         fully_shard(model.to(current_device()), mesh=mesh)
     else:
         fully_shard(model)
-    model(torch.tensor(mine, dtype=torch.float16)).backward()
+    model(torch.tensor(terms[dist.get_rank()], dtype=torch.float16)).backward()
     return {name: torch.unique(g).tolist() for name, g in full_gradients(model).items() if g is not None}
 
 
-def _of_rank(verb: str, values: list[float]) -> dict[str, list[float]]:
-    return _gradients(verb, values[dist.get_rank()])
-
-
 @pytest.mark.parametrize("verb", ["fully_shard", *_REPLICAS, "replicate"])
-def test_the_smallest_gradients_survive_where_dividing_by_all_ranks_at_once_would_lose_them(
-    pool: Pool, verb: str, device: str
-) -> None:
+def test_neither_the_smallest_nor_large_gradients_are_lost_and_ranks_round_alike(pool: Pool, verb: str, device: str) -> None:
     need_devices(device, 4)
     # By the square root of four ranks: half of the second smallest number is the smallest, a quarter of it is nothing.
-    for gradients in pool.run(4, _of_rank, verb, [2 * SMALLEST] * 4, device=device):
-        assert gradients == {"large": [2 * SMALLEST], "small": [2 * SMALLEST]}
-
-
-@pytest.mark.parametrize("verb", ["fully_shard", *_REPLICAS, "replicate"])
-def test_large_gradients_do_not_overflow_in_the_sum(pool: Pool, verb: str, device: str) -> None:
-    need_devices(device, 4)
-    for gradients in pool.run(4, _of_rank, verb, [LARGEST] * 4, device=device):
-        assert gradients == {"large": [LARGEST], "small": [LARGEST]}
-
-
-@pytest.mark.parametrize("verb", ["fully_shard", *_REPLICAS, "replicate"])
-def test_two_ranks_round_alike_at_the_end_of_what_float16_knows(pool: Pool, verb: str, device: str) -> None:
-    need_devices(device, 2)
+    for value in (2 * SMALLEST, LARGEST):
+        for gradients in pool.run(4, _gradients, verb, *[value] * 4, device=device):
+            assert gradients == {"large": [value], "small": [value]}
     # An odd number of the smallest, halved, is rounded; whoever does not round it where the other one does ends up apart.
-    one, other = pool.run(2, _of_rank, verb, [SMALLEST, 2 * SMALLEST], device=device)
+    one, other = pool.run(2, _gradients, verb, SMALLEST, 2 * SMALLEST, device=device)
     assert one == other

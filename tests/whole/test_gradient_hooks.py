@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any, Final
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from composable import checkpoint, fully_shard, no_sync, remove, replicate
+from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 NAMES: Final = ["0.weight", "0.bias", "2.weight", "2.bias"]
@@ -25,51 +25,6 @@ def _models(**options: Any) -> tuple[nn.Sequential, nn.Sequential, Tensor]:
         models.append(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(device))
     fully_shard(models[1], **({"policy": {nn.Linear}} | options))
     return models[0], models[1], torch.arange(6.0, device=device).view(2, 3) / 6
-
-
-def _whole(tensor: Tensor | None) -> Tensor | None:
-    return tensor if tensor is None else tensor.full_tensor()  # type: ignore[operator, no-any-return]
-
-
-def _assert_same(plain: nn.Module, sharded: nn.Module) -> None:
-    for expected, actual in zip(plain.parameters(), sharded.parameters(), strict=True):
-        torch.testing.assert_close(_whole(actual.detach()), expected.detach())
-
-
-def _train_in_backward(model: nn.Module, x: Tensor, accumulate: int) -> None:
-    optimizers = {parameter: torch.optim.AdamW([parameter], lr=0.1) for parameter in model.parameters()}
-
-    def step(parameter: Tensor) -> None:
-        optimizers[parameter].step()  # type: ignore[index]
-        optimizers[parameter].zero_grad()  # type: ignore[index]
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
-    for turn in range(3):
-        sum(model(x * scale).square().mean() for scale in range(1, 1 + accumulate)).backward()  # type: ignore[union-attr]
-        assert all(parameter.grad is None for parameter in model.parameters()), turn
-
-
-def _train(model: nn.Module, x: Tensor, accumulate: int) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(3):
-        sum(model(x * scale).square().mean() for scale in range(1, 1 + accumulate)).backward()  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@spmd(ranks=[1, 2])
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": False}, {"policy": None, "reshard_after_forward": True}],
-    ids=["units", "kept", "one unit"],
-)
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_an_optimizer_in_backward_trains_as_the_ordinary_loop_does(options: dict[str, Any], accumulate: int) -> None:
-    plain, sharded, x = _models(**options)
-    _train(plain, x, accumulate)
-    _train_in_backward(sharded, x, accumulate)
-    _assert_same(plain, sharded)
 
 
 @spmd(ranks=[1, 2])
@@ -87,9 +42,9 @@ def test_a_gradient_hook_gets_the_mean_over_ranks_and_may_replace_it() -> None:
         sharded(x * (1 + rank)).square().mean().backward()
     assert len(seen[0]) == len(seen[1]) == 4, "once per parameter and backward"
     for expected, actual in zip(seen[0], seen[1], strict=True):
-        torch.testing.assert_close(_whole(actual), expected)
+        torch.testing.assert_close(full(actual), expected)
     for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
-        torch.testing.assert_close(_whole(other.grad), one.grad)
+        torch.testing.assert_close(full(other.grad), one.grad)
 
 
 def _calls() -> tuple[list[str], list[str], list[str]]:
@@ -164,7 +119,7 @@ def test_hooks_of_both_kinds_are_called_once_after_the_reduction_in_every_compos
             for name, parameter in plain.named_parameters():
                 for seen in (hooked[name], accumulated[name]):
                     assert len(seen) == 1, (how, micro_batches, name)
-                    torch.testing.assert_close(_whole(seen[0]), parameter.grad)
+                    torch.testing.assert_close(full(seen[0]), parameter.grad)
 
 
 @spmd(ranks=[2, 4])
@@ -176,19 +131,19 @@ def test_hooks_go_with_parameters_that_are_sharded_and_with_those_that_come_back
     halves = model.weight.register_hook(lambda gradient: gradient * 0.5)
     model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("before", p.grad.clone())))
     fully_shard(model, sync_module_states="broadcast")
-    plain.load_state_dict({name: _whole(value) for name, value in model.state_dict().items()})
+    plain.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
     (sum(plain(x).square().sum() for x in batches) / size).backward()  # type: ignore[union-attr]
     after = model.weight.register_post_accumulate_grad_hook(lambda p: seen.append(("after", p.grad.clone())))
     model(batches[rank]).square().sum().backward()
     assert [who for who, _ in seen] == ["before", "after"]
     for _, gradient in seen:
-        torch.testing.assert_close(_whole(gradient), plain.weight.grad * 0.5)
-    torch.testing.assert_close(_whole(model.bias.grad), plain.bias.grad)
+        torch.testing.assert_close(full(gradient), plain.weight.grad * 0.5)
+    torch.testing.assert_close(full(model.bias.grad), plain.bias.grad)
     halves.remove()
     model.zero_grad()
     seen.clear()
     model(batches[rank]).square().sum().backward()
-    torch.testing.assert_close(_whole(seen[0][1]), plain.weight.grad)
+    torch.testing.assert_close(full(seen[0][1]), plain.weight.grad)
 
     twice = model.bias.register_hook(lambda gradient: gradient * 2)  # the first one that it has
     remove(model, fully_shard)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard
@@ -64,23 +62,3 @@ def _run(reshard: bool) -> None:
 def test_a_unit_that_only_hands_on_on_some_ranks_is_entered_in_backward_on_all(pool: Pool, reshard: bool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _run, reshard, device=device)
-
-
-class Tagged(Layer):
-    """Also returns what it was given."""
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        return super().forward(x), x
-
-
-def _identities() -> tuple[bool, bool]:
-    unit = fully_shard(Tagged())
-    x = torch.ones(2, 6) * (1 + dist.get_rank())
-    given = x.requires_grad_() * 2
-    _, same = unit(given)
-    _, leaf = unit(x)
-    return same is given, leaf is x
-
-
-def test_what_is_handed_on_beside_something_new_stays_the_very_tensor(pool: Pool) -> None:
-    assert pool.run(2, _identities) == [(True, True)] * 2

@@ -22,7 +22,7 @@ from composable.traversal import get_handles
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
-from tests.helpers.compare import assert_same_gradients, full
+from tests.helpers.compare import assert_mean_gradients, assert_same_gradients, full
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.schemes import SCHEMES, SHARDED
 from tests.helpers.world import Pool, current_device, need_devices
@@ -218,6 +218,91 @@ def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme
     pool.run(2, _run, program, scheme, device=device)
 
 
+# --- gradients that a forward asks for ----------------------------------------------------------------------------------
+
+
+class Forces(nn.Module):
+    """The gradient of an energy, as models of molecules compute it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer() for _ in range(3)])
+        self.energy = nn.Linear(6, 1)
+        self.scale = nn.Linear(6, 6)
+        self.builds_graph = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            y = x
+            for layer in self.layers:
+                y = layer(y)
+            (force,) = torch.autograd.grad(self.energy(y).sum(), x, create_graph=self.builds_graph)
+        return self.scale(force) + self.layers[0](x)
+
+
+class Molecule(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(6, 6)
+        self.forces = Forces()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.forces(self.embed(x)))
+
+
+_MOLECULE: Final = Case("forces", Molecule, rows(4, 6), mean_square, (Layer, Forces))
+
+
+def one_step(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def two_forwards_and_one_backward(model: nn.Module, x: Tensor) -> None:
+    (model(x).square().mean() + model(2 * x).square().mean()).backward()
+
+
+def evaluation_before_a_step(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        seen = model(x)
+    model(x).square().mean().backward()
+    return seen
+
+
+def gradients_that_nothing_goes_through(model: nn.Module, x: Tensor) -> None:
+    assert isinstance(model, Molecule)
+    model.forces.builds_graph = False
+    two_forwards_and_one_backward(model, x)
+
+
+INSIDE: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
+    program.__name__: program
+    for program in (
+        one_step,
+        two_forwards_and_one_backward,
+        evaluation_before_a_step,
+        gradients_that_nothing_goes_through,
+    )
+}
+
+
+def _run_inside(program: str, scheme: str) -> None:
+    assert_same_gradients(_MOLECULE, SCHEMES[scheme].annotate, INSIDE[program])
+
+
+@pytest.mark.parametrize("scheme", SHARDED)
+@pytest.mark.parametrize("program", INSIDE)
+def test_a_forward_may_ask_for_gradients(pool: Pool, program: str, scheme: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _run_inside, program, scheme, device=device)
+
+
+# --- what is kept for penalties ----------------------------------------------------------------------------------------
+
+
 def _train_with_penalties(evaluates: bool) -> list[list[str]]:
     """What stays unsharded after each step, until the next forward has begun."""
     device = current_device()
@@ -297,11 +382,7 @@ def _over_parameters(annotate: Callable[[nn.Module], object]) -> str:
         torch.testing.assert_close(seen, plain_gradients())
     model(x).square().mean().backward()
     plain(x).square().mean().backward()
-    for parameter, (name, other) in zip(model.parameters(), plain.named_parameters(), strict=True):
-        assert parameter.grad is not None
-        assert other.grad is not None
-        dist.all_reduce(other.grad)
-        torch.testing.assert_close(full(parameter.grad), other.grad / dist.get_world_size(), msg=name)
+    assert_mean_gradients(plain, model)
     return said
 
 

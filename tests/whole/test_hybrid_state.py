@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from composable import clip_grad_norm_, describe, fully_shard, remove, replicate, step_on_shards
+from composable import clip_grad_norm_, describe, fully_shard, remove
 from composable.errors import AnnotationError, RanksDisagreeError
 from tests.helpers.compare import full_parameters
 from tests.helpers.world import Pool, current_device, need_devices, spmd
@@ -151,15 +151,6 @@ def test_a_norm_counts_every_gradient_once() -> None:
 
 
 @spmd(ranks=4)
-def test_steps_on_shards_train_as_steps_of_the_whole() -> None:
-    plain, model = _plain(), _hybrid(reshard_after_forward=2)
-    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
-    step_on_shards(optimizers[1])
-    _train(plain, model, *optimizers)
-    _assert_same(model, plain)
-
-
-@spmd(ranks=4)
 def test_removing_gives_whole_parameters_and_gradients_back() -> None:
     for mesh in (_mesh(2, 2), _mesh(1, 4), _mesh(4, 1)):
         plain, model = _plain(), _hybrid(mesh=mesh)
@@ -223,28 +214,3 @@ def test_a_rank_that_arranges_the_mesh_otherwise_is_named(pool: Pool, device: st
         ]
         * 4
     )
-
-
-def _skip_a_step(first: str) -> tuple[bool, float]:
-    """Whether the optimizer stepped when only the last rank's shard of one plain unit is infinite, and the scale."""
-    model = nn.Sequential(nn.Embedding(4, 6), nn.Linear(6, 7), nn.Linear(7, 8)).to(current_device())
-    if first == "replicated":
-        replicate(model[0])
-    fully_shard(model[1], mesh=_mesh(2, 2), sync_module_states="broadcast")
-    fully_shard(model, policy={nn.Linear}, sync_module_states="broadcast")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(current_device().type, init_scale=8.0)
-    scaler.scale(model(torch.arange(4, device=current_device())).sum()).backward()
-    if dist.get_rank() == 3:
-        model[2].weight.grad.to_local().fill_(torch.inf)  # type: ignore[union-attr]
-    before = {name: value.clone() for name, value in full_parameters(model).items()}
-    scaler.step(optimizer)
-    scaler.update()
-    after = full_parameters(model)
-    return all(torch.equal(before[name], after[name]) for name in before), scaler.get_scale()
-
-
-@pytest.mark.parametrize("first", ["hybrid", "replicated"])
-def test_all_ranks_skip_a_step_if_one_shard_of_a_plain_unit_is_not_finite(pool: Pool, first: str, device: str) -> None:
-    need_devices(device, 4)
-    assert pool.run(4, _skip_a_step, first, device=device) == [(True, 4.0)] * 4

@@ -199,30 +199,3 @@ def test_a_parameter_of_a_class_of_its_own_is_refused_by_name(pool: Pool) -> Non
         same_on_all(pool.run(2, _subclass)),
         """AnnotationError: parameter '1.weight' is of class Own; only a plain nn.Parameter can be cut, and what its class adds would be lost. Leave it out with ignored_params""",  # noqa: E501
     )
-
-
-def _materialised(keep: bool) -> None:
-    """Annotated on the meta device, trained elsewhere."""
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
-    kept = list(model.parameters()) if keep else []
-    fully_shard(model, policy={nn.Linear})
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(current_device())
-    model.load_state_dict(plain.state_dict(), assign=True)
-    x = torch.ones(2, 4, device=current_device())
-    for each in (model, plain):
-        each(x).sum().backward()
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    remove(model, fully_shard)
-    assert all(parameter.is_meta for parameter in kept)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        assert type(one) is nn.Parameter
-        assert one.device == other.device
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_removing_gives_what_was_trained_where_it_was_trained(pool: Pool, keep: bool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _materialised, keep, device=device)

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from composable import describe, fully_shard, keep_unsharded, remove, unshard
-from tests.helpers.compare import full
-from tests.helpers.logged import logged
+from composable import fully_shard, keep_unsharded, remove, unshard
+from tests.helpers.compare import assert_mean_gradients, full
 from tests.helpers.world import Pool
 from tests.whole.test_last_units import WIDTH, Layer
 
@@ -41,10 +40,6 @@ def _batch(number: int = 0) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * dist.get_rank() + number))
 
 
-def _unsharded(model: nn.Module) -> list[str]:
-    return [row.unit for row in describe(model).rows if row.state == "UNSHARDED"]
-
-
 def _same_outputs(model: nn.Module, plain: nn.Module) -> None:
     torch.testing.assert_close(model(_batch(7)), plain(_batch(7)))
 
@@ -55,12 +50,7 @@ def _same_parameters(model: nn.Module, plain: nn.Module) -> None:
 
 
 def _same_gradients(model: nn.Module, plain: nn.Module) -> None:
-    """Those of `plain` are this rank's."""
-    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert one.grad is not None, name
-        assert other.grad is not None, name
-        dist.all_reduce(other.grad)
-        torch.testing.assert_close(full(one.grad), other.grad / dist.get_world_size())
+    assert_mean_gradients(plain, model, rtol=1.3e-6, atol=1e-5)
 
 
 def _double(*models: nn.Module, traceless: bool = False) -> None:
@@ -98,6 +88,14 @@ def _kept_by_a_scope(reshard: Reshard) -> None:
     _double(model, plain, traceless=True)
     with keep_unsharded(model), torch.no_grad():
         _same_outputs(model, plain)
+
+
+def _computed_with(reshard: Reshard) -> None:
+    """Written in a way that leaves no trace, after a forward to which no backward comes."""
+    model, plain = _pair(reshard)
+    model(_batch())
+    _double(model, plain, traceless=True)
+    _same_outputs(model, plain)
 
 
 def _unsharded_by_the_user(reshard: Reshard) -> None:
@@ -230,6 +228,7 @@ _PROGRAMS: Final[dict[str, Callable[[Reshard], None]]] = {
     "removed after a write": _removed_after_a_write,
     "removed after a step": _removed_after_a_step,
     "kept by a scope": _kept_by_a_scope,
+    "computed with after a write": _computed_with,
     "unsharded by the user": _unsharded_by_the_user,
     "recomputed after a write": _recomputed,
     "a unit that stays, looked at by one rank": _kept_one_looked_at,
@@ -254,42 +253,6 @@ def test_whoever_comes_out_of_turn_computes_as_in_one_process_and_keeps_no_rank_
     pool: Pool, name: str, reshard: Reshard
 ) -> None:
     pool.run(2, _run, name, reshard)
-
-
-# --- errors ---------------------------------------------------------------------------------------------------------
-
-
-class _Writing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.writes = nn.Parameter(torch.ones(WIDTH)), False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.writes:
-            with torch.no_grad():
-                self.weight.clamp_(-0.5, 0.5)
-        return x * self.weight.sum()
-
-
-def _write_in_the_last_one(reshard: Reshard) -> None:
-    writing = _Writing()
-    model = nn.Sequential(Layer(), writing)
-    fully_shard(model, policy={Layer, _Writing}, reshard_after_forward=reshard)
-    writing.writes = True
-    with logged() as lines:
-        model(_batch())
-        model(_batch())
-        writing.writes = False
-        model(_batch()).sum().backward()
-    (line,) = lines
-    assert line.startswith("WARNING: unit '1': 'weight' was written to in place while it was unsharded; the write is lost")
-    assert _unsharded(model) == []
-    assert torch.equal(full(writing.weight), torch.ones(WIDTH))
-
-
-@pytest.mark.parametrize("reshard", [True, None])
-def test_a_write_to_the_last_unit_is_warned_of_and_lost(pool: Pool, reshard: Reshard) -> None:
-    pool.run(2, _write_in_the_last_one, reshard)
 
 
 def _planned_anew_alone() -> None:

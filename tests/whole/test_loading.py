@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from composable import fully_shard, remove
+from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, need_devices
 
 
@@ -52,17 +53,13 @@ def _train(model: nn.Module, steps: int = 2) -> None:
         optimizer.step()
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _assert_trains_like(model: nn.Module, plain: nn.Module) -> None:
     _train(model)
     _train(plain)
     expected = plain.state_dict()
     for name, value in model.state_dict().items():
         assert isinstance(value, DTensor) is (name in dict(model.named_parameters(remove_duplicate=False))), name
-        torch.testing.assert_close(_whole(value), expected[name], msg=name)
+        torch.testing.assert_close(full(value), expected[name], msg=name)
 
 
 def _files() -> dict[str, Callable[[Tied], dict[str, Any]]]:
@@ -102,7 +99,9 @@ def _load(form: str, assign: bool, start: str) -> None:
     plain = _made(1)
     _train(plain)
     file = {name: value.detach().clone() for name, value in _files()[form](plain).items()}
-    model = _shard(_made(0, "meta" if start == "meta" else None))
+    made = _made(0, "meta" if start == "meta" else None)
+    kept = list(made.parameters())
+    model = _shard(made)
     if start == "after a step":
         _train(model)
     found = model.load_state_dict(file, strict=form not in _LOOSE, assign=assign)
@@ -116,6 +115,8 @@ def _load(form: str, assign: bool, start: str) -> None:
     assert model.head.weight is model.embed.weight
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value)
+    assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+    assert {parameter.is_meta for parameter in kept} == {start == "meta"}, "those that a user has kept do not move"
 
 
 @pytest.mark.parametrize("form", _FILES)
@@ -129,11 +130,11 @@ def test_a_loaded_model_goes_on_like_the_plain_one(pool: Pool, form: str, assign
 
 def _load_a_part(assign: bool) -> None:
     plain, model = _made(1), _shard(_made(0))
-    before = {name: _whole(value).clone() for name, value in model.state_dict().items()}
+    before = {name: full(value).clone() for name, value in model.state_dict().items()}
     model.body.load_state_dict(plain.body.state_dict(), assign=assign)
     for name, value in model.state_dict().items():
         expected = plain.state_dict()[name] if name.startswith("body.") else before[name]
-        assert torch.equal(_whole(value), expected), name
+        assert torch.equal(full(value), expected), name
     wrapper = nn.ModuleDict({"inner": model})
     wrapper.load_state_dict({f"inner.{name}": value for name, value in plain.state_dict().items()}, assign=assign)
     _assert_trains_like(model, plain)
@@ -181,7 +182,7 @@ def _refusals(assign: bool) -> list[str]:
         fails({"head.weight": torch.ones(7, 6)})
     else:
         model.load_state_dict(plain.state_dict() | {"head.weight": torch.ones(7, 6)})
-        assert torch.equal(_whole(model.embed.weight), torch.ones(7, 6)), "as in a plain model, the last entry counts"
+        assert torch.equal(full(model.embed.weight), torch.ones(7, 6)), "as in a plain model, the last entry counts"
     model.load_state_dict(plain.state_dict(), assign=assign)
     _assert_trains_like(model, plain)
     return said

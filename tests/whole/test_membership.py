@@ -74,10 +74,10 @@ def _tied(where: str, name: str, unit: str) -> str:
     )
 
 
-def _came(names: str, verb: str = "fully_shard") -> str:
+def _came(names: str) -> str:
     return (
-        f"unit '(root)' ({verb}): no unit manages {names}, added below it, or left by remove(), after the annotation: every "
-        f"rank would train its own. To have all parameters managed, call remove(module, {verb}) and annotate again; to train "
+        f"unit '(root)' (fully_shard): no unit manages {names}, added below it, or left by remove(), after the annotation: every "
+        f"rank would train its own. To have all parameters managed, call remove(module, fully_shard) and annotate again; to train "
         "them as they are, name them in ignored_params then"
     )
 
@@ -92,11 +92,20 @@ CHANGES: Final[dict[str, tuple[Callable[[Model], None], str]]] = {
 }
 
 
-def _refusals(change: str, steps: int) -> list[str]:
-    model, x = _model()
+def _in_units(model: Model) -> None:
     fully_shard(model.emb)
     fully_shard(model.head)
     fully_shard(model)
+
+
+def _mixed(model: Model) -> None:
+    replicate(model.block)
+    fully_shard(model)
+
+
+def _refusals(change: str, annotate: Callable[[Model], object], steps: int) -> list[str]:
+    model, x = _model()
+    annotate(model)
     for _ in range(steps):
         model(x).sum().backward()
     CHANGES[change][0](model)
@@ -108,40 +117,22 @@ def _refusals(change: str, steps: int) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_would_train_apart_is_refused_at_the_next_forward(pool: Pool, change: str, steps: int, device: str) -> None:
-    need_devices(device, 2)
-    assert pool.run(2, _refusals, change, steps, device=device) == [[CHANGES[change][1]] * 2] * 2
+_APART: Final = ("a layer exchanged", "a layer adapted", "a parameter more")
+_REFUSED: Final = [
+    *[(change, _in_units, steps) for change in CHANGES for steps in (0, 1)],
+    *[(change, annotate, 1) for change in _APART for annotate in (replicate, _mixed)],
+]
 
 
-def _new_in_replicas(change: str, annotate: str) -> list[str]:
-    model, x = _model()
-    if annotate == "replicate":
-        replicate(model)
-    else:
-        replicate(model.block)
-        fully_shard(model)
-    model(x).sum().backward()
-    CHANGES[change][0](model)
-    said = []
-    for _ in range(2):
-        with pytest.raises(AnnotationError) as caught:
-            model(x)
-        said.append(str(caught.value))
-    return said
-
-
-@pytest.mark.parametrize("annotate", ["replicate", "replicate inside fully_shard"])
-@pytest.mark.parametrize("change", ["a layer exchanged", "a layer adapted", "a parameter more"])
-def test_what_comes_into_replicas_and_would_train_apart_is_refused_at_the_next_forward(
-    pool: Pool, change: str, annotate: str, device: str
+@pytest.mark.parametrize(("change", "annotate", "steps"), _REFUSED)
+def test_what_would_train_apart_is_refused_at_the_next_forward(
+    pool: Pool, change: str, annotate: Callable[[Model], object], steps: int, device: str
 ) -> None:
     need_devices(device, 2)
     text = CHANGES[change][1]
-    if annotate == "replicate":
+    if annotate is replicate:
         text = text.replace("fully_shard", "replicate")
-    assert pool.run(2, _new_in_replicas, change, annotate, device=device) == [[text] * 2] * 2
+    assert pool.run(2, _refusals, change, annotate, steps, device=device) == [[text] * 2] * 2
 
 
 @spmd(ranks=2)

@@ -5,6 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
@@ -28,39 +32,44 @@ def _transformer() -> Transformer:
 # --- order and repetition ---------------------------------------------------------------------------------------------
 
 
-def _parent_before_child() -> str:
+def _parent_before_child(sync: str) -> str:
+    said = []
+    for outer, inner in (
+        (fully_shard, fully_shard),
+        (fully_shard, replicate),
+        (replicate, replicate),
+        (replicate, fully_shard),
+    ):
+        model = _transformer()
+        outer(model)
+        said.append(refused(model, lambda inner=inner, model=model: inner(model.blocks[0], sync_module_states=sync)))
+    return "\n".join(said)
+
+
+@pytest.mark.parametrize("sync", ["check", "off"])
+def test_a_child_after_its_parent_is_refused_by_name(pool: Pool, sync: str) -> None:
+    assert_text(
+        same_on_all(pool.run(2, _parent_before_child, sync)),
+        """\
+AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy=
+AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy=
+AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first, or use policy=
+AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first""",
+    )
+
+
+def _twice(verb: Callable[..., Any]) -> str:
     model = _transformer()
-    fully_shard(model)
-    return refused(model, lambda: fully_shard(model.blocks[0]))
+    verb(model.blocks[1])
+    verb(model.blocks[0])
+    return refused(model, lambda: verb(model.blocks[1]))
 
 
-def test_a_child_after_its_parent_is_refused_by_name(pool: Pool) -> None:
+@pytest.mark.parametrize("verb", [fully_shard, replicate, checkpoint])
+def test_the_same_verb_twice_is_refused_with_the_place_of_the_first(pool: Pool, verb: Callable[..., Any]) -> None:
     assert_text(
-        same_on_all(pool.run(2, _parent_before_child)),
-        """AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy=""",
-    )
-
-
-def _twice(verb: str) -> str:
-    model = _transformer()
-    apply = {"fully_shard": fully_shard, "replicate": replicate, "checkpoint": checkpoint}[verb]
-    apply(model.blocks[1])
-    apply(model.blocks[0])
-    return refused(model, lambda: apply(model.blocks[1]))
-
-
-def test_the_same_verb_twice_is_refused_with_the_place_of_the_first(pool: Pool) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _twice, "fully_shard")),
-        """AlreadyAnnotatedError: fully_shard was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, fully_shard) first""",
-    )
-    assert_text(
-        same_on_all(pool.run(2, _twice, "replicate")),
-        """AlreadyAnnotatedError: replicate was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, replicate) first""",
-    )
-    assert_text(
-        same_on_all(pool.run(2, _twice, "checkpoint")),
-        """AlreadyAnnotatedError: checkpoint was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, checkpoint) first""",
+        same_on_all(pool.run(2, _twice, verb)).replace(verb.__name__, "VERB"),
+        """AlreadyAnnotatedError: VERB was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, VERB) first""",
     )
 
 
@@ -75,14 +84,11 @@ def _sharded_and_replicated() -> tuple[str, str]:
 
 
 def test_a_module_is_sharded_or_replicated_but_not_both(pool: Pool) -> None:
-    first, second = pool.run(2, _sharded_and_replicated)[0]
     assert_text(
-        first,
-        """ClashError: 'blocks.0' is managed by replicate; a module can be sharded or replicated, not both. Call remove(module, replicate) first""",
-    )
-    assert_text(
-        second,
-        """ClashError: 'blocks.1' is managed by fully_shard; a module can be sharded or replicated, not both. Call remove(module, fully_shard) first""",
+        "\n".join(pool.run(2, _sharded_and_replicated)[0]),
+        """\
+ClashError: 'blocks.0' is managed by replicate; a module can be sharded or replicated, not both. Call remove(module, replicate) first
+ClashError: 'blocks.1' is managed by fully_shard; a module can be sharded or replicated, not both. Call remove(module, fully_shard) first""",
     )
 
 
@@ -148,26 +154,14 @@ def _callable_list() -> None:
 
 
 def test_containers_without_a_forward_are_refused_and_subclasses_with_one_are_not(pool: Pool) -> None:
-    sharded, replicated, checkpointed, dictionary, picked = pool.run(2, _containers)[0]
     assert_text(
-        sharded,
-        """AnnotationError: ModuleList 'blocks' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=""",
-    )
-    assert_text(
-        replicated,
-        """AnnotationError: ModuleList 'blocks' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=""",
-    )
-    assert_text(
-        checkpointed,
-        """AnnotationError: ModuleList 'blocks' has no forward, so there is no forward to run again; annotate its children, or pass policy=""",
-    )
-    assert_text(
-        dictionary,
-        """AnnotationError: ModuleDict has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=""",
-    )
-    assert_text(
-        picked,
-        """AnnotationError: ModuleList 'blocks' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=""",
+        "\n".join(pool.run(2, _containers)[0]),
+        """\
+AnnotationError: ModuleList 'blocks' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=
+AnnotationError: ModuleList 'blocks' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=
+AnnotationError: ModuleList 'blocks' has no forward, so there is no forward to run again; annotate its children, or pass policy=
+AnnotationError: ModuleDict has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=
+AnnotationError: ModuleList 'blocks' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=""",
     )
     pool.run(2, _callable_list)
 
@@ -232,26 +226,21 @@ def test_scalars_and_empty_shards_are_allowed_and_optimizers_norms_and_descripti
 # --- ranks that differ ------------------------------------------------------------------------------------------------
 
 
-def _different_weights(verb: str) -> str:
-    torch.manual_seed(dist.get_rank())
+def _different_weights(verb: Callable[..., Any]) -> str:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(current_device())
     with torch.no_grad():
-        for parameter in model[0].parameters():
+        for parameter in model.parameters():
             parameter.zero_()
         for parameter in model[1].parameters():
             parameter.fill_(dist.get_rank())
-    apply = {"fully_shard": fully_shard, "replicate": replicate}[verb]
-    return refused(model, lambda: apply(model, sync_module_states="check"))
+    return refused(model, lambda: verb(model, sync_module_states="check"))
 
 
-def test_different_weights_are_refused_with_the_first_parameter_and_what_to_pass(pool: Pool) -> None:
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_different_weights_are_refused_with_the_first_parameter_and_what_to_pass(pool: Pool, verb: Callable[..., Any]) -> None:
     assert_text(
-        same_on_all(pool.run(2, _different_weights, "fully_shard")),
-        """RanksDisagreeError: fully_shard: parameter '1.weight' differs across ranks (fingerprint rank0=0, rank1=4ed118cf600); pass sync_module_states='broadcast' or seed equally""",
-    )
-    assert_text(
-        same_on_all(pool.run(2, _different_weights, "replicate")),
-        """RanksDisagreeError: replicate: parameter '1.weight' differs across ranks (fingerprint rank0=0, rank1=4ed118cf600); pass sync_module_states='broadcast' or seed equally""",
+        same_on_all(pool.run(2, _different_weights, verb)).replace(verb.__name__, "VERB"),
+        """RanksDisagreeError: VERB: parameter '1.weight' differs across ranks (fingerprint rank0=0, rank1=4ed118cf600); pass sync_module_states='broadcast' or seed equally""",
     )
 
 
@@ -288,40 +277,18 @@ def _different_modules(how: str) -> str:
     return refused(model, lambda: fully_shard(model))
 
 
-def test_different_parameters_are_refused_with_the_first_difference_not_a_hang(pool: Pool) -> None:
-    assert_text(
-        "\n".join(pool.run(2, _different_modules, "count")),
-        """\
-RanksDisagreeError: fully_shard: rank 1 annotates 3 parameters, rank 0 4; they differ from parameter 3 on: rank 0 has 'head.bias' (2,) float32; rank 1 has none there. Every rank must build the same module in the same order.
-RanksDisagreeError: fully_shard: rank 1 annotates 3 parameters, rank 0 4; they differ from parameter 3 on: rank 0 has 'head.bias' (2,) float32; rank 1 has none there. Every rank must build the same module in the same order.""",
-    )
-    assert_text(
-        "\n".join(pool.run(2, _different_modules, "names")),
-        """\
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'tail.weight' (2, 3) float32. Every rank must build the same module in the same order.
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'tail.weight' (2, 3) float32. Every rank must build the same module in the same order.""",
-    )
-    assert_text(
-        "\n".join(pool.run(2, _different_modules, "order")),
-        """\
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 0 on: rank 0 has 'body.weight' (3, 3) float32; rank 1 has 'head.weight' (2, 3) float32. Every rank must build the same module in the same order.
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 0 on: rank 0 has 'body.weight' (3, 3) float32; rank 1 has 'head.weight' (2, 3) float32. Every rank must build the same module in the same order.""",
-    )
-    assert_text(
-        "\n".join(pool.run(2, _different_modules, "shapes")),
-        """\
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (4, 3) float32. Every rank must build the same module in the same order.
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (4, 3) float32. Every rank must build the same module in the same order.""",
-    )
-    assert_text(
-        "\n".join(pool.run(2, _different_modules, "dtypes")),
-        """\
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float64. Every rank must build the same module in the same order.
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float64. Every rank must build the same module in the same order.""",
-    )
-    assert_text(
-        "\n".join(pool.run(2, _different_modules, "frozen")),
-        """\
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float32, frozen. Every rank must build the same module in the same order.
-RanksDisagreeError: fully_shard: rank 1 annotates 4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float32, frozen. Every rank must build the same module in the same order.""",
+_PLACES: Final = {
+    "count": "3 parameters, rank 0 4; they differ from parameter 3 on: rank 0 has 'head.bias' (2,) float32; rank 1 has none there",
+    "names": "4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'tail.weight' (2, 3) float32",
+    "order": "4 parameters, rank 0 4; they differ from parameter 0 on: rank 0 has 'body.weight' (3, 3) float32; rank 1 has 'head.weight' (2, 3) float32",
+    "shapes": "4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (4, 3) float32",
+    "dtypes": "4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float64",
+    "frozen": "4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float32, frozen",
+}
+
+
+@pytest.mark.parametrize("how", _PLACES)
+def test_different_parameters_are_refused_with_the_first_difference_not_a_hang(pool: Pool, how: str) -> None:
+    assert same_on_all(pool.run(2, _different_modules, how)) == (
+        f"RanksDisagreeError: fully_shard: rank 1 annotates {_PLACES[how]}. Every rank must build the same module in the same order."
     )

@@ -17,7 +17,7 @@ from composable.errors import AnnotationError
 from tests.helpers.battery import BATTERY
 from tests.helpers.battery.transformers import Block, Transformer, next_token_loss
 from tests.helpers.compare import full_gradients
-from tests.helpers.offloading import Line, Seen, inputs_of, offloading
+from tests.helpers.offloading import Line, inputs_of, offloading
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 # --- parity -----------------------------------------------------------------------------------------------------------
@@ -42,39 +42,16 @@ _SPREAD: Final[dict[str, Callable[[nn.Module], object]]] = {
     "both": _mixed,
     "hybrid": _hybrid,
 }
-# With what of offload beside it: an annotation without it, and the same with it.
-_KEPT: Final[dict[str, tuple[Callable[[nn.Module], object], Callable[[nn.Module, Seen], object]]]] = {
-    "blocks": (
-        lambda model: None,
-        lambda model, seen: offload_activations(model, policy={Block}, **seen.options),
-    ),
-    "the model": (
-        lambda model: None,
-        lambda model, seen: offload_activations(model, **seen.options),
-    ),
-    "one in the other": (
-        lambda model: None,
-        lambda model, seen: (
-            offload_activations(model, **seen.options),
-            offload_activations(model, policy={nn.Linear}, **seen.options),
-        ),
-    ),
-    "blocks that are recomputed": (
-        lambda model: checkpoint(model, policy={Block}),
-        lambda model, seen: offload_activations(model, policy={Block}, **seen.options),
-    ),
-    "around blocks that are recomputed": (
-        lambda model: checkpoint(model, policy={Block}),
-        lambda model, seen: offload_activations(model, **seen.options),
-    ),
-    "inside of blocks that are recomputed": (
-        lambda model: checkpoint(model, policy={Block}),
-        lambda model, seen: offload_activations(model, policy={nn.Linear, nn.LayerNorm}, **seen.options),
-    ),
-    "blocks of a model that is recomputed": (
-        lambda model: checkpoint(model),
-        lambda model, seen: offload_activations(model, policy={Block}, **seen.options),
-    ),
+Policy = set[type[nn.Module]] | None
+# The policies of recomputation, and those of offload.
+_KEPT: Final[dict[str, tuple[list[Policy], list[Policy]]]] = {
+    "blocks": ([], [{Block}]),
+    "the model": ([], [None]),
+    "one in the other": ([], [None, {nn.Linear}]),
+    "blocks that are recomputed": ([{Block}], [{Block}]),
+    "around blocks that are recomputed": ([{Block}], [None]),
+    "inside of blocks that are recomputed": ([{Block}], [{nn.Linear, nn.LayerNorm}]),
+    "blocks of a model that is recomputed": ([None], [{Block}]),
 }
 
 
@@ -111,13 +88,15 @@ _PROGRAMS: Final = (_one_backward, _two_forwards_before_a_backward, _backward_tw
 
 
 def _compare(spread: str, kept: str) -> None:
-    beside, offload = _KEPT[kept]
+    recomputed, offloaded = _KEPT[kept]
     plain, model = _transformer(0.2), _transformer(0.2)
     for each in (plain, model):
         _SPREAD[spread](each)
-        beside(each)
+        for policy in recomputed:
+            checkpoint(each, policy=policy)
     with offloading() as seen:
-        offload(model, seen)
+        for policy in offloaded:
+            offload_activations(model, policy=policy, **seen.options)
         for program in _PROGRAMS:
             if program is _backward_twice and "recomputed" in kept:
                 continue  # torch frees what was recomputed

@@ -25,7 +25,7 @@ def _raises(*_: object) -> Any:
 
 
 # What rank 1 passes, where rank 0 passes a policy only, and what the two end with.
-_CASES: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
+_SHARDED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
     "a policy raises": (
         {"policy": _raises},
         "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: _Odd: as planned",
@@ -81,51 +81,6 @@ _CASES: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
 }
 
 
-def _said(act: Callable[[], object]) -> str:
-    try:
-        act()
-    except (ComposableError, _Odd) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
-
-
-def _annotate() -> dict[str, tuple[str, list[str]]]:
-    """By case: what this rank ended with, and the kinds of parameters that the model has afterwards."""
-    found = {}
-    for name, (options, _, _) in _CASES.items():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        common: dict[str, Any] = {"policy": {nn.Linear}}
-        mine = {**common, **options} if dist.get_rank() == 1 else common
-        said = _said(lambda model=model, mine=mine: fully_shard(model, **mine))  # type: ignore[misc]
-        found[name] = said, [type(parameter).__name__ for parameter in model.parameters()]
-        fully_shard(model, **common)  # nothing is in the way of the right call
-        model(torch.ones(2, 4)).sum().backward()
-    return found
-
-
-def test_all_ranks_raise_and_nothing_is_annotated(pool: Pool) -> None:
-    ours, theirs = pool.run(2, _annotate)
-    for name, (_, here, there) in _CASES.items():
-        assert ours[name] == (here, ["Parameter"] * 4), name
-        assert theirs[name] == (there or here, ["Parameter"] * 4), name
-
-
-@pytest.mark.parametrize("mode", ["check", "off"])
-def test_a_rank_that_fails_is_told_of_whatever_is_compared(pool: Pool, mode: str) -> None:
-    ours, theirs = pool.run(2, _fail_in_mode, mode)
-    assert ours == "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: _Odd: as planned"
-    assert theirs == "_Odd: as planned"
-
-
-def _fail_in_mode(mode: str) -> str:
-    model = nn.Sequential(nn.Linear(4, 4))
-    options = {"shard_placement_fn": _raises} if dist.get_rank() == 1 else {}
-    return _said(lambda: fully_shard(model, sync_module_states=mode, **options))
-
-
-# --- replicate --------------------------------------------------------------------------------------------------------
-
 _REPLICATED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
     "a policy raises": (
         {"policy": _raises},
@@ -145,6 +100,14 @@ _REPLICATED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
         "bucket_cap_mb=1.0, 0 buffers that follow rank 0 on rank 1. Pass the same arguments on every rank.",
         "",
     ),
+    "computes otherwise": (
+        {"mp_policy": "bf16"},
+        "RanksDisagreeError: replicate: the arguments come to different things for parameter 'weight': "
+        "bucket_cap_mb=25.0, 0 buffers that follow rank 0 on rank 0; "
+        "bucket_cap_mb=25.0, 0 buffers that follow rank 0, param_dtype=bfloat16 on rank 1. Pass the same arguments on every "
+        "rank.",
+        "",
+    ),
     "trusts": (
         {"sync_module_states": "off"},
         "RanksDisagreeError: replicate: sync_module_states is 'broadcast' on rank 0 and 'off' on rank 1. "
@@ -152,31 +115,49 @@ _REPLICATED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
         "",
     ),
 }
+_CASES: Final = {"fully_shard": _SHARDED, "replicate": _REPLICATED}
 
 
-def _replicate() -> dict[str, tuple[str, bool]]:
-    """By case: what this rank ended with, and whether gradients are averaged as soon as the call is right."""
+def _said(act: Callable[[], object]) -> str:
+    try:
+        act()
+    except (ComposableError, _Odd) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _annotate(verb: Callable[..., Any]) -> dict[str, tuple[str, list[str]]]:
+    """By case: what this rank ended with, and the kinds of parameters that the model has afterwards."""
     found = {}
-    for name, (options, _, _) in _REPLICATED.items():
+    for name, (options, _, _) in _CASES[verb.__name__].items():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         common: dict[str, Any] = {"policy": {nn.Linear}}
         mine = {**common, **options} if dist.get_rank() == 1 else common
-        said = _said(lambda model=model, mine=mine: replicate(model, **mine))  # type: ignore[misc]
-        found[name] = said, _works(model, replicate)
+        said = _said(lambda model=model, mine=mine: verb(model, **mine))  # type: ignore[misc]
+        found[name] = said, [type(parameter).__name__ for parameter in model.parameters()]
+        verb(model, **common)  # nothing is in the way of the right call
+        model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
+        assert model.get_parameter("1.bias").grad is not None
     return found
 
 
-def _works(model: nn.Module, verb: Callable[..., Any]) -> bool:
-    """Whether the right call goes well, and a step after it."""
-    verb(model, policy={nn.Linear})
-    model(torch.full((2, 4), float(dist.get_rank()))).sum().backward()
-    gradient = model.get_parameter("1.bias").grad
-    return gradient is not None
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_all_ranks_raise_and_nothing_is_annotated(pool: Pool, verb: Callable[..., Any]) -> None:
+    ours, theirs = pool.run(2, _annotate, verb)
+    for name, (_, here, there) in _CASES[verb.__name__].items():
+        assert ours[name] == (here, ["Parameter"] * 4), name
+        assert theirs[name] == (there or here, ["Parameter"] * 4), name
 
 
-def test_all_ranks_raise_when_replicate_fails_on_one(pool: Pool) -> None:
-    ours, theirs = pool.run(2, _replicate)
-    for name, (_, here, there) in _REPLICATED.items():
-        assert ours[name] == (here, True), name
-        assert theirs[name] == (there or here, True), name
+@pytest.mark.parametrize("mode", ["check", "off"])
+def test_a_rank_that_fails_is_told_of_whatever_is_compared(pool: Pool, mode: str) -> None:
+    ours, theirs = pool.run(2, _fail_in_mode, mode)
+    assert ours == "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: _Odd: as planned"
+    assert theirs == "_Odd: as planned"
+
+
+def _fail_in_mode(mode: str) -> str:
+    model = nn.Sequential(nn.Linear(4, 4))
+    options = {"shard_placement_fn": _raises} if dist.get_rank() == 1 else {}
+    return _said(lambda: fully_shard(model, sync_module_states=mode, **options))

@@ -124,6 +124,25 @@ def _in_units(model: Model, policy: Any, **options: Any) -> None:
     fully_shard(model, policy={Block}, mp_policy=policy, **options)
 
 
+def recomputed(annotate: Annotate) -> dict[str, Annotate]:
+    """Ways to have parts of an annotated model recomputed."""
+
+    def itself(model: Model, policy: Any) -> None:
+        checkpoint(model, policy={Block})
+        annotate(model, policy)
+
+    def around(model: Model, policy: Any) -> None:
+        annotate(model, policy)
+        checkpoint(model.blocks)
+
+    def within(model: Model, policy: Any) -> None:
+        for block in model.blocks:
+            checkpoint(block.up)
+        annotate(model, policy)
+
+    return {"recomputed": itself, "recomputed around": around, "recomputed within": within}
+
+
 def _in_two(model: Model, policy: Any) -> None:
     """Each of one kind of module alone, by hand, and what is left over."""
     for block in model.blocks:
@@ -131,29 +150,11 @@ def _in_two(model: Model, policy: Any) -> None:
     fully_shard([model.embedding, model.head], mp_policy=policy)
 
 
-def _recomputed(model: Model, policy: Any) -> None:
-    checkpoint(model, policy={Block})
-    _in_units(model, policy)
-
-
-def _recomputed_around(model: Model, policy: Any) -> None:
-    _in_units(model, policy)
-    checkpoint(model.blocks)
-
-
-def _recomputed_within(model: Model, policy: Any) -> None:
-    for block in model.blocks:
-        checkpoint(block.up)
-    _in_units(model, policy)
-
-
 SCHEMES: Final[dict[str, Annotate]] = {
     "units": _in_units,
     "by hand": _in_two,
     "kept after forward": partial(_in_units, reshard_after_forward=False),
-    "recomputed": _recomputed,
-    "recomputed around": _recomputed_around,
-    "recomputed within": _recomputed_within,
+    **recomputed(_in_units),
 }
 
 POLICIES: Final = {
@@ -165,7 +166,7 @@ POLICIES: Final = {
 }
 
 
-def _seat() -> tuple[int, int]:
+def seat() -> tuple[int, int]:
     return (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
 
 
@@ -197,7 +198,7 @@ def trains_as_written(
         near: how far gradients that are added up may be from those written out.
         held: the latter. On one rank there is nothing to wait for, so it means nothing.
     """
-    ranks, rank = _seat()
+    ranks, rank = seat()
     expected, model = model_of(0), model_of(0)
     annotate(model, policy)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5, momentum=0.5) for each in (expected, model)]
@@ -221,7 +222,7 @@ def trains_as_written(
 
 def _held_over_replicas(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
     """Each backward is summed over the shards, the last one over the replicas: rounded once more than what is held whole."""
-    ranks, rank = _seat()
+    ranks, rank = seat()
     expected, model = model_of(0), model_of(0)
     _in_units(model, policy, mesh=mesh)
     by_hand(expected, policy, ranks, (0, 1), replicas=2)
@@ -238,7 +239,7 @@ def _held_over_replicas(mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> None:
 
 def unfreezes_between_steps(annotate: Annotate, policy: MixedPrecisionPolicy, *, replicas: int = 1) -> None:
     """Annotated with nothing to train; the dtypes of sums follow what each step trains."""
-    ranks, rank = _seat()
+    ranks, rank = seat()
     expected, model = model_of(0), model_of(0)
     for each in (expected, model):
         each.requires_grad_(False)
@@ -261,9 +262,9 @@ def unfreezes_between_steps(annotate: Annotate, policy: MixedPrecisionPolicy, *,
 
 
 def _all_train_as_written() -> None:
-    if _seat()[0] == 4:  # what two ranks cannot tell: neighbours, and sums of more than two terms
+    if seat()[0] == 4:  # what two ranks cannot tell: neighbours, and sums of more than two terms
         trains_as_written(partial(_in_units, reshard_after_forward=2), POLICIES["bf16"])
-        trains_as_written(_recomputed, POLICIES["bf16, summed in float32"])
+        trains_as_written(SCHEMES["recomputed"], POLICIES["bf16, summed in float32"])
         trains_as_written(_in_two, POLICIES["fp16, summed in fp16"])
         hybrid = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         for name in ("bf16", "bf16, summed in float32", "fp16, summed in fp16"):
@@ -275,7 +276,7 @@ def _all_train_as_written() -> None:
             regrouped = partial(_in_units, mesh=hybrid, reshard_after_forward=after)
             trains_as_written(regrouped, POLICIES["bf16, summed in float32"], replicas=2)
         return
-    if _seat()[0] == 2:
+    if seat()[0] == 2:
         for replicas in (1, 2):
             mesh = init_device_mesh(current_device().type, (replicas, 2 // replicas), mesh_dim_names=("replicate", "shard"))
             for after in (None, True, False, 1):
@@ -291,7 +292,7 @@ def _all_train_as_written() -> None:
 
 
 def _unfreezes() -> None:
-    if _seat()[0] == 4:
+    if seat()[0] == 4:
         hybrid = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         unfreezes_between_steps(partial(_in_units, mesh=hybrid), POLICIES["bf16, summed in float32"], replicas=2)
         return
@@ -316,7 +317,7 @@ def test_training_is_bit_by_bit_what_the_casts_mean_written_out(pool: Pool, rank
 
 
 def _trains_nearly_as_float32() -> None:
-    ranks, rank = _seat()
+    ranks, rank = seat()
     reference, model = model_of(0), model_of(0)
     start = [parameter.detach().clone() for parameter in reference.parameters()]
     fully_shard(model, policy={Block}, mp_policy="bf16")

@@ -19,6 +19,7 @@ from composable import (
     fully_shard,
     keep_unsharded,
     remove,
+    replicate,
     step_on_shards,
 )
 from tests.helpers import compiled
@@ -128,17 +129,18 @@ def _clipping_and_steps_on_shards_see_the_parameters_at_rest() -> None:
 
 
 def _a_gradient_that_overflows_in_float16_is_infinite_at_rest_and_its_step_is_left_out() -> None:
-    model = fully_shard(nn.Linear(4, 4, bias=False), mp_policy="float16")
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
-    before = full(model.weight)
-    for scale in (2.0**17, 2.0**16):
-        assert scaler.get_scale() == scale
-        scaler.scale(model(torch.ones(1, 4)).float().sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert torch.equal(full(model.weight), before)
+    for verb in (fully_shard, replicate):
+        model = verb(nn.Linear(4, 4, bias=False), mp_policy="float16")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
+        before = full(model.weight)
+        for scale in (2.0**17, 2.0**16):
+            assert scaler.get_scale() == scale
+            scaler.scale(model(torch.ones(1, 4)).float().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert torch.equal(full(model.weight), before)
 
 
 def _parameters_that_are_kept_unsharded_are_cast_anew_after_a_step() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import describe
+from composable import describe, replicate
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_gradients
 from tests.helpers.schemes import SCHEMES
@@ -139,22 +139,29 @@ _SCHEMES: Final = (
     "fully_shard without resharding",
     "replicate",
     "replicate in small buckets",
+    "replicate side by side",
     "fully_shard inside replicate",
     "replicate inside fully_shard",
     "checkpoint, then fully_shard",
 )
 
 
+def _side_by_side(model: nn.Module, case: Case) -> None:
+    for child in model.children():
+        replicate(child)
+
+
 def _fail_then_train(failure: str, scheme: str) -> None:
     def program(model: nn.Module, x: Tensor) -> None:
         FAILURES[failure](model, x)
-        if SCHEMES[scheme].recomputes:
+        if scheme.startswith("checkpoint"):
             # After an interrupt torch goes on saving tensors for the checkpointed forward until this model runs again;
             # nothing tells a hook of it. Without this forward another model's next step would be caught by that.
             model(x)
 
     # The comparator takes a good step after the program and compares that, too.
-    assert_same_gradients(BATTERY["a unit used several times"], SCHEMES[scheme].annotate, program)
+    annotate = _side_by_side if scheme == "replicate side by side" else SCHEMES[scheme].annotate
+    assert_same_gradients(BATTERY["a unit used several times"], annotate, program)
 
 
 @pytest.mark.parametrize("scheme", _SCHEMES)
@@ -189,10 +196,10 @@ def test_what_a_failed_backward_has_launched_does_not_depend_on_the_garbage_coll
     pool.run(2, _fail_where_another_model_was_dropped, device=device)
 
 
-def _states_after(failure: str) -> list[str]:
+def _states_after(failure: str, scheme: str) -> list[str]:
     case = BATTERY["a unit used several times"]
     model = case.model(0, 0, current_device())
-    SCHEMES["fully_shard by hand"].annotate(model, case)
+    SCHEMES[scheme].annotate(model, case)
     (x,) = case.inputs(0, 0, dist.get_rank(), current_device())
     FAILURES[failure](model, x)
     return [unit["state"] for unit in describe(model).to_dict()["units"]]
@@ -210,8 +217,11 @@ def _states_after(failure: str) -> list[str]:
 )
 def test_an_exception_in_forward_frees_what_was_gathered(pool: Pool, failure: str, device: str) -> None:
     need_devices(device, 2)
-    for states in pool.run(2, _states_after, failure, device=device):
-        assert states == ["SHARDED"] * 3
+    # After the outermost forward what backward needs first may stay; the next forward frees it.
+    schemes = ["fully_shard by hand", *(["fully_shard by policy"] if "root" not in failure else [])]
+    for scheme in schemes:
+        for states in pool.run(2, _states_after, failure, scheme, device=device):
+            assert states == ["SHARDED"] * 3, scheme
 
 
 # --- one rank fails, the others wait ----------------------------------------------------------------------------------

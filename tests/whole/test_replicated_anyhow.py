@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composable import remove, replicate
-from tests.helpers.compare import averaged_gradients
+from tests.helpers.compare import assert_mean_gradients, averaged_gradients
 from tests.helpers.world import current_device, spmd
 
 WIDTH: Final = 4
@@ -57,10 +57,9 @@ def _assert_trains_as_one(plain: nn.Module, ours: nn.Module, loss: Callable[[Any
         for model in (plain, ours):
             model.zero_grad()
             loss(model, _batch(step)).backward()
-        expected = averaged_gradients(plain)
-        for (name, one), other in zip(ours.named_parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(one.grad, expected[name], rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{n}: {text}")
-            other.grad = expected[name]
+        assert_mean_gradients(plain, ours, step)
+        for parameter, mean in zip(plain.parameters(), averaged_gradients(plain).values(), strict=True):
+            parameter.grad = mean
         for optimizer in optimizers:
             optimizer.step()
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from composable import (
     MixedPrecisionPolicy,
-    checkpoint,
     remove,
     replicate,
 )
@@ -23,6 +22,7 @@ from tests.whole.test_precision import (
     POLICIES,
     Block,
     Model,
+    recomputed,
     trains_as_written,
     unfreezes_between_steps,
 )
@@ -44,29 +44,11 @@ def _in_units(model: Model, policy: Any, **options: Any) -> None:
     replicate(model, policy={Block}, mp_policy=policy, **options)
 
 
-def _recomputed(model: Model, policy: Any) -> None:
-    checkpoint(model, policy={Block})
-    _in_units(model, policy)
-
-
-def _recomputed_around(model: Model, policy: Any) -> None:
-    _in_units(model, policy)
-    checkpoint(model.blocks)
-
-
-def _recomputed_within(model: Model, policy: Any) -> None:
-    for block in model.blocks:
-        checkpoint(block.up)
-    _in_units(model, policy)
-
-
 SCHEMES: Final[dict[str, Callable[[Model, Any], Any]]] = {
     "plainly": _plainly,
     "units": _in_units,
     "small buckets": partial(_in_units, bucket_cap_mb=0.0001),
-    "recomputed": _recomputed,
-    "recomputed around": _recomputed_around,
-    "recomputed within": _recomputed_within,
+    **recomputed(_in_units),
 }
 
 

@@ -1,28 +1,18 @@
-"""Steps that all ranks leave, and backwards that some leave out, of models with replicated modules."""
+"""Backwards that some ranks leave out, and forwards of their own, of models with replicated modules."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from composable import fully_shard, no_sync, replicate
+from composable import no_sync, replicate
 from composable.errors import RanksDisagreeError
-from tests.helpers.leaving import Layer, Layers, Planned, in_backward, in_the_third_layer
+from tests.helpers.layers import Layer, Layers
 from tests.helpers.world import Pool
-
-
-def _in_the_second_forward_of_a_step(model: nn.Module, x: Tensor) -> None:
-    model(x)
-    in_the_third_layer(model, x)
-
-
-_WHERE: Final = (in_the_third_layer, _in_the_second_forward_of_a_step, in_backward)
 
 
 def _all_in_one(model: nn.Module) -> None:
@@ -33,58 +23,7 @@ def _by_policy(model: nn.Module) -> None:
     replicate(model, policy={Layer})
 
 
-def _side_by_side(model: nn.Module) -> None:
-    for layer in model.children():
-        replicate(layer)
-
-
-def _among_shards(model: nn.Module) -> None:
-    replicate(model.get_submodule("3"))
-    replicate(model.get_submodule("1"))
-    fully_shard(model, policy={Layer})
-
-
-def _around_shards(model: nn.Module) -> None:
-    fully_shard(model.get_submodule("2"))
-    replicate(model)
-
-
-_ANNOTATE: Final = {each.__name__: each for each in (_all_in_one, _by_policy, _side_by_side, _among_shards, _around_shards)}
-
-
-def _train(model: nn.Module, fails: Callable[[nn.Module, Tensor], None] | None) -> list[float]:
-    """The losses of seven steps without two, which all ranks fail in, or leave out if there is no `fails`."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    generator = torch.Generator().manual_seed(1)
-    losses = []
-    for step in range(7):
-        x = torch.randn(4, 8, generator=generator)
-        optimizer.zero_grad()
-        if step in (1, 4):
-            if fails is not None:
-                with pytest.raises(Planned):
-                    fails(model, x)
-            continue
-        loss = model(x).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
-def _leave(annotate: str) -> None:
-    for fails in _WHERE:
-        torch.manual_seed(0)
-        model = Layers()
-        model.register_buffer("steps", torch.zeros(8))
-        plain = copy.deepcopy(model)
-        _ANNOTATE[annotate](model)
-        assert _train(model, fails) == pytest.approx(_train(plain, None), rel=1e-5), fails.__name__
-
-
-@pytest.mark.parametrize("annotate", _ANNOTATE)
-def test_a_step_that_all_ranks_leave_is_as_if_it_had_not_been(pool: Pool, annotate: str) -> None:
-    pool.run(2, _leave, annotate)
+_ANNOTATE: Final = {each.__name__: each for each in (_all_in_one, _by_policy)}
 
 
 # --- a backward that is left out --------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from composable import fully_shard, step_on_shards
+from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, need_devices
 
 
@@ -142,14 +143,10 @@ def _write_into_a_state_dict() -> None:
             if isinstance(value, DTensor):
                 value.mul_(2)
     plain = Small().to(current_device())
-    plain.load_state_dict({name: _whole(value) for name, value in model.state_dict().items()})
+    plain.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
     after = model(_batch())
     assert not torch.allclose(after, before)
     torch.testing.assert_close(after, plain(_batch()))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 def test_what_is_written_into_a_state_dict_is_computed_with(pool: Pool, device: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composable import fully_shard, remove, step_on_shards
+from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, need_devices
 
 
@@ -38,10 +39,6 @@ def _dense(parameter: Tensor) -> tuple[int, ...]:
     return torch.empty_like(parameter, device="meta").stride()
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
 def _train(width: int, options: dict[str, Any], runs: bool) -> None:
     torch.manual_seed(0)
     plain = Strided(width).to(current_device())
@@ -64,11 +61,11 @@ def _train(width: int, options: dict[str, Any], runs: bool) -> None:
             assert isinstance(other.grad, DTensor)
             assert other.grad.shape == other.shape
             assert other.to_local().stride() == other.grad.to_local().stride() or not other.to_local().numel()
-            torch.testing.assert_close(_whole(other.grad), one.grad, msg=name)
+            torch.testing.assert_close(full(other.grad), one.grad, msg=name)
         for optimizer in optimizers:
             optimizer.step()
     for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(_whole(other), one.detach(), msg=name)
+        torch.testing.assert_close(full(other), one.detach(), msg=name)
     model.load_state_dict(plain.state_dict(), assign=True)
     torch.testing.assert_close(model(x), plain(x))
     remove(model, fully_shard)

@@ -82,29 +82,30 @@ def _wrapped_before(verb: str, below: bool) -> str:
     return said
 
 
-@pytest.mark.parametrize("verb", list(_VERBS))
-def test_a_model_that_was_wrapped_before_is_refused_with_what_to_annotate(pool: Pool, verb: str) -> None:
-    said = same_on_all(pool.run(2, _wrapped_before, verb, False)).replace(verb, "VERB")
-    assert_text(
-        said,
-        """ClashError: VERB: the module is a DistributedDataParallel already, and gradients would be averaged twice. Do not wrap: annotate the Regression in its place""",
-    )
-    said = same_on_all(pool.run(2, _wrapped_before, verb, True)).replace(verb, "VERB")
-    assert_text(
-        said,
-        """ClashError: VERB: '0' is a DistributedDataParallel already, and gradients would be averaged twice. Do not wrap: annotate the Regression in its place""",
+@pytest.mark.parametrize(("below", "what"), [(False, "the module"), (True, "'0'")])
+@pytest.mark.parametrize("verb", _VERBS)
+def test_a_model_that_was_wrapped_before_is_refused_with_what_to_annotate(
+    pool: Pool, verb: str, below: bool, what: str
+) -> None:
+    assert same_on_all(pool.run(2, _wrapped_before, verb, below)) == (
+        f"ClashError: {verb}: {what} is a DistributedDataParallel already, and gradients would be averaged twice. Do not wrap: "
+        "annotate the Regression in its place"
     )
 
 
-def test_a_wrapper_that_would_average_a_second_time_is_refused(pool: Pool) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _wrapped, "replicate")),
-        """ClashError: DistributedDataParallel around this Regression: replicate averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
-    )
-    assert_text(
-        same_on_all(pool.run(2, _wrapped, "fully_shard")),
-        """ClashError: DistributedDataParallel around this Regression: fully_shard averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
-    )
+_WRAPPED: Final = (
+    "ClashError: DistributedDataParallel around this Regression: VERB averages its gradients already, and they would be averaged "
+    "twice. Do not wrap it: train the module as it is. With accelerate, prepare it by "
+    "accelerator.prepare_model(model, evaluation_mode=True), which does not wrap"
+)
+
+
+@pytest.mark.parametrize("verb", _VERBS)
+def test_a_wrapper_that_would_average_a_second_time_is_refused(pool: Pool, verb: str) -> None:
+    assert same_on_all(pool.run(2, _wrapped, verb)) == _WRAPPED.replace("VERB", verb)
+
+
+def test_a_wrapper_around_a_replicated_part_is_refused_when_that_is_called(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _wrapped_from_above)),
         """AnnotationError: unit '(root)' is called inside DistributedDataParallel, which would average gradients once more. Leave DDP out: replicate and fully_shard average gradients themselves""",
@@ -303,7 +304,4 @@ def _wrapped_by_the_trainer(folder: str) -> str:
 
 def test_the_trainer_that_would_wrap_is_refused_with_the_way_to_stop_it(pool: Pool, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    assert_text(
-        same_on_all(pool.run(2, _wrapped_by_the_trainer, str(tmp_path))),
-        """ClashError: DistributedDataParallel around this Regression: replicate averages its gradients already, and they would be averaged twice. Do not wrap it: train the module as it is. With accelerate, prepare it by accelerator.prepare_model(model, evaluation_mode=True), which does not wrap""",
-    )
+    assert same_on_all(pool.run(2, _wrapped_by_the_trainer, str(tmp_path))) == _WRAPPED.replace("VERB", "replicate")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint as checkpoint_of_torch
 from composable import fully_shard, replicate
 from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import all_accelerators, all_ordered
-from tests.helpers.compare import averaged_gradients, full_gradients
+from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.world import Pool, current_device
 
 WIDTH: Final = 4
@@ -116,13 +116,7 @@ def compare_gradients(plain: nn.Module, model: nn.Module, step: object) -> None:
     for parameter in plain.parameters():
         if parameter.grad is not None and parameter.grad.is_sparse:
             parameter.grad = parameter.grad.to_dense()
-    actual = full_gradients(model)
-    for name, mean in averaged_gradients(plain).items():
-        gradient = actual[name]
-        assert (gradient is None) == (mean is None), (step, name)
-        if gradient is not None and mean is not None:
-            gradient = gradient.to_dense() if gradient.is_sparse else gradient
-            torch.testing.assert_close(gradient, mean, rtol=1e-9, atol=1e-11, msg=lambda text, n=name: f"{step} {n}: {text}")
+    assert_mean_gradients(plain, model, step)
 
 
 def _train(plain: nn.Module, model: nn.Module, steps: int = 4) -> None:

@@ -53,40 +53,22 @@ def backwards_of_two_losses_of_one_forward(model: nn.Module, x: Tensor) -> None:
     output.sin().sum().backward()
 
 
-def accumulation_over_steps(model: nn.Module, x: Tensor) -> None:
-    for scale in (1, 2, 3):
-        _loss(model(scale * x)).backward()
-
-
-def forward_without_gradients_before_a_step(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        model(x)
+def forwards_without_gradients_before_a_step(model: nn.Module, x: Tensor) -> Tensor:
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            model(x)
     loss = _loss(model(x))
     loss.backward()
     return loss
 
 
-def forward_without_gradients_between_forward_and_backward(model: nn.Module, x: Tensor) -> Tensor:
-    loss = _loss(model(x))
-    with torch.no_grad():
-        target = model(2 * x)
-    loss = loss + _loss(target)
-    loss.backward()
-    return loss
-
-
-def inference_before_a_step(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.inference_mode():
-        model(x)
-    loss = _loss(model(x))
-    loss.backward()
-    return loss
-
-
-def inference_between_forward_and_backward(model: nn.Module, x: Tensor) -> Tensor:
+def forwards_without_gradients_between_forward_and_backward(model: nn.Module, x: Tensor) -> Tensor:
     loss = _loss(model(x))
     with torch.inference_mode():
         model(2 * x)
+    with torch.no_grad():
+        target = model(2 * x)
+    loss = loss + _loss(target)
     loss.backward()
     return loss
 
@@ -98,13 +80,6 @@ def evaluation_after_a_step(model: nn.Module, x: Tensor) -> Tensor:
         result = model(x)
     model.train()
     return result
-
-
-def an_output_that_nobody_uses(model: nn.Module, x: Tensor) -> Tensor:
-    model(2 * x)
-    loss = _loss(model(x))
-    loss.backward()
-    return loss
 
 
 def an_unused_output_kept_over_the_step(model: nn.Module, x: Tensor) -> Tensor:
@@ -181,13 +156,9 @@ PROGRAMS: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
         several_forwards_and_a_backward_each_in_order,
         two_backwards_through_one_forward,
         backwards_of_two_losses_of_one_forward,
-        accumulation_over_steps,
-        forward_without_gradients_before_a_step,
-        forward_without_gradients_between_forward_and_backward,
-        inference_before_a_step,
-        inference_between_forward_and_backward,
+        forwards_without_gradients_before_a_step,
+        forwards_without_gradients_between_forward_and_backward,
         evaluation_after_a_step,
-        an_output_that_nobody_uses,
         an_unused_output_kept_over_the_step,
         gradients_of_inputs_only,
         gradients_of_inputs_then_a_step,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Final
 
 import pytest
@@ -14,22 +12,10 @@ from torch import Tensor, nn
 
 from composable import fully_shard, reshard, unshard
 from composable.memory.torch_private import CAN_SWAP
+from tests.helpers.logged import logged
 from tests.helpers.world import current_device, spmd
 
 _WIDE: Final = 1024  # a parameter of 4 MiB: what is done for large ones only is done for it
-
-
-@contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """What the library warns of."""
-    lines: list[str] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("composable").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("composable").removeHandler(handler)
 
 
 class _Writes(nn.Module):
@@ -84,13 +70,13 @@ def test_a_write_that_leaves_no_trace_changes_nothing_on_other_ranks(
 
 @spmd(ranks=[1, 2])
 @pytest.mark.parametrize("width", [4, _WIDE])
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_a_write_that_is_lost_is_told_of_once_by_name(width: int, reshard_after_forward: bool) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+def test_a_write_that_is_lost_is_told_of_once_by_name(width: int, reshard_after_forward: bool | None) -> None:
     model = nn.Sequential(_Writes(lambda weight: weight.mul_(2.0), width)).to(current_device())
     fully_shard(model[0], reshard_after_forward=reshard_after_forward)
     fully_shard(model)
     x = torch.ones(2, width, device=current_device())
-    with _warnings() as lines:
+    with logged() as lines:
         for _ in range(3):
             out = model(x)
             out.sum().backward()
@@ -100,7 +86,7 @@ def test_a_write_that_is_lost_is_told_of_once_by_name(width: int, reshard_after_
         return
     assert out[0, 0].item() == pytest.approx(2.0)
     assert lines == [
-        "unit '0': 'weight' was written to in place while it was unsharded; the write is lost, since only shards are kept. "
+        "WARNING: unit '0': 'weight' was written to in place while it was unsharded; the write is lost, since only shards are kept. "
         "Write to the parameter outside of forward, where it is a DTensor"
     ]
 
@@ -114,7 +100,7 @@ def test_a_write_after_steps_of_all_or_some_parameters_names_the_one_that_was_wr
             "all": torch.optim.SGD(model.parameters(), lr=0.1),
             "first": torch.optim.SGD(model[0].parameters(), lr=0.1),
         }
-        with _warnings() as lines, torch.no_grad():
+        with logged() as lines, torch.no_grad():
             for name in order.split():
                 with torch.enable_grad():
                     model(torch.ones(2, _WIDE, device=current_device())).sum().backward()
@@ -122,7 +108,7 @@ def test_a_write_after_steps_of_all_or_some_parameters_names_the_one_that_was_wr
                 model.zero_grad()
             model[2].register_forward_pre_hook(_double_the_weight)
             model(torch.ones(2, _WIDE, device=current_device()))
-        assert [line.partition(" was written")[0] for line in lines] == ["unit '(root)': '2.weight'"], order
+        assert [line.partition(" was written")[0] for line in lines] == ["WARNING: unit '(root)': '2.weight'"], order
 
 
 @spmd(ranks=2)
@@ -131,7 +117,7 @@ def test_a_number_that_every_rank_holds_may_be_written_to() -> None:
     module = _Writes(lambda weight: None).to(current_device())
     module.write = lambda weight: module.temperature.clamp_(max=0.5)
     model = fully_shard(module)
-    with _warnings() as lines:
+    with logged() as lines:
         model(torch.ones(2, 4, device=current_device())).sum().backward()
     assert model.temperature.to_local().item() == 0.5
     assert lines == []
@@ -140,7 +126,7 @@ def test_a_number_that_every_rank_holds_may_be_written_to() -> None:
 @spmd(ranks=2)
 def test_an_embedding_that_scales_its_rows_down_is_left_alone() -> None:
     model = fully_shard(nn.Embedding(8, 4, max_norm=0.5).to(current_device()))
-    with _warnings() as lines:
+    with logged() as lines:
         out = model(torch.arange(8, device=current_device()))
         out.sum().backward()
     assert out.norm(dim=1).max() <= 0.5 + 1e-5
