@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, bf16_compress_hook
 from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
     CPUOffloadPolicy,
+    MixedPrecisionPolicy,
     apply_optimizer_in_backward,
     checkpoint,
     clip_grad_norm_,
@@ -20,6 +22,7 @@ from composable import (
     no_sync,
     offload_activations,
     reduce_gradients,
+    register_comm_hook,
     replicate,
     step_on_shards,
 )
@@ -48,14 +51,46 @@ WAYS: Final[dict[str, Options]] = {
     "kept after forward": {"reshard_after_forward": False},
     "regrouped": {"reshard_after_forward": 2},
     "a sum": {"grad_reduce": "sum"},
+    "bfloat16, summed in float32": {"mp_policy": MixedPrecisionPolicy("bf16", "fp32")},
 }
+Stages = tuple[str | None, ...]
+_BOTH: Final = ("reduce_scatter", "all_reduce")
+hooked = pytest.mark.parametrize("hooked", [False, True])
 
 
+class _Means:
+    """Makes the library's means; says what hooks are handed where parameters rest on the host."""
+
+    def __init__(self, rests: str = "cpu") -> None:
+        self.calls = 0
+        self._rests = rests
+
+    def __call__(self, group: dist.ProcessGroup, bucket: Any) -> torch.futures.Future[Tensor]:
+        self.calls += 1
+        assert {each.device for each in (bucket.buffer(), *bucket.gradients())} == {current_device()}
+        for parameter in bucket.parameters():
+            assert parameter.device.type == local_of(parameter).device.type == self._rests
+        summed = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+        return summed.then(lambda done: done.value()[0] * bucket.scale)
+
+
+def _hook(models: tuple[nn.Module, nn.Module], stages: Stages = (None,)) -> list[_Means]:
+    """Has hooks reduce the gradients of the model that offloads, and the library those of the other one."""
+    hooks = [_Means() for _ in stages]
+    for stage, hook in zip(stages, hooks, strict=True):
+        register_comm_hook(models[1], hook, stage=stage)
+    return hooks
+
+
+@hooked
 @spmd(ranks=[1, 2, 4])
 @pytest.mark.parametrize("way", WAYS)
-def test_steps_are_those_of_a_model_that_does_not_offload(way: str) -> None:
-    if way != "regrouped" or dist.get_world_size() > 1:
-        train(twins_of(**WAYS[way]), one_batch)
+def test_steps_are_those_of_a_model_that_does_not_offload(way: str, hooked: bool) -> None:
+    if dist.get_world_size() > 1 or (way != "regrouped" and not hooked):
+        models = twins_of(**WAYS[way])
+        hooks = _hook(models) if hooked else []
+        train(models, one_batch)
+        assert all(hook.calls == (3 if way == "one unit" else 12) for hook in hooks)
 
 
 class Odd(nn.Module):
@@ -86,9 +121,13 @@ def odd(policy: CPUOffloadPolicy | None) -> nn.Module:
     )
 
 
+@hooked
 @spmd(ranks=[1, 2, 4])
-def test_parameters_that_lie_otherwise_and_those_that_some_ranks_do_not_use() -> None:
-    train((odd(None), odd(CPUOffloadPolicy())), one_batch)
+def test_parameters_that_lie_otherwise_and_those_that_some_ranks_do_not_use(hooked: bool) -> None:
+    models = odd(None), odd(CPUOffloadPolicy())
+    if hooked:
+        _hook(models)
+    train(models, one_batch)
 
 
 @spmd(ranks=2)
@@ -150,8 +189,13 @@ WINDOWS: Final = {
 def test_gradients_of_several_backwards_add_up(window: str) -> None:
     hybrid = dist.get_world_size() == 4
     if hybrid or window != "held as shards":
-        mesh = mesh_of(2, 2) if hybrid else mesh_of()
-        train(twins_of(mesh=mesh, mp_policy="bf16" if window == "held" else None), WINDOWS[window])
+        every: list[Stages] = [("reduce_scatter",), ("all_reduce",), _BOTH] if hybrid else [(None,)]
+        for stages in [(), *every]:
+            mesh = mesh_of(2, 2) if hybrid else mesh_of()
+            models = twins_of(mesh=mesh, mp_policy="bf16" if window == "held" else None)
+            hooks = _hook(models, stages)
+            train(models, WINDOWS[window])
+            assert all(hook.calls for hook in hooks)
 
 
 # --- what works on gradients and parameters ---------------------------------------------------------------------------
@@ -234,9 +278,13 @@ def test_hooks_find_gradients_that_have_arrived() -> None:
     assert len(seen) == 12
 
 
-@spmd(ranks=[1, 2])
-def test_steps_in_backward_are_steps() -> None:
-    models = twins_of()
+@hooked
+@spmd(ranks=[1, 2, 4])
+def test_steps_in_backward_are_steps(hooked: bool) -> None:
+    hybrid = dist.get_world_size() == 4
+    models = twins_of(mesh=mesh_of(2, 2) if hybrid else mesh_of())
+    if hooked:
+        _hook(models, _BOTH if hybrid else (None,))
     for model in models:
         apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), {"lr": 0.01})
     for step in range(3):
@@ -244,6 +292,29 @@ def test_steps_in_backward_are_steps() -> None:
             one_batch(model, step)
         assert_equal(*models)
         assert_at_home(models[1])
+
+
+@spmd(ranks=[2, 4])
+def test_hooks_that_round_do_so_as_on_the_device() -> None:
+    hybrid = dist.get_world_size() == 4
+    models = twins_of(mesh=mesh_of(2, 2) if hybrid else mesh_of())
+    for model in models:
+        register_comm_hook(model, bf16_compress_hook, stage="all_reduce" if hybrid else None)
+    train(models, one_batch)
+
+
+@spmd(ranks=2)
+def test_hooks_come_and_go_and_stay_when_parameters_come_home() -> None:
+    models = twins_of()
+    (hook,) = _hook(models)
+    train(models, one_batch)
+    models[1].to(current_device())
+    train(models, one_batch, steps=1)
+    assert hook.calls == 16
+    other = twins_of()
+    with register_comm_hook(other[1], allreduce_hook):
+        train(other, one_batch)
+    train(other, one_batch)
 
 
 # --- with other annotations -------------------------------------------------------------------------------------------

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Final
 
 import pytest
 import torch
-from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import fully_shard
@@ -84,43 +83,36 @@ def _forwards(orders: Sequence[Sequence[int]]) -> list[str]:
     return found
 
 
-def _last(pool: Pool, device: str, *orders: Sequence[int]) -> str:
+_WITHOUT_1: Final = "gather 0, gather 1, wait 0, run 0, gather 2, gather 3, wait 2, run 2, wait 3, run 3, wait 1"
+_FORWARDS: Final[dict[str, tuple[list[list[int]], str]]] = {
+    "without a record, units are gathered as they are entered": (
+        [[0, 1, 2]],
+        "gather 0, wait 0, run 0, gather 1, wait 1, run 1, gather 2, wait 2, run 2",
+    ),
+    "the next unit of the record is gathered while this one computes": (
+        [[0, 1, 2]] * 2,
+        "gather 0, gather 1, wait 0, run 0, gather 2, wait 1, run 1, wait 2, run 2",
+    ),
+    "a unit that runs twice is gathered twice": (
+        [[0, 1, 0, 2]] * 2,
+        "gather 0, gather 1, wait 0, run 0, gather 0, wait 1, run 1, gather 2, wait 0, run 0, wait 2, run 2",
+    ),
+    # What was gathered for nothing is freed at the end.
+    "a skipped unit does not disturb the guess for those after it": ([[0, 1, 2, 3], [0, 2, 3]], _WITHOUT_1),
+    "a forward that raised leaves the record as it was": ([[0, 1, 2, 3], [0, 2, 9], [0, 2, 3]], _WITHOUT_1),
+    "a unit out of turn leaves the guess where it was": (
+        [[0, 1, 2], [0, 3, 1, 2]],
+        "gather 0, gather 1, wait 0, run 0, gather 3, wait 3, run 3, gather 2, wait 1, run 1, wait 2, run 2",
+    ),
+    "the last forward is the record": ([[0, 1, 2], [2, 0], [2, 0]], "gather 2, gather 0, wait 2, run 2, wait 0, run 0"),
+}
+
+
+@pytest.mark.parametrize("what", _FORWARDS)
+def test_the_last_forward(pool: Pool, device: str, what: str) -> None:
     need_devices(device, 2)
-    first, second = pool.run(2, _forwards, orders, device=device)
-    assert first == second
-    return str(first[-1])
-
-
-def test_without_a_record_units_are_gathered_as_they_are_entered(pool: Pool, device: str) -> None:
-    expected = "gather 0, wait 0, run 0, gather 1, wait 1, run 1, gather 2, wait 2, run 2"
-    assert _last(pool, device, [0, 1, 2]) == expected
-
-
-def test_the_next_unit_of_the_record_is_gathered_while_this_one_computes(pool: Pool, device: str) -> None:
-    expected = "gather 0, gather 1, wait 0, run 0, gather 2, wait 1, run 1, wait 2, run 2"
-    assert _last(pool, device, [0, 1, 2], [0, 1, 2]) == expected
-
-
-def test_a_unit_that_runs_twice_is_gathered_twice(pool: Pool, device: str) -> None:
-    expected = "gather 0, gather 1, wait 0, run 0, gather 0, wait 1, run 1, gather 2, wait 0, run 0, wait 2, run 2"
-    assert _last(pool, device, [0, 1, 0, 2], [0, 1, 0, 2]) == expected
-
-
-@pytest.mark.parametrize("others", [[], [[0, 2, 9]]], ids=["", "raised in between"])
-def test_a_skipped_unit_does_not_disturb_the_guess_for_those_after_it(pool: Pool, device: str, others: list[list[int]]) -> None:
-    """What was gathered for nothing is freed at the end. A forward that raised leaves the record as it was."""
-    found = _last(pool, device, [0, 1, 2, 3], *others, [0, 2, 3])
-    assert found == "gather 0, gather 1, wait 0, run 0, gather 2, gather 3, wait 2, run 2, wait 3, run 3, wait 1"
-
-
-def test_a_unit_out_of_turn_leaves_the_guess_where_it_was(pool: Pool, device: str) -> None:
-    found = _last(pool, device, [0, 1, 2], [0, 3, 1, 2])
-    assert found == "gather 0, gather 1, wait 0, run 0, gather 3, wait 3, run 3, gather 2, wait 1, run 1, wait 2, run 2"
-
-
-def test_the_last_forward_is_the_record(pool: Pool, device: str) -> None:
-    expected = "gather 2, gather 0, wait 2, run 2, wait 0, run 0"
-    assert _last(pool, device, [0, 1, 2], [2, 0], [2, 0]) == expected
+    orders, expected = _FORWARDS[what]
+    assert [found[-1] for found in pool.run(2, _forwards, orders, device=device)] == [expected] * 2
 
 
 # --- whole steps --------------------------------------------------------------------------------------------------------
@@ -144,18 +136,8 @@ def _steps(orders: Sequence[Sequence[int]], reshard: bool | None) -> str:
     return found
 
 
-def _step(pool: Pool, device: str, *orders: Sequence[int], reshard: bool | None = True) -> Any:
-    need_devices(device, 2)
-    first, second = pool.run(2, _steps, orders, reshard, device=device)
-    assert first == second
-    return first
-
-
-def test_a_step(pool: Pool, device: str) -> None:
-    """Backward goes from the newest forward to the oldest; one reduction stays in flight while the next is launched."""
-    assert_text(
-        _step(pool, device, [0, 1, 2, 3], [0, 1, 2, 3]),
-        """\
+# Backward goes from the newest forward to the oldest; one reduction stays in flight while the next is launched.
+_A_STEP = """\
 gather 0, gather 1,
 wait 0, run 0, gather 2,
 wait 1, run 1, gather 3,
@@ -166,14 +148,8 @@ gather 3, gather 2,
 wait 3, reduce 3, gather 1,
 wait 2, reduce 2, land 3, gather 0,
 wait 1, reduce 1, land 2,
-wait 0, reduce 0, land 1, land 0""",
-    )
-
-
-def test_the_last_unit_stays_for_backward_which_needs_it_first(pool: Pool, device: str) -> None:
-    assert_text(
-        _step(pool, device, [0, 1, 2], [0, 1, 2], reshard=None),
-        """\
+wait 0, reduce 0, land 1, land 0"""
+_THE_LAST_UNIT_STAYS_FOR_BACKWARD = """\
 gather 0, gather 1,
 wait 0, run 0, gather 2,
 wait 1, run 1,
@@ -181,14 +157,8 @@ wait 2, run 2
 
 gather 1, reduce 2, gather 0,
 wait 1, reduce 1, land 2,
-wait 0, reduce 0, land 1, land 0""",
-    )
-
-
-def test_a_unit_that_ran_twice_is_reduced_after_its_older_use(pool: Pool, device: str) -> None:
-    assert_text(
-        _step(pool, device, [0, 1, 0], [0, 1, 0]),
-        """\
+wait 0, reduce 0, land 1, land 0"""
+_A_UNIT_THAT_RAN_TWICE_IS_REDUCED_AFTER_ITS_OLDER_USE = """\
 gather 0, gather 1,
 wait 0, run 0, gather 0,
 wait 1, run 1,
@@ -197,5 +167,18 @@ wait 0, run 0
 gather 0, gather 1,
 wait 0, gather 0,
 wait 1, reduce 1,
-wait 0, reduce 0, land 1, land 0""",
-    )
+wait 0, reduce 0, land 1, land 0"""
+
+
+@pytest.mark.parametrize(
+    ("order", "reshard", "expected"),
+    [
+        ([0, 1, 2, 3], True, _A_STEP),
+        ([0, 1, 2], None, _THE_LAST_UNIT_STAYS_FOR_BACKWARD),
+        ([0, 1, 0], True, _A_UNIT_THAT_RAN_TWICE_IS_REDUCED_AFTER_ITS_OLDER_USE),
+    ],
+    ids=["each unit freed", "the last one stays", "one runs twice"],
+)
+def test_a_step(pool: Pool, device: str, order: list[int], reshard: bool | None, expected: str) -> None:
+    need_devices(device, 2)
+    assert pool.run(2, _steps, [order, order], reshard, device=device) == [expected] * 2

@@ -126,24 +126,18 @@ def test_an_optimizer_of_a_parameter_that_another_module_uses_as_well_is_left_al
     assert not torch.equal(other.weight, before)
 
 
-@spmd(ranks=2)
-def test_an_optimizer_made_before_replicate_trains() -> None:
+def _made_before(verb: Callable[..., nn.Module]) -> None:
     model, x = _model()
     optimizer = _optimizer(model)
-    replicate(model)
+    verb(model)
     before = model[0].weight.detach().clone()
     model(x).sum().backward()
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
+    remove(model, verb)
+    optimizer.step()
 
 
-def test_one_process_without_a_group_keeps_the_users_own_parameters() -> None:
-    model, x = _model()
-    optimizer = _optimizer(model)
-    fully_shard(model, policy={nn.Linear})
-    before = model[0].weight.detach().clone()
-    model(x).sum().backward()
-    optimizer.step()
-    assert not torch.equal(model[0].weight, before)
-    remove(model, fully_shard)
-    optimizer.step()
+def test_an_optimizer_made_before_the_users_own_parameters_were_annotated_trains(pool: Pool) -> None:
+    pool.run(2, _made_before, replicate)
+    _made_before(fully_shard)  # without a group

@@ -386,21 +386,17 @@ def _over_parameters(annotate: Callable[[nn.Module], object]) -> str:
     return said
 
 
-def _over_replicated_parameters() -> str:
-    return _over_parameters(replicate)
-
-
-def _over_sharded_parameters() -> str:
-    return _over_parameters(lambda model: fully_shard(model, policy={Layer}))
+def _by_layer(model: nn.Module) -> None:
+    fully_shard(model, policy={Layer})
 
 
 def test_gradients_over_the_parameters_of_a_replicated_model_are_those_of_the_rank(pool: Pool) -> None:
-    assert pool.run(2, _over_replicated_parameters) == ["", ""]
+    assert pool.run(2, _over_parameters, replicate) == ["", ""]
 
 
 def test_gradients_over_sharded_parameters_are_refused_by_name(pool: Pool) -> None:
     assert_text(
-        same_on_all(pool.run(2, _over_sharded_parameters)),
+        same_on_all(pool.run(2, _over_parameters, _by_layer)),
         """ForeignParameterError: parameter 'head.weight' of unit '(root)' was replaced by a DTensor that is no nn.Parameter, as torch.func.functional_call does with what torch.func.grad and the like hand to it; nothing would gather it. Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work""",
     )
 

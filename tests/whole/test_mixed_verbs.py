@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import composable
-from composable import fully_shard, remove, replicate, step_on_shards
+from composable import fully_shard, remove, replicate
 from tests.helpers.compare import full
 from tests.helpers.mixes import (
     MIXES,
@@ -41,21 +41,6 @@ def test_torchs_optimizers_clipping_and_scalers_do_what_they_do_in_one_process(
 def test_a_group_of_one_rank_has_the_same_forms(pool: Pool, device: str) -> None:
     need_devices(device, 1)
     pool.run(1, train_all, "in_the_readme", device=device)
-
-
-@spmd(ranks=2)
-def test_a_step_on_shards_has_the_same_bits() -> None:
-    models = [twins("in_the_readme")[1] for _ in range(2)]
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
-    step_on_shards(optimizers[0]).remove()
-    step_on_shards(optimizers[1])
-    for step in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            model(batch_of(step)).square().mean().backward()
-            optimizer.step()
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(one.to_local(), other.to_local())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("mix", ["in_the_readme", "fully_shard alone"])

@@ -50,14 +50,16 @@ def _next_to_shards_both_compute_in_the_low_dtype() -> None:
 
 
 def _compiled_modules_cast_too() -> None:
-    def sharded(model: nn.Module) -> Any:
-        return fully_shard(model, policy={Part}, mp_policy=KEPT)
+    _compiled_cast_too(lambda model: replicate(model, mp_policy=LOW), (False, True))
 
-    def replicated(model: nn.Module) -> Any:
-        return replicate(model, mp_policy=LOW)
 
+def _compiled_units_cast_too() -> None:
+    _compiled_cast_too(lambda model: fully_shard(model, policy={Part}, mp_policy=KEPT), (False,))
+
+
+def _compiled_cast_too(annotate: Callable[[nn.Module], Any], ways: tuple[bool, ...]) -> None:
     with compiled.fresh_compiler():
-        for annotate, whole in ((replicated, False), (replicated, True), (sharded, False)):
+        for whole in ways:
             eager, other = (annotate(parts()) for _ in range(2))
             called: Any = other
             if whole:
@@ -118,6 +120,7 @@ def _steps_in_backward_are_those_after_it() -> None:
     [
         _next_to_shards_both_compute_in_the_low_dtype,
         _compiled_modules_cast_too,
+        _compiled_units_cast_too,
         _steps_in_backward_are_those_after_it,
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import pytest
 import torch
@@ -33,19 +33,19 @@ WRITES: Final[dict[str, Callable[[nn.Module, torch.optim.Optimizer], None]]] = {
 }
 
 
-def _model(**options: Any) -> tuple[nn.Module, nn.Module, Tensor]:
+def _model(after: bool | None) -> tuple[nn.Module, nn.Module, Tensor]:
     device = current_device()
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(device))
-    fully_shard(models[1], policy={nn.Linear}, **options)
+    fully_shard(models[1], policy={nn.Linear}, reshard_after_forward=after)
     return models[0], models[1], torch.ones(2, 3, device=device)
 
 
-def _refusal(write: str, options: dict[str, Any]) -> list[str]:
+def _refusal(write: str, after: bool | None) -> list[str]:
     said = []
-    plain, sharded, x = _model(**options)
+    plain, sharded, x = _model(after)
     for model in (plain, sharded):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         model(x).sum().backward()
@@ -64,17 +64,11 @@ def _refusal(write: str, options: dict[str, Any]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}],
-    ids=["resharded unless last", "resharded", "kept"],
-)
+@pytest.mark.parametrize("after", [None, True, False])
 @pytest.mark.parametrize("write", WRITES)
-def test_a_backward_through_values_that_are_gone_is_refused(
-    pool: Pool, write: str, options: dict[str, Any], device: str
-) -> None:
+def test_a_backward_through_values_that_are_gone_is_refused(pool: Pool, write: str, after: bool | None, device: str) -> None:
     need_devices(device, 2)
-    for said in pool.run(2, _refusal, write, options, device=device):
+    for said in pool.run(2, _refusal, write, after, device=device):
         assert said == ["one of the variables needed for gradient computation has been modified by an inplace operation"] * 2
 
 
@@ -110,8 +104,8 @@ LEGAL: Final = {
 }
 
 
-def _same_gradients(program: str, options: dict[str, Any]) -> None:
-    plain, sharded, x = _model(**options)
+def _same_gradients(program: str, after: bool | None) -> None:
+    plain, sharded, x = _model(after)
     for _ in range(2):
         for model in (plain, sharded):
             model.zero_grad()
@@ -122,12 +116,8 @@ def _same_gradients(program: str, options: dict[str, Any]) -> None:
                 torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": True}, {"reshard_after_forward": False}],
-    ids=["resharded unless last", "resharded", "kept"],
-)
+@pytest.mark.parametrize("after", [None, True, False])
 @pytest.mark.parametrize("program", LEGAL)
-def test_what_plain_autograd_allows_is_allowed(pool: Pool, program: str, options: dict[str, Any], device: str) -> None:
+def test_what_plain_autograd_allows_is_allowed(pool: Pool, program: str, after: bool | None, device: str) -> None:
     need_devices(device, 2)
-    pool.run(2, _same_gradients, program, options, device=device)
+    pool.run(2, _same_gradients, program, after, device=device)
