@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import repeat
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -169,6 +169,19 @@ local_of: Callable[[DTensor], Tensor] = attrgetter("_local_tensor")
 def locals_of(tensors: Collection[Tensor]) -> list[Tensor]:
     """The local tensors of DTensors, and other tensors as they are. A loop in C."""
     return list(map(getattr, tensors, repeat("_local_tensor"), tensors))
+
+
+def placed_alike(tensors: Collection[Tensor], others: Collection[Tensor]) -> bool:
+    """Whether tensors are DTensors with the same placements pairwise, or plain. Most share their `_spec`, which is quicker."""
+
+    def told(name: str) -> list[list[Any]]:
+        return [list(map(getattr, each, repeat(name), repeat(None))) for each in (tensors, others)]
+
+    specs, others_specs = told("_spec")
+    if all(map(is_, specs, others_specs)):
+        return True
+    placements, others_placements = told("placements")
+    return placements == others_placements
 
 
 def set_local(tensor: DTensor, local: Tensor) -> None:

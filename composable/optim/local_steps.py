@@ -14,7 +14,7 @@ import inspect
 import weakref
 from collections import defaultdict
 from functools import cache
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from operator import is_
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from composable.engine.param import gradient_like, gradient_of
 from composable.errors import OptimizerError
-from composable.memory.torch_private import as_tensors, local_of, locals_of, step_hooks
+from composable.memory.torch_private import as_tensors, local_of, locals_of, placed_alike, step_hooks
 from composable.optim.shared import refuse_unreduced
 
 ELEMENTWISE: Final = (
@@ -69,12 +69,17 @@ class _LocalStep:
     """
 
     def __init__(self, optimizer: Optimizer, *, keep_loop: bool, check_state: bool) -> None:
+        kind: Any = type(optimizer)
         with as_tensors():
-            stepped = [[p for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
-            self._parameters: list[Tensor] = list(chain.from_iterable(stepped))
-            gradients: list[Any] = list(map(gradient_of, self._parameters))
-        if _placements(gradients) != _placements(self._parameters):
-            refuse_unreduced(f"{type(optimizer).__name__}.step", self._parameters, OptimizerError)
+            found = [list(map(gradient_of, group["params"])) for group in optimizer.param_groups]
+        stepped = [
+            [parameter for parameter, gradient in zip(group["params"], each, strict=True) if gradient is not None]
+            for group, each in zip(optimizer.param_groups, found, strict=True)
+        ]
+        self._parameters: list[Tensor] = list(chain.from_iterable(stepped))
+        gradients: list[Any] = [gradient for each in found for gradient in each if gradient is not None]
+        if not placed_alike(gradients, self._parameters):
+            refuse_unreduced(f"{kind.__name__}.step", self._parameters, OptimizerError)
             raise _NotLocal
         self._locals, parts = locals_of(self._parameters), locals_of(gradients)
         if set(map(type, chain(self._locals, parts))) - {Tensor, nn.Parameter}:
@@ -93,7 +98,9 @@ class _LocalStep:
             for key, value in shown.items():
                 if type(value) is DTensor:
                     shown[key] = local_of(value)
-        self._handed = self._values()
+        # torch's optimizers write to state in place once it is there, but SGD may have kept None; others may exchange tensors.
+        in_place = all(states) and _is_known(kind) and not issubclass(kind, optim.SGD)
+        self._handed = None if in_place else self._values()
         self.state: Any = defaultdict(dict, zip(self._locals, self._shown, strict=True))
         try:
             for local, part in zip(self._locals, parts, strict=True):
@@ -113,7 +120,7 @@ class _LocalStep:
         """A fused kernel does not compare the sizes of state and parameter: it would take the wrong elements."""
         for parameter, local in zip(self._parameters, self._locals, strict=True):
             values = [v for v in self._users_state.get(parameter, {}).values() if isinstance(v, Tensor) and v.dim()]
-            alike = _placements(values) == _placements([parameter] * len(values))
+            alike = placed_alike(values, [parameter] * len(values))
             if not alike or any(each.shape != local.shape for each in locals_of(values)):
                 raise _NotLocal
 
@@ -132,17 +139,14 @@ class _LocalStep:
             return  # an error ended the step, and other state was loaded since
         for group, shown, before in zip(optimizer.param_groups, self.groups, self._before, strict=False):
             group.update({key: value for key, value in shown.items() if value is not before.get(key, _NOTHING)})
+        if self._handed is None:
+            return
         values = self._values()
         if len(values) == len(self._handed) and all(map(is_, values, self._handed)):
-            return  # state was written to in place, as in most steps
+            return
         for parameter, local, shown in zip(self._parameters, self._locals, self._shown, strict=True):
             if shown or parameter in self._users_state:
                 _tell(self._users_state.setdefault(parameter, {}), shown, parameter, local)
-
-
-def _placements(tensors: list[Any]) -> list[Any]:
-    """Of each tensor; None for a plain one."""
-    return list(map(getattr, tensors, repeat("placements"), repeat(None)))
 
 
 def _tell(state: State, shown: State, parameter: Tensor, stepped: Tensor) -> None:
