@@ -28,15 +28,14 @@ class Parts(nn.Module):
         return x
 
 
-def twins(make: Callable[[], nn.Module], **options: Any) -> tuple[nn.Module, nn.Module]:
-    """A plain model and the same one replicated."""
+def twins(make: Callable[[], Any], annotate: Callable[..., object] = replicate, **options: Any) -> tuple[Any, Any]:
+    """A plain model and the same one annotated."""
     models = []
     for _ in range(2):
         torch.manual_seed(0)
         models.append(make().to(current_device(), torch.float64))
-    plain, ours = models
-    replicate(ours, **options)
-    return plain, ours
+    annotate(models[1], **options)
+    return models[0], models[1]
 
 
 def batch_of(step: int) -> Tensor:

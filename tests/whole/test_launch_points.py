@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -19,9 +18,8 @@ from composable.comm import Comm, comms_wrapped_by
 from composable.errors import RanksDisagreeError
 from tests.helpers.communicators import Log, Recording, all_ordered
 from tests.helpers.compare import assert_mean_gradients
+from tests.helpers.means import WIDTH, batch_of, twins
 from tests.helpers.world import Pool, current_device, need_devices
-
-WIDTH: Final = 4
 
 
 class Block(nn.Module):
@@ -83,26 +81,12 @@ def _checkpointed(model: nn.Module, **options: Any) -> None:
     _sharded(model, **options)
 
 
-def _twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """Two equal models."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(make().to(current_device(), torch.float64))
-    return models[0], models[1]
-
-
-def _batch(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64).to(current_device()).requires_grad_()
-
-
 def _train(plain: nn.Module, model: nn.Module, log: Log | None = None, steps: int = 3) -> None:
     for step in range(steps):
         if log is not None:
             log.add("step", str(step))
         for each in (plain, model):
-            x = _batch(step)
+            x = batch_of(step).requires_grad_()
             (each(x) + 0.1 * each(x * 2)).square().mean().backward()
         assert_mean_gradients(plain, model, step)
         plain.zero_grad()
@@ -111,14 +95,13 @@ def _train(plain: nn.Module, model: nn.Module, log: Log | None = None, steps: in
 
 def _run(kind: type[nn.Module], annotate: Callable[..., None], ordered: bool, **options: Any) -> list[str]:
     """Train; returns the labels of what was launched, in order."""
-    plain, model = _twins(kind)
     log = Log()
 
     def wrapped(comm: Comm) -> Comm:
         return Recording(all_ordered(comm) if ordered else comm, log)
 
     with comms_wrapped_by(wrapped):
-        annotate(model, **options)
+        plain, model = twins(kind, annotate, **options)
     _train(plain, model, log)
     return log.labels()
 
@@ -249,10 +232,10 @@ def _part_later() -> str:
     model.apart = False
     _mixed(model)
     for _ in range(2):
-        model(_batch(0).float()).sum().backward()
+        model(batch_of(0).float()).sum().backward()
     model.apart = True
     with pytest.raises(RanksDisagreeError) as caught:
-        model(_batch(0).float()).sum().backward()
+        model(batch_of(0).float()).sum().backward()
     return str(caught.value)
 
 

@@ -7,15 +7,13 @@ from typing import Any, Final
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composable import remove, replicate
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients
-from tests.helpers.world import current_device, spmd
-
-WIDTH: Final = 4
+from tests.helpers.means import WIDTH, batch_of, twins
+from tests.helpers.world import spmd
 
 
 class Tower(nn.Module):
@@ -36,27 +34,13 @@ class Tower(nn.Module):
         return self.forward(x).square().sum()
 
 
-def _make(annotate: Callable[[Tower], object]) -> tuple[Tower, Tower]:
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Tower().to(current_device(), torch.float64))
-    annotate(models[1])
-    return models[0], models[1]
-
-
-def _batch(step: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64).to(current_device())
-
-
 def _assert_trains_as_one(plain: nn.Module, ours: nn.Module, loss: Callable[[Any, Tensor], Tensor], steps: int = 3) -> None:
     """Three steps; gradients must be the means over the ranks, and so the weights stay those of the plain model."""
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, ours)]
     for step in range(steps):
         for model in (plain, ours):
             model.zero_grad()
-            loss(model, _batch(step)).backward()
+            loss(model, batch_of(step)).backward()
         assert_mean_gradients(plain, ours, step)
         for parameter, mean in zip(plain.parameters(), averaged_gradients(plain).values(), strict=True):
             parameter.grad = mean
@@ -88,16 +72,16 @@ _USES: Final[dict[str, tuple[Callable[[Tower], object], Callable[[Any, Tensor], 
 @spmd(ranks=2)
 def test_gradients_are_means_though_the_module_is_never_called(use: str) -> None:
     annotate, loss = _USES[use]
-    plain, ours = _make(annotate)
+    plain, ours = twins(Tower, annotate)
     _assert_trains_as_one(plain, ours, loss)
 
 
 @spmd(ranks=2)
 def test_nothing_is_averaged_after_remove_though_the_module_was_never_called() -> None:
-    plain, ours = _make(replicate)
+    plain, ours = twins(Tower)
     remove(ours, replicate)
     for model in (plain, ours):
-        model.training_step(_batch(0)).backward()
+        model.training_step(batch_of(0)).backward()
     for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
@@ -122,5 +106,5 @@ _CHANGES: Final[dict[str, Callable[[Tower], object]]] = {"unfrozen": _unfreeze, 
 @pytest.mark.parametrize("change", _CHANGES)
 @spmd(ranks=2)
 def test_a_call_notices_what_became_of_the_parameters(change: str) -> None:
-    plain, ours = _make(_CHANGES[change])
+    plain, ours = twins(Tower, _CHANGES[change])
     _assert_trains_as_one(plain, ours, lambda model, x: model(x).square().sum())

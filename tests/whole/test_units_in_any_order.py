@@ -18,9 +18,9 @@ from composable import fully_shard, replicate
 from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import all_accelerators, all_ordered
 from tests.helpers.compare import assert_mean_gradients
+from tests.helpers.means import WIDTH, twins
 from tests.helpers.world import Pool, current_device
 
-WIDTH: Final = 4
 CAP: Final = 100 / (1 << 20)  # bytes: several buckets in a unit
 _COMMS: Final = {"messages": lambda comm: comm, "collectives": all_ordered, "accelerator": all_accelerators}
 
@@ -92,13 +92,8 @@ _FORMS: Final = {each.__name__: each for each in (_by_policy, _in_a_loop, _below
 
 def _annotated(form: str, comm: str, **options: Any) -> tuple[nn.Module, nn.Module]:
     """A plain model and an annotated one."""
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(Model(**options).to(torch.float64))
     with comms_wrapped_by(_COMMS[comm]):
-        _FORMS[form](models[1])
-    return models[0], models[1]
+        return twins(lambda: Model(**options), _FORMS[form])
 
 
 def _loss(model: nn.Module, step: int) -> Tensor:
