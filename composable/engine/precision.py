@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class Precision:
 
     @property
     def changes(self) -> bool:
-        return self != Precision(*[self.original] * 4)
+        return {self.original} != {self.compute, self.reduce, self.gradient}
 
 
 def resolve(policy: MixedPrecisionPolicy, dtype: torch.dtype, *, exact: bool = False) -> Precision:
@@ -45,10 +46,6 @@ def resolve(policy: MixedPrecisionPolicy, dtype: torch.dtype, *, exact: bool = F
 
     Args:
         exact: the parameter keeps its dtype, whatever the policy says (`full_precision_classes`).
-
-    Example:
-        >>> resolve(MixedPrecisionPolicy("bf16"), torch.float32).reduce
-        torch.bfloat16
     """
     if exact or dtype not in _REAL:
         return Precision(dtype, dtype, dtype, dtype)
@@ -63,7 +60,6 @@ def cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """The tensors in `value` on `device`."""
     return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))
 
 
@@ -126,8 +122,7 @@ class ExactModule:
         self._handles = (before, module.register_forward_hook(self._cast_back))
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        changed: tuple[Any, Any] = _cast_between((args, kwargs), self._low, _dtype_of(module))
-        return changed
+        return _cast_between(args, self._low, _dtype_of(module)), _cast_between(kwargs, self._low, _dtype_of(module))
 
     def _cast_back(self, module: nn.Module, args: Any, output: Any) -> Any:
         return _cast_between(output, _dtype_of(module), self._low)
@@ -139,11 +134,8 @@ class ExactModule:
 
 def _dtype_of(module: nn.Module) -> torch.dtype:
     """The dtype of its first floating-point parameter or buffer."""
-    for held in (module.parameters(), module.buffers()):
-        for tensor in held:
-            if tensor.is_floating_point():
-                return tensor.dtype
-    return torch.float32
+    held = chain(module.parameters(), module.buffers())
+    return next((tensor.dtype for tensor in held if tensor.is_floating_point()), torch.float32)
 
 
 def _cast_between(value: Any, before: torch.dtype, after: torch.dtype) -> Any:

@@ -6,7 +6,7 @@ Nearly always nothing happened, so everything is compared in a few calls that ru
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
 from traceback import walk_stack
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
-from composable.contract.traversal import get_all_sharded_states, get_replicated_states, walk
+from composable.contract.traversal import get_all_sharded_states, get_replicated_states, registered_parameters
 from composable.engine.param import ManagedParam, Place, describe_mesh, set_label, trainability, unit_of
 from composable.errors import (
     AnnotationError,
@@ -152,33 +152,26 @@ class Preparation:
         known |= _left_alone(units)
         for unit in units:
             found = []
-            for fqn, place, parameter in (each for module in unit.modules for each in _registered(module)):
+            for place, parameter in (each for module in unit.modules for each in registered_parameters(module, stop=())):
                 if (id(place.module), place.name) in known:
                     continue
                 if id(parameter) in self._owners:
                     owner, param = self._owners[id(parameter)]
-                    _refuse_late_tie(f"'{fqn}' below unit '{unit.name}'", owner, param)
-                    param.set_info(replace(param.info, places=(*param.info.places, place)))
+                    _refuse_late_tie(f"'{place.fqn}' below unit '{unit.name}'", owner, param)
+                    param.set_info(replace(param.info, places=(*param.info.places, Place(place.module, place.name))))
                 elif unit_of(parameter) is not None:
                     continue  # of a unit elsewhere, which reduces its gradient
                 elif parameter.requires_grad:
-                    found.append(f"'{fqn}'")
+                    found.append(f"'{place.fqn}'")
                 else:
                     self._strangers.append(parameter)
             if found and not _is_alone(self._root):
                 verb = unit.spec.verb
                 raise AnnotationError(
                     f"unit '{unit.name}' ({verb}): no unit manages {few(found)}, added below it, or left by remove(), after the "
-                    "annotation: every rank would train its own. To have all parameters managed, call "
-                    f"remove(module, {verb}) and annotate again; to train them as they are, name them in ignored_params then"
+                    f"annotation: every rank would train its own. Call remove(module, {verb}) and annotate again, with "
+                    "ignored_params= for those that are to be trained as they are"
                 )
-
-
-def _registered(module: nn.Module) -> Iterator[tuple[str, Place, nn.Parameter]]:
-    for prefix, below in walk(module):
-        for name, parameter in below._parameters.items():
-            if parameter is not None:
-                yield f"{prefix}.{name}" if prefix else name, Place(below, name), parameter
 
 
 def _is_alone(root: Root) -> bool:
@@ -213,8 +206,8 @@ def _warn_of_unmanaged_around(root: Root) -> None:
     _TOLD.add(model)
     ignored = _left_alone([*get_all_sharded_states(model), *get_replicated_states(model)])
     names = [
-        f"'{fqn}'"
-        for fqn, place, parameter in _registered(model)
+        f"'{place.fqn}'"
+        for place, parameter in registered_parameters(model, stop=())
         if parameter.requires_grad
         and unit_of(parameter) is None
         and not isinstance(parameter, DTensor)
@@ -265,8 +258,8 @@ def _refuse_left_alone(unit: Unit) -> None:
         verb = unit.spec.verb
         raise MeshError(
             f"unit '{unit.name}' was annotated before there was a process group: each of the {dist.get_world_size()} ranks would "
-            f"train it by itself. Call remove(module, {verb}) and annotate again, now that init_process_group has run; to train on "
-            f"this rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"
+            f"train it by itself. Call remove(module, {verb}) and annotate again; to train on this rank alone, pass "
+            f"mesh=DeviceMesh(device, [{dist.get_rank()}])"
         )
 
 
@@ -340,8 +333,8 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
     if any(not isinstance(found, nn.Parameter) and isinstance(innermost(found), DTensor) for found in held):  # type: ignore[unreachable]
         raise ForeignParameterError(
             f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is no nn.Parameter, as "
-            "torch.func.functional_call does with what torch.func.grad and the like hand to it; nothing would gather it. "
-            "Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work"
+            "torch.func.functional_call does inside torch.func.grad; nothing would gather it. Gradients of sharded parameters "
+            "come by backward(); transforms over inputs, torch.func.grad(...)(x), work"
         )
     others = {id(found): found for found in held if isinstance(found, nn.Parameter) and found is not at_rest}  # type: ignore[redundant-expr]
     if not others:
@@ -364,8 +357,7 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
             raise ForeignParameterError(
                 f"parameter '{name}' of unit '{unit.name}' was replaced by a DTensor that is spread otherwise: {other.placements} over "
                 f"{describe_mesh(other.device_mesh)}, where the unit has {at_rest.placements} over "
-                f"{describe_mesh(at_rest.device_mesh)}. Register its full_tensor() as a parameter, or load it with "
-                "load_state_dict(), which spreads it anew"
+                f"{describe_mesh(at_rest.device_mesh)}. Register its full_tensor(), or load it with load_state_dict()"
             )
     return other
 

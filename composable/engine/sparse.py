@@ -1,8 +1,7 @@
 """Sparse gradients of replicated lookups (`nn.Embedding(sparse=True)`): averaged at the end of a backward, and still sparse.
 
-How many rows a rank has is known when backward has brought them, and differs from rank to rank. So the ranks first exchange
-these numbers, and which gradients they have at all. That blocks, which is why it comes after everything else has landed. Then
-the rows of all ranks are gathered, divided by the number of ranks, and the same ones added up.
+How many rows a rank has differs from rank to rank. So the ranks first exchange these numbers, and which gradients they have at
+all. That blocks, which is why it comes after everything else has landed. Then the rows of all ranks are gathered and added up.
 
 Parameters that only sparse lookups read have a `ParamGroup` of their own and rest as plain parameters, next to shards as well,
 because a `DTensor` has no sparse gradient.
@@ -54,7 +53,6 @@ class SparseGradients:
         self._here: set[ManagedParam] = set()  # those with a gradient of this rank's that was not reduced
 
     def arrived(self, param: ManagedParam) -> None:
-        """Autograd has accumulated a gradient."""
         self._here.add(param)
 
     @torch.no_grad()
@@ -68,7 +66,9 @@ class SparseGradients:
                 continue  # autograd has added it where it belongs
             param.compute.grad = None
             gradient = run_gradient_hooks(at_rest, gradient.to(self._precision.gradient))
-            at_rest.grad = gradient if at_rest.grad is None else _add(at_rest.grad, gradient)
+            if at_rest.grad is not None:  # a dense tensor is not added to a sparse one
+                gradient = gradient + at_rest.grad if at_rest.grad.is_sparse else at_rest.grad + gradient
+            at_rest.grad = gradient
         if reduces:
             self.reduce()
             return
@@ -101,10 +101,9 @@ class SparseGradients:
         sent = [torch.cat([rows, rows.new_zeros(padding)])]
         sent.append(torch.cat([values, values.new_zeros(padding, *width)]).to(self._precision.reduce).div_(ranks).view(-1))
         pairs = [(each.new_empty(ranks * each.numel()), each) for each in sent]
-        if most:
-            label = f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')"
-            for work in [self._comm.all_gather([pair], label) for pair in pairs]:
-                work.wait()
+        label = f"all-gather of the sparse gradient of unit '{self.unit}' ('{param.fqn}')"
+        for work in [self._comm.all_gather([pair], label) for pair in pairs] if most else ():
+            work.wait()
         kept = torch.cat([torch.arange(count) + rank * most for rank, count in enumerate(counts)]).to(rows.device)
         every_row, every_value = pairs[0][0][kept], pairs[1][0].view(-1, *width)[kept].to(values.dtype)
         return torch.sparse_coo_tensor(every_row[None], every_value, param.at_rest.shape, check_invariants=False).coalesce()
@@ -132,7 +131,3 @@ def _rows_of(parameter: nn.Parameter, dtype: torch.dtype) -> tuple[Tensor, Tenso
         return numbers, torch.zeros(0, *parameter.shape[1:], dtype=dtype, device=parameter.device)
     gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
     return gradient.indices()[0], gradient.values()
-
-
-def _add(gradient: Tensor, more: Tensor) -> Tensor:
-    return more + gradient if gradient.is_sparse else gradient + more  # a dense tensor is not added to a sparse one

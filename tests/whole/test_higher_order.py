@@ -397,7 +397,7 @@ def test_gradients_over_the_parameters_of_a_replicated_model_are_those_of_the_ra
 def test_gradients_over_sharded_parameters_are_refused_by_name(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _over_parameters, _by_layer)),
-        """ForeignParameterError: parameter 'head.weight' of unit '(root)' was replaced by a DTensor that is no nn.Parameter, as torch.func.functional_call does with what torch.func.grad and the like hand to it; nothing would gather it. Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work""",
+        """ForeignParameterError: parameter 'head.weight' of unit '(root)' was replaced by a DTensor that is no nn.Parameter, as torch.func.functional_call does inside torch.func.grad; nothing would gather it. Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work""",
     )
 
 

@@ -226,7 +226,7 @@ def _register(what: str) -> list[str]:
 
 
 _OURS: Final = "(Shard(dim=0),) over the (2,) any mesh of ranks 0, 1"
-_CURE: Final = "Register its full_tensor() as a parameter, or load it with load_state_dict(), which spreads it anew"
+_CURE: Final = "Register its full_tensor(), or load it with load_state_dict()"
 _SPREAD: Final = "parameter 'weight' of unit 'body.0' was replaced by a DTensor that is spread otherwise:"
 _REFUSED: Final = {
     "another placement": f"{_SPREAD} (Shard(dim=1),) over the (2,) any mesh of ranks 0, 1, where the unit has {_OURS}. {_CURE}",

@@ -77,8 +77,8 @@ def _tied(where: str, name: str, unit: str) -> str:
 def _came(names: str) -> str:
     return (
         f"unit '(root)' (fully_shard): no unit manages {names}, added below it, or left by remove(), after the annotation: every "
-        f"rank would train its own. To have all parameters managed, call remove(module, fully_shard) and annotate again; to train "
-        "them as they are, name them in ignored_params then"
+        "rank would train its own. Call remove(module, fully_shard) and annotate again, with ignored_params= for those that are "
+        "to be trained as they are"
     )
 
 

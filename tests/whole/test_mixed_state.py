@@ -197,7 +197,7 @@ def test_a_dtensor_that_is_spread_otherwise_is_refused_in_a_replicated_parameter
         assert str(caught.value) == (
             "parameter 'weight' of unit 'tok_emb' was replaced by a DTensor that is spread otherwise: "
             f"({placement!r},) over {over}, where the unit has (Replicate(),) over the (2,) {mesh.device_type} mesh of ranks "
-            "0, 1. Register its full_tensor() as a parameter, or load it with load_state_dict(), which spreads it anew"
+            "0, 1. Register its full_tensor(), or load it with load_state_dict()"
         )
         assert mixed.tok_emb.weight is intruder
         mixed.tok_emb.weight = nn.Parameter(whole)
