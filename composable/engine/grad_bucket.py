@@ -71,8 +71,10 @@ if TYPE_CHECKING:
 
 
 IN_PLACE_BYTES: Final = 1 << 20  # of a replicated gradient from which a message of its own costs less than a copy
-# Behind the flags: low bits of what ranks must agree on, each as a pair of numbers, which a rank sets one of. So sums tell in
-# any dtype. (Of the checksum of the label; of accumulated backwards; of forwards, if some rank leaves one out.)
+_is_sparse: Final = attrgetter("is_sparse")
+# Behind the flags travel low bits of numbers that must be equal on all ranks: the checksum of the label, the accumulated
+# backwards, and the forwards. A bit is a pair (is it 0, is it 1) of which each rank sets one, so that a pair without a zero in the
+# sum tells, in any dtype, that two ranks differ. Behind them: 1 if the backward left out forwards; only then those must be equal.
 _BITS: Final = (4, 4, 2)
 _NUMBERS: Final = 2 * sum(_BITS) + 1
 
@@ -88,13 +90,10 @@ def _numbers_of(counts: tuple[int, int, int, int]) -> list[float]:
 
 
 def _agree(sums: Sequence[float]) -> bool:
-    """Whether the ranks reduced the same gradients after the same backwards, and none left out a forward that others did not run."""
+    """Whether all ranks sent the same numbers."""
     label, held, forwards = _BITS
     first = 2 * (label + held)
     return sums[:first].count(0.0) == label + held and (not sums[-1] or sums[first:-1].count(0.0) == forwards)
-
-
-_is_sparse: Final = attrgetter("is_sparse")
 
 
 class BucketState(enum.Enum):
@@ -131,7 +130,8 @@ class GradBucket:
         home: where gradients rest under CPU offload.
 
     Attributes:
-        trains: whether any of its parameters gets a gradient.
+        in_place: autograd accumulates on the very parameters that users see: what is there already is part of the gradient.
+        trainable, trains: which of its parameters get a gradient; whether any does.
         held: the backwards whose gradients wait to be reduced.
         forwards: since the backward before, and 1 if this backward leaves some of them out; set where it is compared.
         first_stage, second_stage: communication hooks in place of the collectives, see `composable.engine.comm_hooks`.
@@ -160,7 +160,6 @@ class GradBucket:
         self.label = "gradient reduction"
         self.at_rest = tuple(param.at_rest for param in self.params)
         self.compute = tuple(param.compute for param in self.params)
-        # Autograd accumulates on the very parameter that users see: what is there already is part of the gradient.
         self.in_place = all(map(lambda a, b: a is b, self.at_rest, self.compute))
         # What is accumulated on users' own parameters is a plain local gradient, which is marked; others say so by `Partial`.
         self._marks = all(param.at_rest is param.own for param in self.params)
@@ -182,25 +181,18 @@ class GradBucket:
         self._counts = (0, 0, 0, 0)  # that the message says
         self._undecided: list[tuple[_Plan, list[int], Tensor, Tensor]] = []
         self._hold_shards = False
-        self._lands_early = False  # under no_sync(level="replicate"), where there is nothing to hold but hooks
-        self._unhooked: dict[int, None] = {}  # parameters whose post-accumulate hooks wait for the end of that
+        self._hooks_wait = False  # under no_sync, where gradients land all the same: post-accumulate hooks do not run
+        self._unhooked: dict[int, None] = {}  # parameters whose hooks wait
         self._means = False  # the first stage makes means over the shard dimension, in place of sums
         self._earlier: list[Tensor | None] = []  # in place, the gradients that were there before this backward
         self._absent: Sequence[int] = ()  # in place, those that no backward since the last reduction brought
         self._carried: list[tuple[int, Tensor]] = []
-        self.trainable: tuple[bool, ...] = ()
-        self.trains = False
         self.follow()
 
     def follow(self) -> None:
-        """Compute parameters require the gradients that are wanted of the at-rest ones."""
-        trainable = tuple(map(trainability, self.at_rest))
-        if trainable != self.trainable:
-            self.trainable = trainable
-            self.trains = any(trainable)
-            for parameter, wanted in zip(self.compute, trainable, strict=True):
-                if parameter.requires_grad != wanted:
-                    parameter.requires_grad_(wanted)
+        """Parameters may have been frozen or unfrozen."""
+        self.trainable = tuple(map(trainability, self.at_rest))
+        self.trains = any(self.trainable)
 
     # --- what autograd left -----------------------------------------------------------------------------------------
 
@@ -241,7 +233,8 @@ class GradBucket:
             absent: in place, indices of parameters that this backward brought no gradient for.
         """
         if self._alone:
-            self._deliver_whole(later=True)
+            self._hooks_wait = True
+            self._land_alone()
             return
         if not self.trains:
             return
@@ -340,10 +333,11 @@ class GradBucket:
         if shards_only and self._shards is None:
             self.hold()
             return
+        self._hooks_wait = shards_only and self._replicas is None
         if self._alone:
-            self._deliver_whole()
+            self.held = 0
+            self._land_alone()
             return
-        self._lands_early = shards_only and self._replicas is None
         shards_only = shards_only and self._replicas is not None
         self._hold_shards = shards_only
         trainable = tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
@@ -476,7 +470,9 @@ class GradBucket:
         if missing:
             if self._hold_shards:
                 delivered = [
-                    i for i in delivered if i not in missing or self.at_rest[i].grad is not None or _said(plan, flags, i)
+                    index
+                    for index, flag in zip(delivered, flags, strict=False)
+                    if index not in missing or self.at_rest[index].grad is not None or bool(flag)
                 ]
             elif self.mesh_info.all.traits.on_stream:
                 # To read a flag would make the host wait for the device in the middle of backward.
@@ -513,29 +509,28 @@ class GradBucket:
             flat = flat.to(self.precision.gradient)
         if self._home is not None:
             (flat,) = self._home.take([flat])
-        at_rest, apart = self.at_rest, self._apart
-        self._apart = {}
+        apart, self._apart = self._apart, {}
         if apart:
             fresh = [apart[index] if index in apart else plan.views(flat, (index,))[0] for index in indices]
         else:
             fresh = plan.views(flat, indices)
         if self._hold_shards:
             self._hold_on(indices, fresh)
-            return
-        parameters = [at_rest[index] for index in indices]
+        elif plan.specs:
+            self._put(indices, [dtensor_around(t, plan.specs[i], plan.stand_in) for i, t in zip(indices, fresh, strict=True)])
+        else:
+            self._put(indices, [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)])
+
+    def _put(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """Add reduced gradients to those of the at-rest parameters, and call hooks of users."""
+        parameters = [self.at_rest[index] for index in indices]
         with as_tensors():
             grads = list(map(gradient_of, parameters))
             hooked = any(map(gradient_hooks, parameters)) and not self.in_place
             after = any(map(hooks_after_accumulation, parameters))
         if self._home is not None and (hooked or after or any(grad is not None for grad in grads)):
             wait_for_traffic()
-        if plan.specs:
-            wrapped: list[Tensor] = [
-                dtensor_around(t, plan.specs[i], plan.stand_in) for i, t in zip(indices, fresh, strict=True)
-            ]
-        else:
-            wrapped = list(map(gradient_like, fresh, parameters))
-        for parameter, grad, gradient in zip(parameters, grads, wrapped, strict=True):
+        for parameter, grad, gradient in zip(parameters, grads, gradients, strict=True):
             if hooked and gradient_hooks(parameter):
                 gradient = run_gradient_hooks(parameter, gradient)
                 grad = parameter.grad  # a hook may have changed it
@@ -545,17 +540,13 @@ class GradBucket:
                 grad.copy_(gradient)  # it was part of the sum
             else:
                 _add(parameter, grad, gradient)
-        if after or self._unhooked:
-            self._run_hooks(indices, later=self._lands_early)
-
-    def _run_hooks(self, indices: Sequence[int], *, later: bool) -> None:
-        if later:
+        if self._hooks_wait and after:
             self._unhooked.update(dict.fromkeys(indices))
             self.held = max(self.held, 1)
-            return
-        late, self._unhooked = self._unhooked, {}
-        for index in dict.fromkeys([*indices, *late]):
-            run_post_accumulate_hooks(self.at_rest[index])
+        elif not self._hooks_wait and (after or self._unhooked):
+            late, self._unhooked = self._unhooked, {}
+            for index in dict.fromkeys([*indices, *late]):
+                run_post_accumulate_hooks(self.at_rest[index])
 
     def _hold_on(self, indices: Sequence[int], fresh: Sequence[Tensor]) -> None:
         """Accumulate gradients that are reduced over the shard dimension only."""
@@ -570,24 +561,14 @@ class GradBucket:
                 local = local + local_of(before)
             at_rest.grad = gradient_of_shards(local, at_rest, self.mesh_info.shard_dim)
 
-    def _deliver_whole(self, *, later: bool = False) -> None:
-        """One rank alone: nothing is summed; dtypes are those of a reduction. `later`: post-accumulate hooks have to wait."""
+    def _land_alone(self) -> None:
+        """One rank alone: nothing is summed. Gradients are cast as where there are other ranks."""
         there = [(index, gradient) for index, gradient in enumerate(self._take()) if gradient is not None]
-        if not later:
-            self.held = 0
-        # To the reduce dtype as well, as where there are other ranks.
-        casts = [gradient.to(self.precision.reduce).to(self.precision.gradient) for _, gradient in there]
+        fresh = [gradient.to(self.precision.reduce).to(self.precision.gradient) for _, gradient in there]
         if self._home is not None:
-            casts = self._home.take(casts)
-            wait_for_traffic()
-        for (index, _), cast in zip(there, casts, strict=True):
-            parameter = self.at_rest[index]
-            gradient = run_gradient_hooks(parameter, gradient_like(cast, parameter))
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:
-                _add(parameter, parameter.grad, gradient)
-        self._run_hooks([index for index, _ in there], later=later)
+            fresh = self._home.take(fresh)
+        indices = [index for index, _ in there]
+        self._put(indices, [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)])
 
     # --- giving up --------------------------------------------------------------------------------------------------
 
@@ -613,10 +594,6 @@ class GradBucket:
 def _is_whole(gradient: Tensor | None) -> TypeGuard[DTensor]:
     """Whether `gradient` was accumulated before any stage of its reduction."""
     return isinstance(gradient, DTensor) and all(placement.is_partial() for placement in gradient.placements)
-
-
-def _said(plan: _Plan, flags: Tensor, index: int) -> bool:
-    return bool(flags[plan.layout.trainable.index(index)].item())
 
 
 def _add(parameter: nn.Parameter, grad: Tensor, more: Tensor) -> None:
@@ -722,10 +699,7 @@ class _Plan:
     def put_flags(self, unused: Sequence[int], counts: tuple[int, int, int, int], flat: Tensor) -> None:
         """Write the flags where no row of a message is copied in."""
         flags = self.flags_of(flat)
-        if unused:
-            flags.copy_(torch.tensor(self._flags(unused, counts)[: flags.numel()], dtype=flat.dtype), non_blocking=True)
-        else:
-            flags.copy_(self._flags_in(flat.dtype, counts)[0, : flags.numel()])
+        flags.copy_(torch.tensor(self._flags(unused, counts)[: flags.numel()], dtype=flat.dtype), non_blocking=True)
 
     def copy_in(
         self, gradients: Sequence[Tensor | None], unused: Sequence[int], counts: tuple[int, int, int, int], rows: Tensor
@@ -739,23 +713,20 @@ class _Plan:
             flags = self._flags_in(source, counts)
         pieces: list[Tensor] = []
         for (index, _, _), gap in zip(self.layout.columns, self._gaps_in(source), strict=True):
-            gradient = gradients[index]
+            gradient, slot = gradients[index], self._slots[index]
             if gradient is None:
-                gradient = torch.zeros(self._slots[index].shape, dtype=source, device=self._device)
-                pieces.append(gradient if self._plain else self._as_rows(index, gradient))
-            elif self._plain:
-                pieces.append(gradient)
-            else:
-                slot = self._slots[index]
-                pieces.append(self._as_rows(index, gradient.permute(slot.order) if slot.order else gradient))
+                gradient = torch.zeros(slot.shape, dtype=source, device=self._device)
+            elif slot.order:
+                gradient = gradient.permute(slot.order)
+            pieces.append(gradient if self._plain else self._as_rows(slot, gradient))
             if gap is not None:
                 pieces.append(gap)
         pieces.append(flags)
         chunk_cat(pieces, 0, self._ranks, out=rows)
 
-    def _as_rows(self, index: int, gradient: Tensor) -> Tensor:
+    def _as_rows(self, slot: Slot, gradient: Tensor) -> Tensor:
         """A gradient in memory order as something that `chunk_cat` cuts into a row per rank."""
-        slot, ranks = self._slots[index], self._ranks
+        ranks = self._ranks
         if slot.route is Route.WHOLE:
             return gradient.reshape(1, -1).expand(ranks, -1) if ranks > 1 else gradient.reshape(-1)
         if slot.dim == 0:

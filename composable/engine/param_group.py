@@ -166,7 +166,7 @@ class ParamGroup:
         else:
             self.shard = torch.zeros(numel, dtype=dtype, device=self.device)
         for param, slot in zip(self.params, self.slots, strict=True):
-            tensor, view = param.registered, self._shard_view(slot).data
+            tensor, view = param.registered, self.shard_view(slot).data
             if isinstance(tensor, DTensor):
                 view.copy_(local_of(tensor).reshape(view.shape))  # type: ignore[unreachable]
             elif self.device.type != "meta":
@@ -174,7 +174,7 @@ class ParamGroup:
                 view.copy_(cut(tensor.data, slot, self.comm.rank))
         self.sources: tuple[Tensor, ...] = (self.shard,)
 
-    def _shard_view(self, slot: Slot) -> Tensor:
+    def shard_view(self, slot: Slot) -> Tensor:
         shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
         return as_parameter(shard.view(slot.local_shape(self.comm.rank)), slot)
 
@@ -230,8 +230,8 @@ class ParamGroup:
 
     def _make_buffers(self) -> None:
         layout, dtype, device = self.layout, self.precision.compute, self.device
-        self._buffers: list[ElasticBuffer] = []  # memory of compute parameters
-        self.full = self.late = None
+        self.full = self.late = None  # memory of compute parameters
+        self._buffers: tuple[ElasticBuffer, ...] = ()  # those of the two that there are
         self._staging = self._sent = None  # memory from the launch of the gather to its end
         self._coming: ComingShards | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
@@ -241,10 +241,9 @@ class ParamGroup:
             return
         if layout.full_numel or not layout.late_numel:  # all of its parameters may be empty
             self.full = ElasticBuffer(layout.full_numel, dtype, device)
-            self._buffers.append(self.full)
         if layout.late_numel:
             self.late = ElasticBuffer(layout.late_numel, dtype, device)
-            self._buffers.append(self.late)
+        self._buffers = tuple(buffer for buffer in (self.full, self.late) if buffer is not None)
         if layout.packed_numel:
             self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, dtype, device)
         if self.home is not None:
@@ -338,19 +337,15 @@ class ParamGroup:
             param.compute = self._compute_form(param, slot)
             if param.compute is not param.at_rest:
                 copy_attributes(param.at_rest, param.compute)
-        self._coming_params = tuple(
-            param.compute
-            for param, slot in zip(self.params, self.slots, strict=True)
-            if self.gathers and not self._aliased(slot)
-        )
+        self._comes = tuple(self.gathers and not self._aliased(slot) for slot in self.slots)
+        self._coming_params = tuple(param.compute for param in compress(self.params, self._comes))
         self._versions = tuple(map(version_of, self._coming_params))
         self._absent = (ABSENT,) * len(self._coming_params)
         apart = any(param.compute is not param.at_rest for param in self.params)
         memory = (self.shard,) if self.has_shards else self.sources
         self._counted = (*[param.at_rest for param in self.params], *memory) if apart else ()
-        coming = set(map(id, self._coming_params))
-        self._comes = tuple(id(param.compute) in coming for param in self.params)
-        self._seen = self._gathered = self._versions_now()  # the same object: as gathered
+        self._seen = self._versions_now()
+        self._is_stale = False
         locals_ = [local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest for p in self.params]
         self.addresses = [0 if local.is_meta else local.data_ptr() for local in locals_]
         if self.gathers:
@@ -387,7 +382,7 @@ class ParamGroup:
                 return nn.Parameter(param.own.detach(), requires_grad=self._differentiable)
             return param.own
         if self.has_shards and self._aliased(slot):  # shares the shards' version counter
-            return nn.Parameter(self._shard_view(slot), requires_grad=self._differentiable)
+            return nn.Parameter(self.shard_view(slot), requires_grad=self._differentiable)
         buffer = self.late if slot.route is Route.PACKED and self.late is not None else self.full
         shape = whole_shape(slot)
         if buffer is None:  # the group has no elements
@@ -407,9 +402,6 @@ class ParamGroup:
         """Where the memory of an at-rest parameter starts."""
         return self.addresses[self.params.index(param)]
 
-    def local_of_slot(self, slot: Slot) -> Tensor:
-        return self._shard_view(slot)
-
     # --- unshard and reshard ----------------------------------------------------------------------------------------
 
     def _versions_now(self) -> list[int]:
@@ -419,14 +411,14 @@ class ParamGroup:
     @property
     def is_stale(self) -> bool:
         """Whether at-rest parameters were written to since they were gathered."""
-        return self._gathered is not self._seen or self._seen != self._versions_now()
+        return self._is_stale or self._seen != self._versions_now()
 
     def note_writes(self) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, now = self._seen, self._versions_now()
         if before == now:
             return
-        self._seen = now
+        self._seen, self._is_stale = now, True
         number = len(self.params)
         at_rest = list(map(ne, before[:number], now[:number]))
         memory = list(map(ne, before[number:], now[number:])) * (number if self.has_shards else 1)
@@ -441,7 +433,7 @@ class ParamGroup:
         ]
         if apart:  # over the at-rest parameter's memory, whose counter has not moved
             increment_version(apart)
-            self._seen[:] = self._versions_now()
+            self._seen = self._versions_now()
 
     def unshard(self) -> None:
         """Launch the all-gather, unless the parameters are there or on their way, and were not written to since."""
@@ -449,9 +441,9 @@ class ParamGroup:
             self.note_writes()
         if not self.gathers:
             return
-        if self._gathered is not self._seen:
+        if self._is_stale:
             self.reshard()
-            self._gathered = self._seen
+            self._is_stale = False
         if self.state is ShardedState.UNSHARDING or self.state is ShardedState.UNSHARDED:
             return
         if self.state is ShardedState.SHARDED_POST_FORWARD:
@@ -485,14 +477,14 @@ class ParamGroup:
             self._free()
             self.state = ShardedState.SHARDED
             raise
+        self._end_sending()  # before there is memory for what is copied out
         if self._post_forward_shard is not None and self._post_forward_shard.held:
             self._post_forward_shard.free()
         elif self._staging is not None:
-            self._end_sending()  # before there is memory for what is copied out
             if self.late is not None:
                 self.late.allocate()
             self._copy_out(self._staging.tensor.data.view(self.layout.num_shards, -1))
-        self._end_messages()
+            self._staging.free()
         set_versions(self._coming_params, self._versions)
         self.state = ShardedState.UNSHARDED
 
@@ -515,11 +507,6 @@ class ParamGroup:
         if self._sent is not None:
             self._sent.free()
 
-    def _end_messages(self) -> None:
-        self._end_sending()
-        if self._staging is not None:
-            self._staging.free()
-
     def reshard(self) -> None:
         """Free the compute parameters; a gather in flight is waited for first."""
         if self.state is ShardedState.SHARDED or not self.gathers:
@@ -533,11 +520,10 @@ class ParamGroup:
 
     def _free(self) -> None:
         set_versions(self._coming_params, self._absent)
-        self._end_messages()
-        for buffer in self._buffers:
-            buffer.free()
-        if self._post_forward_shard is not None:
-            self._post_forward_shard.free()
+        self._end_sending()
+        for buffer in (self._staging, *self._buffers, self._post_forward_shard):
+            if buffer is not None:
+                buffer.free()
 
     def _look_for_writes(self) -> None:
         """Warn, once, if a forward wrote to a gathered parameter: the write is lost now.
@@ -550,14 +536,11 @@ class ParamGroup:
         before, self._versions = self._versions, now
         if self._warned:
             return
-        coming = {id(parameter): i for i, parameter in enumerate(self._coming_params)}
         written = [
             param.fqn
-            for param in self.params
-            if (i := coming.get(id(param.compute))) is not None
-            and before[i] != now[i]
+            for param, was, now_is in zip(compress(self.params, self._comes), before, now, strict=True)
             # An embedding with a largest norm writes to its weight whenever it is used.
-            and not any(getattr(place.module, "max_norm", None) is not None for place in param.info.places)
+            if was != now_is and not any(getattr(place.module, "max_norm", None) is not None for place in param.info.places)
         ]
         if written:
             self._warned = True

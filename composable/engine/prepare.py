@@ -297,7 +297,7 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
             elif isinstance(at_rest, DTensor):
                 _refuse_moved_off_the_host(unit, param, local)
                 if param.registered is at_rest and local.data_ptr() == address:
-                    _refuse_resized(unit, param, local, group.local_of_slot(slot))
+                    _refuse_resized(unit, param, local, group.shard_view(slot))
                 changed = changed or (local._base is None and local.data_ptr() != address)
     for param, newcomer in replaced:
         set_label(param.at_rest, unit.name, param.fqn, "replaced")
