@@ -58,16 +58,14 @@ class Buckets:
         self.is_open = self._by_arrival = False
         self._next = 0  # in `_buckets`
         self._ready: list[ManagedParam] | None = []  # in the order of arrival, until the order is agreed
-        everything = [(unit, group, param, slot) for unit in units for group in unit.groups
-                      for param, slot in zip(group.params, group.slots, strict=True)
-                      if not only_looked_up(param.info)]  # fmt: skip
         self._members: dict[ManagedParam, tuple[Unit, ParamGroup, Slot]] = {
-            param: (unit, group, slot) for unit, group, param, slot in everything
+            param: (unit, group, slot)
+            for unit in units
+            for group in unit.groups
+            for param, slot in zip(group.params, group.slots, strict=True)
+            if not only_looked_up(param.info)
         }
-        order = {param: index for unit in units for index, param in enumerate(unit.params)}
-        default = [param for unit in reversed(units) for param in sorted(
-            (p for p in self._members if self._members[p][0] is unit), key=lambda p: -order[p])]  # fmt: skip
-        self._fill(default)
+        self._fill([param for unit in reversed(units) for param in reversed(unit.params) if param in self._members])
 
     def _fill(self, order: Sequence[ManagedParam]) -> None:
         """Fill buckets with parameters in `order`; those of one unit, precision and device share some."""

@@ -100,7 +100,6 @@ class ParamGroup:
         has_shards: at-rest parameters are views of a shard buffer (`fully_shard` over ranks).
         gathers: unsharding takes a message or a cast; otherwise compute parameters are the users' memory.
         takes_message: unsharding takes a message, so that all ranks take part.
-        kept: compute parameters outlive forward and backward (a scope, or a graph, needs them).
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class ParamGroup:
             elif self.device.type != "meta":
                 assert tensor is not None
                 view.copy_(cut(tensor.data, slot, self.comm.rank))
-        self.sources: tuple[Tensor, ...] = (self.shard,)
+        self._memory: tuple[Tensor, ...] = (self.shard,)  # of at-rest parameters
 
     def shard_view(self, slot: Slot) -> Tensor:
         shard = self.shard[slot.shard_start : slot.shard_start + slot.local_numel(self.comm.rank)]
@@ -226,7 +225,7 @@ class ParamGroup:
             if param.registered is not at_rest:
                 param.register(at_rest)
             param.at_rest = at_rest
-        self.sources = tuple(param.own for param in self.params if param.own is not None)
+        self._memory = tuple(param.own for param in self.params if param.own is not None)
 
     def _make_buffers(self) -> None:
         layout, dtype, device = self.layout, self.precision.compute, self.device
@@ -261,9 +260,12 @@ class ParamGroup:
             return self._coming.buffer.stretch(start, numel).data
         return self.shard.data[start : start + numel]
 
+    def _buffer_of(self, slot: Slot) -> ElasticBuffer | None:
+        return self.late if slot.route is Route.PACKED and self.late is not None else self.full
+
     def _room(self, slot: Slot) -> Tensor:
         """The elements of the full buffers that are reserved for a parameter."""
-        buffer = self.late if slot.route is Route.PACKED and self.late is not None else self.full
+        buffer = self._buffer_of(slot)
         assert buffer is not None
         return buffer.stretch(slot.full_start, slot.full_numel).data
 
@@ -301,16 +303,14 @@ class ParamGroup:
         if any(slot.dim != 0 for slot in packed):
             self._copies = [(self._room(slot), slot.shard_start - layout.packed_start, slot) for slot in packed]
             return
-        sizes, targets, cursor = [], [], layout.packed_start
-        for slot in (*packed, None):
-            start = layout.packed_start + layout.packed_numel if slot is None else slot.shard_start
-            if start > cursor:  # padding between two parameters
-                sizes.append(start - cursor)
-                targets.append(torch.empty(ranks, start - cursor, dtype=self.precision.compute, device=self.device))
-            if slot is not None:
-                sizes.append(slot.chunk_numel)
-                targets.append(self._room(slot).view(ranks, slot.chunk_numel))
-                cursor = start + slot.chunk_numel
+        sizes, targets = [], []
+        ends = [*(slot.shard_start for slot in packed[1:]), layout.packed_start + layout.packed_numel]
+        for slot, end in zip(packed, ends, strict=False):
+            sizes.append(slot.chunk_numel)
+            targets.append(self._room(slot).view(ranks, slot.chunk_numel))
+            if padding := end - slot.shard_start - slot.chunk_numel:
+                sizes.append(padding)
+                targets.append(torch.empty(ranks, padding, dtype=self.precision.compute, device=self.device))
         self._columns = (sizes, targets)
 
     def _make_forms(self) -> None:
@@ -342,8 +342,7 @@ class ParamGroup:
         self._versions = tuple(map(version_of, self._coming_params))
         self._absent = (ABSENT,) * len(self._coming_params)
         apart = any(param.compute is not param.at_rest for param in self.params)
-        memory = (self.shard,) if self.has_shards else self.sources
-        self._counted = (*[param.at_rest for param in self.params], *memory) if apart else ()
+        self._counted = (*[param.at_rest for param in self.params], *self._memory) if apart else ()
         self._seen = self._versions_now()
         self._is_stale = False
         locals_ = [local_of(p.at_rest) if isinstance(p.at_rest, DTensor) else p.at_rest for p in self.params]
@@ -383,8 +382,7 @@ class ParamGroup:
             return param.own
         if self.has_shards and self._aliased(slot):  # shares the shards' version counter
             return nn.Parameter(self.shard_view(slot), requires_grad=self._differentiable)
-        buffer = self.late if slot.route is Route.PACKED and self.late is not None else self.full
-        shape = whole_shape(slot)
+        buffer, shape = self._buffer_of(slot), whole_shape(slot)
         if buffer is None:  # the group has no elements
             return nn.Parameter(torch.empty_like(shape, dtype=self.precision.compute, device=self.device), self._differentiable)
         view = buffer.part(slot.full_start, shape.shape, shape.stride())

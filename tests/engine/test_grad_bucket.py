@@ -334,7 +334,6 @@ def test_what_froze_while_others_accumulated_is_reduced_with_them() -> None:
     for rank in ranks:
         rank.at_rest[0].requires_grad_(False)
         rank.bucket.follow()
-        assert [parameter.requires_grad for parameter in rank.compute] == [False, True, True]
         rank.backward([None, *_filled(1.0)[1:]])
     reduce(ranks)
     for rank in ranks:
