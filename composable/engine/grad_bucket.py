@@ -164,13 +164,12 @@ class GradBucket:
         # What is accumulated on users' own parameters is a plain local gradient, which is marked; others say so by `Partial`.
         self._marks = all(param.at_rest is param.own for param in self.params)
         self._factor = 1.0 if self.in_place else factor  # in place, a tensor hook of the unit multiplies what arrives
-        self._home = home
-        self._shards = mesh_info.shard if mesh_info.shard.size > 1 else None
+        self.home = home
+        self.shards = mesh_info.shard if mesh_info.shard.size > 1 else None
         self._replicas = mesh_info.replicate
-        self._rank = mesh_info.shard.rank
-        self._divisor = float(mesh_info.shard.size * (1 if self._replicas is None else self._replicas.size))
-        self._before, self._after = division_factors(precision.reduce, self._divisor)
-        self._alone = self._shards is None and self._replicas is None
+        ranks = mesh_info.shard.size * (1 if self._replicas is None else self._replicas.size)
+        self._before, self._after = division_factors(precision.reduce, ranks)
+        self._alone = self.shards is None and self._replicas is None
         self._plans: dict[tuple[bool, tuple[bool, ...]], _Plan] = {}
         self._apart: dict[int, Tensor] = {}  # gradients that are reduced where autograd made them
         self._wanted: tuple[bool, ...] = ()  # which parameters trained when gradients were accumulated
@@ -207,7 +206,7 @@ class GradBucket:
             self._earlier = list(map(gradient_of, self.at_rest))
 
     def _take(self) -> list[Tensor | None]:
-        """The gradients of this backward, which compute parameters have no longer. In place, what was there before stays there."""
+        """Take the gradients of this backward off the compute parameters. In place, those that were there before stay."""
         gradients = list(map(gradient_of, self.compute))
         if self.in_place and self._earlier:
             for parameter, gradient, earlier in zip(self.compute, gradients, self._earlier, strict=True):
@@ -260,11 +259,11 @@ class GradBucket:
             elif _is_whole(before):
                 local_of(before).add_(gradient)
             else:
-                # A mean over ranks: that of a gradient with n times the shard in this rank's place, and zeros elsewhere. It goes
-                # into the sum on all ranks, also on those that have no gradient.
+                # What is there is a mean already. `ranks` times this rank's shard of it, added to this rank's gradient, adds it to
+                # the later mean once. So all ranks do this, also those without a gradient.
                 whole = gradient.to(self.precision.gradient)
                 ranks = 1 if self.slots[index].route is Route.WHOLE else self.slots[index].num_shards
-                cut(whole, self.slots[index], self._rank).add_(local_of(before).to(whole.device), alpha=ranks)  # type: ignore[arg-type]
+                cut(whole, self.slots[index], self.mesh_info.shard.rank).add_(local_of(before).to(whole.device), alpha=ranks)  # type: ignore[arg-type]
                 at_rest.grad = unreduced_gradient(whole, at_rest)
 
     def _hold_marked(self, first: bool) -> None:
@@ -330,7 +329,7 @@ class GradBucket:
         assert self.state is BucketState.EMPTY
         if not self.trains and not self.held:
             return
-        if shards_only and self._shards is None:
+        if shards_only and self.shards is None:
             self.hold()
             return
         self._hooks_wait = shards_only and self._replicas is None
@@ -373,7 +372,7 @@ class GradBucket:
             into = plan.views(flat, layout.trainable)
             self._work = self.first_stage.launch(layout.trainable, terms, into, plan.flags_of(flat), self.label)
             return
-        if self._shards is None:
+        if self.shards is None:
             plan.copy_in(gradients, unused, self._counts, flat.view(1, -1))
             self._flat = flat
             self._apart = {index: self._whole_gradient(index, gradients[index]) for index in plan.apart}
@@ -392,15 +391,15 @@ class GradBucket:
             pairs.append((flat[start : start + slot.chunk_numel], kept[-1]))
         message = plan.message
         message.allocate()
-        plan.copy_in(gradients, unused, self._counts, message.tensor.data.view(self._shards.size, -1))
+        plan.copy_in(gradients, unused, self._counts, message.tensor.data.view(self.shards.size, -1))
         pairs.append((flat[layout.row_start :], message.tensor.data))
         self._flat = flat
         scale = 1.0
         if self._replicas is None:
             scale = 1.0 / self._after
         elif self._means:
-            scale = self._before / self._shards.size
-        self._work = self._shards.reduce_scatter(pairs, self.label, scale)
+            scale = self._before / self.shards.size
+        self._work = self.shards.reduce_scatter(pairs, self.label, scale)
 
     def _whole_gradient(self, index: int, gradient: Tensor | None) -> Tensor:
         """A gradient that is reduced in place: dense, in the memory order of its parameter."""
@@ -413,14 +412,14 @@ class GradBucket:
 
     def advance(self) -> bool:
         """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there is one."""
-        if self.state is not BucketState.REDUCING or self._replicas is None or self._shards is None or self._hold_shards:
+        if self.state is not BucketState.REDUCING or self._replicas is None or self.shards is None or self._hold_shards:
             return False
         self._wait()
         flat = self._flat
         assert flat is not None
         if self._carried:
             # Means over the shard dimension of earlier backwards, brought to the scale of what has landed.
-            factor = 1.0 if self._means else self._shards.size / self._before
+            factor = 1.0 if self._means else self.shards.size / self._before
             for index, shard in self._carried:
                 start, numel, _, _ = self._plan.places[index]
                 ordered = shard.permute(self.slots[index].order) if self.slots[index].order else shard
@@ -443,7 +442,7 @@ class GradBucket:
             if work is not None:
                 work.wait()
         finally:
-            if self._shards is not None and self._flat is not None:
+            if self.shards is not None and self._flat is not None:
                 self._plan.message.free()
 
     # --- landing ----------------------------------------------------------------------------------------------------
@@ -491,7 +490,7 @@ class GradBucket:
             self._deliver(plan, flat, [index for index in missing if used[index]])
 
     def _refuse_ranks(self) -> None:
-        comm = self._shards if self._hold_shards and self._shards is not None else self.mesh_info.all
+        comm = self.shards if self._hold_shards and self.shards is not None else self.mesh_info.all
         said = []
         mine = self.label, *self._counts[1:]
         for rank, counts in enumerate(comm.all_gather_objects(mine, "exchange of what the ranks reduce")):
@@ -507,8 +506,8 @@ class GradBucket:
     def _deliver(self, plan: _Plan, flat: Tensor, indices: Sequence[int]) -> None:
         if self.precision.gradient != flat.dtype:
             flat = flat.to(self.precision.gradient)
-        if self._home is not None:
-            (flat,) = self._home.take([flat])
+        if self.home is not None:
+            (flat,) = self.home.take([flat])
         apart, self._apart = self._apart, {}
         if apart:
             fresh = [apart[index] if index in apart else plan.views(flat, (index,))[0] for index in indices]
@@ -528,7 +527,7 @@ class GradBucket:
             grads = list(map(gradient_of, parameters))
             hooked = any(map(gradient_hooks, parameters)) and not self.in_place
             after = any(map(hooks_after_accumulation, parameters))
-        if self._home is not None and (hooked or after or any(grad is not None for grad in grads)):
+        if self.home is not None and (hooked or after or any(grad is not None for grad in grads)):
             wait_for_traffic()
         for parameter, grad, gradient in zip(parameters, grads, gradients, strict=True):
             if hooked and gradient_hooks(parameter):
@@ -565,8 +564,8 @@ class GradBucket:
         """One rank alone: nothing is summed. Gradients are cast as where there are other ranks."""
         there = [(index, gradient) for index, gradient in enumerate(self._take()) if gradient is not None]
         fresh = [gradient.to(self.precision.reduce).to(self.precision.gradient) for _, gradient in there]
-        if self._home is not None:
-            fresh = self._home.take(fresh)
+        if self.home is not None:
+            fresh = self.home.take(fresh)
         indices = [index for index, _ in there]
         self._put(indices, [gradient_like(t, self.at_rest[i]) for i, t in zip(indices, fresh, strict=True)])
 
@@ -619,7 +618,7 @@ class _Plan:
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         # Large replicated gradients on a host are reduced in place, without a copy into the message.
         uncast = precision.compute == precision.reduce == precision.gradient
-        in_place = uncast and bucket._shards is None and bucket.first_stage is None and not traits.on_stream
+        in_place = uncast and bucket.shards is None and bucket.first_stage is None and not traits.on_stream
         self.apart = tuple(
             index
             for index, slot in enumerate(bucket.slots)
@@ -635,18 +634,20 @@ class _Plan:
         )
         self.layout = layout
         self._slots = bucket.slots
-        self._ranks = ranks = 1 if bucket._shards is None else bucket._shards.size
+        self._ranks = ranks = 1 if bucket.shards is None else bucket.shards.size
         self._device = bucket.device
         begins = dict(layout.direct) | {index: layout.row_start + start for index, start, _ in layout.columns}
         self.places: dict[int, tuple[int, int, tuple[int, ...], tuple[int, ...]]] = {}
         for index in layout.trainable:
             slot = bucket.slots[index]
-            local = as_parameter(torch.empty(slot.local_shape(bucket._rank), dtype=torch.float32, device="meta"), slot)
+            local = as_parameter(
+                torch.empty(slot.local_shape(bucket.mesh_info.shard.rank), dtype=torch.float32, device="meta"), slot
+            )
             self.places[index] = (begins.get(index, 0), local.numel(), tuple(local.shape), tuple(local.stride()))
         # Gradients that are wrapped as their parameters are can be wrapped quickly.
         self.specs: dict[int, Any] = {}
         self.stand_in = torch.empty(0, dtype=precision.gradient, device=bucket.device)
-        alike = bucket._home is None and precision.gradient == precision.original
+        alike = bucket.home is None and precision.gradient == precision.original
         if alike and all(isinstance(bucket.at_rest[index], DTensor) for index in layout.trainable):
             self.specs = {index: getattr(bucket.at_rest[index], "_spec", None) for index in layout.trainable}
         self.message = ElasticBuffer(ranks * layout.row_numel if ranks > 1 else 0, precision.reduce, bucket.device)

@@ -92,33 +92,30 @@ class Iteration:
 class BackwardEnd:
     """The end of one backward, for all roots that take part: first all launch, then all wait.
 
-    It is queued on autograd's engine, which calls it when the backward ends, and destroys it without a call when it raised:
-    before the caller sees the error; on an accelerator a thread of autograd's may do so some milliseconds later.
+    It is queued on autograd's engine, which calls it when the backward ends. If the backward raised, the engine destroys it
+    without a call: before the caller sees the error, on an accelerator up to some milliseconds later.
     """
 
     def __init__(self) -> None:
-        self.roots: list[Root] = []
-        self._called = False
+        self.roots: list[Root] = []  # that take part; none any more when the backward has ended well
 
     @untraced
     @outside_transforms
     def __call__(self) -> None:
-        self._called = True
         try:
             with torch.no_grad():
                 for root in self.roots:
                     root.launch_rest()
                 for root in self.roots:
                     root.finish_backward()
+            self.roots = []
         except BaseException:
-            self._called = False  # the traceback keeps this object
-            self._restore()
+            self._restore()  # now: the traceback keeps this object
             raise
 
     @untraced
     def __del__(self) -> None:
-        if not self._called:
-            self._restore()
+        self._restore()
 
     def _restore(self) -> None:
         roots, self.roots = self.roots, []
