@@ -87,9 +87,7 @@ class Buckets:
         for group, members in filled:
             unit = self._members[members[0]][0]
             slots = [(param, self._members[param][2]) for param in members]
-            in_place = members[0].compute is members[0].at_rest
-            factor = 1.0 if unit.spec.divisor is None or in_place else unit.mesh_info.all.size / unit.spec.divisor
-            bucket = GradBucket(slots, group.precision, group.device, unit.mesh_info, factor=factor)
+            bucket = GradBucket(slots, group.precision, group.device, unit.mesh_info, factor=unit.grad_factor)
             bucket.label = f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to '{members[-1].fqn}')"
             pending = _Pending(unit, bucket)
             self._buckets.append(pending)

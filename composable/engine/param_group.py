@@ -429,7 +429,7 @@ class ParamGroup:
             for param, told, comes, changed in zip(self.params, memory, self._comes, at_rest, strict=True)
             if changed and not told and not comes and param.compute is not param.at_rest
         ]
-        if apart:  # over the at-rest parameter's memory, whose counter has not moved
+        if apart:  # they share the memory's counter, which an operator on a `DTensor` did not move
             increment_version(apart)
             self._seen = self._versions_now()
 

@@ -128,8 +128,7 @@ class Preparation:
             if root.iteration is None:
                 unit.reshard()
             unit.build()
-            if root.buckets is not None:
-                root.renew_buckets()
+            root.make_buckets()
         for group in unit.groups:
             if group.device.type == "meta" and group.params:
                 raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))

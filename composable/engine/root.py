@@ -175,8 +175,7 @@ class Root:
         # Whether all ranks leave the units in one order in backward, so that replicated units can be reduced where they are left.
         self._alike: bool | None = None if self._shown and self._shown != self.units[:1] else True
         self._left: list[int] = []  # in this backward, until that is known
-        arriving = [unit for unit in self.units if unit.reduces_by_arrival]
-        self.buckets = Buckets(self, arriving) if arriving else None
+        self.make_buckets()
         self._preparation = Preparation(self)
         _ROOTS.add(self)
 
@@ -218,9 +217,10 @@ class Root:
     def name(self) -> str:
         return self.units[0].name
 
-    def renew_buckets(self) -> None:
-        """Parameters of replicated units were replaced."""
-        self.buckets = Buckets(self, [unit for unit in self.units if unit.reduces_by_arrival])
+    def make_buckets(self) -> None:
+        """Also when parameters of replicated units were replaced."""
+        arriving = [unit for unit in self.units if unit.reduces_by_arrival]
+        self.buckets = Buckets(self, arriving) if arriving else None
 
     def shows(self, unit: Unit) -> bool:
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
@@ -254,7 +254,7 @@ class Root:
         """The outermost forward begins."""
         iteration, grad = self.iteration, torch.is_grad_enabled()
         if iteration is None and self._pinned:
-            # A graph that saved values from before a step can no longer be used.
+            # Nothing can go through a graph of before an optimizer step any more.
             for unit in [unit for unit in self._pinned if grad or any(group.is_stale for group in unit.groups)]:
                 del self._pinned[unit]
                 unit.release(self)
@@ -285,7 +285,7 @@ class Root:
             unit.swap_in()
 
     def _free_last(self, unit: Unit) -> None:
-        """`unit` is gathered, by all of its ranks: they free what ran last. Units over other ranks stay: not all run `unit`."""
+        """Free what ran last, before `unit` is gathered. What other ranks share in stays: not all of them run `unit`."""
         iteration, comm = self._iteration, unit.mesh_info.all
         for other in iteration.last:
             if other is not unit and other.mesh_info.all is comm and not other.depth and not other.kept_by:
@@ -297,11 +297,10 @@ class Root:
         if not unit.gathers:
             return
         self._current.append(unit)
-        order, cursor = self.order, self._cursor
-        if cursor < len(order) and order[cursor] is unit:
-            self._cursor = cursor + 1
-        elif unit in order[cursor:]:
-            self._cursor = order.index(unit, cursor) + 1
+        try:
+            self._cursor = self.order.index(unit, self._cursor) + 1
+        except ValueError:  # it did not run there
+            return
 
     def _gather(self, unit: Unit, ahead: Iterable[Unit]) -> None:
         """Have `unit` unshard, and launch the gathers of the units `ahead` before waiting: they travel while it computes."""
@@ -329,7 +328,7 @@ class Root:
                 iteration.untracked[unit] = None
         after = unit.spec.reshard_after_forward
         if complete and not keep and not unit.depth and not unit.kept_by:
-            # A call without gradients leaves what an earlier one left unsharded: one rank alone may look once more.
+            # What an earlier call with gradients left unsharded stays so in one without: it may be a call of one rank alone.
             if after is None and (grad or unit in iteration.last):
                 iteration.last = [*(other for other in iteration.last if other is not unit), unit]
             elif after is False and (grad or unit in iteration.finished):
@@ -372,9 +371,8 @@ class Root:
         lowest, highest = comm.min_max([mine], f"check of the order of units at unit '{found.name}'")
         if lowest != highest:
             said = comm.all_gather_ints([mine], "exchange of the order of units")
-            names = [u.name for u in self.units]
-            runs = [f"runs '{name}'" for name in names] + ["ends"]
-            where = [f"rank {rank} {runs[index]}" for rank, (index,) in enumerate(said)]
+            does = [*(f"runs '{each.name}'" for each in self.units), "ends"]
+            where = [f"rank {rank} {does[index]}" for rank, (index,) in enumerate(said)]
             raise RanksDisagreeError(
                 f"the ranks run different units in the first forward: {', '.join(where)}. Every rank must run the same annotated "
                 "modules in the same order. If data decides what runs, annotate a module around it"
@@ -414,7 +412,8 @@ class Root:
         if unit in iteration.active:
             self._gather(unit, ())  # another output of it; a recomputation may have freed it
             return
-        # Innermost first, here and at the end: ranks on which an expert is entered leave what lies before it earlier than others.
+        # Innermost first, here and at the end. Ranks that enter an expert leave the units before it earlier than other ranks do,
+        # and all must launch in one order.
         for other in [*reversed(iteration.active)]:
             if other not in unit.around and unit not in other.around:
                 self._leave_backward(other)
@@ -466,8 +465,8 @@ class Root:
                 self._make_room()
 
     def _reduce(self, unit: Unit) -> None:
-        iteration = self._iteration
-        if unit.unhooked and unit.accumulation.now is SyncMode.REDUCE:
+        iteration, mode = self._iteration, unit.accumulation.now
+        if unit.unhooked and mode is SyncMode.REDUCE:
             unit.run_hooks()
         if not unit.buckets:
             return
@@ -479,14 +478,14 @@ class Root:
             )
         if iteration.builds_graph:
             return
-        if unit.accumulation.now is SyncMode.HOLD:
+        if mode is SyncMode.HOLD:
             for bucket in unit.buckets:
                 bucket.hold()
             return
         if unit in iteration.in_flight or unit in iteration.over_replicas:
             self._land(unit)
         for bucket in unit.buckets:
-            bucket.reduce(shards_only=unit.accumulation.now is SyncMode.HOLD_SHARDS)
+            bucket.reduce(shards_only=mode is SyncMode.HOLD_SHARDS)
         iteration.in_flight.append(unit)
 
     def _make_room(self) -> None:

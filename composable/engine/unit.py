@@ -252,9 +252,13 @@ class Unit:
         """Autograd accumulates on the parameters that users see, and the root reduces them in buckets of all its units."""
         return not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
 
+    @property
+    def grad_factor(self) -> float:
+        """What each gradient is multiplied by, so that the mean over the ranks is what `grad_reduce` asks for."""
+        return 1.0 if self.spec.divisor is None else self.mesh_info.all.size / self.spec.divisor
+
     def _build_buckets(self) -> None:
-        ranks, divisor = self.mesh_info.all.size, self.spec.divisor
-        factor = 1.0 if divisor is None else ranks / divisor
+        factor = self.grad_factor
         for param in self.params:
             self._hear_of_gradients(param)
         self.buckets, self.sparse = [], []
@@ -265,7 +269,9 @@ class Unit:
                 self._multiply_gradients(group.params, factor)
             if sparse:
                 self.sparse.append(SparseGradients(group.params, group.precision, self.mesh_info.all))
-            elif not self.reduces_by_arrival and not (in_place and ranks == 1):  # then autograd has done everything
+            elif not self.reduces_by_arrival and not (
+                in_place and self.mesh_info.all.size == 1
+            ):  # then autograd has done everything
                 members = list(zip(group.params, group.slots, strict=True))
                 self.buckets.append(
                     GradBucket(members, group.precision, group.device, self.mesh_info, factor=factor, home=group.home)
