@@ -133,8 +133,7 @@ class Preparation:
             if group.device.type == "meta" and group.params:
                 raise PhaseError(still_on_meta(group.params[0].fqn, unit.name))
         unit.follow()
-        if root.buckets is not None:
-            root.buckets.follow()
+        root.buckets.follow()
 
     def _look_for_newcomers(self) -> None:
         """Refuse trainable parameters below a unit that no unit manages, and ties that came after the annotation."""

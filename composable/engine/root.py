@@ -151,7 +151,7 @@ class Root:
         order: the units that gather, in the order in which the last forward entered them.
         running: units whose forward is under way, outermost first.
         iteration: None between steps.
-        buckets: of replicated units, if there is no shard below this root.
+        buckets: of replicated units; none if there are shards below this root.
     """
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
@@ -219,8 +219,7 @@ class Root:
 
     def make_buckets(self) -> None:
         """Also when parameters of replicated units were replaced."""
-        arriving = [unit for unit in self.units if unit.reduces_by_arrival]
-        self.buckets = Buckets(self, arriving) if arriving else None
+        self.buckets = Buckets(self, [unit for unit in self.units if unit.reduces_by_arrival])
 
     def shows(self, unit: Unit) -> bool:
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
@@ -391,8 +390,7 @@ class Root:
             for unit in self.units:
                 unit.kept_by.pop(EXPLICIT, None)
             self._show()
-            if self.buckets is not None:
-                self.buckets.open(alone=self._last_backward is not None and not self._others_since(self._last_backward))
+            self.buckets.open(alone=self._last_backward is not None and not self._others_since(self._last_backward))
         return iteration
 
     def _others_since(self, when: int) -> bool:
@@ -441,7 +439,6 @@ class Root:
         if iteration is None or iteration.end is None:
             iteration = self._open_backward()
         if unit.reduces_by_arrival:
-            assert self.buckets is not None
             self.buckets.arrived(param)
         else:
             iteration.to_reduce[unit] = None  # a parameter that was read outside of its module, or after the unit was left
@@ -521,7 +518,7 @@ class Root:
             for unit in rest if self._alike else [*(unit for unit in rest if unit not in self._shown), *self._shown]:
                 if unit in iteration.to_reduce or unit not in sent or unit.has_gradients:
                     self._leave_backward(unit, at_end=True)
-            if self.buckets is not None and not iteration.builds_graph:
+            if not iteration.builds_graph:
                 self.buckets.launch_rest()
             for unit in list(iteration.in_flight):
                 if unit.advance():
@@ -536,8 +533,7 @@ class Root:
         with self._streams.on(iteration.stream):
             for unit in [*iteration.over_replicas, *iteration.in_flight]:
                 self._land(unit)
-            if self.buckets is not None:
-                self.buckets.land()
+            self.buckets.land()
             for unit in self.units:
                 for bucket in unit.buckets:
                     bucket.decide()
@@ -622,8 +618,7 @@ class Root:
                 unit.reshard()
             except CommunicationError as error:
                 logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
-        if self.buckets is not None:
-            self.buckets.drop()
+        self.buckets.drop()
         release_idle_memory()
 
     @torch.no_grad()
@@ -634,8 +629,7 @@ class Root:
         for unit in units:
             for bucket in unit.buckets:
                 bucket.reduce()
-        if self.buckets is not None:
-            self.buckets.reduce_held()
+        self.buckets.reduce_held()
         for unit in units:
             unit.advance()
         for unit in units:
@@ -655,7 +649,7 @@ class Root:
             if comm.size == 1 or (comm.traits.on_stream and not debug_enabled()):
                 continue
             held = [bucket.held for unit in self.units if unit.mesh_info.all is comm for bucket in unit.buckets]
-            mine = max([0, *held, *([] if self.buckets is None else [self.buckets.held])])
+            mine = max([0, *held, self.buckets.held])
             said = comm.all_gather_ints([mine], f"comparison of accumulated backwards of unit '{self.name}'")
             if said != [said[0]] * len(said):
                 self.reset()

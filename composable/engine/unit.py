@@ -559,7 +559,7 @@ class Unit:
         else:
             self.comm_hooks[stage] = hook
         attach_hooks(self, self.buckets)
-        if self.root is not None and self.root.buckets is not None:
+        if self.root is not None:
             self.root.buckets.attach_hooks()
 
     # --- removal ----------------------------------------------------------------------------------------------------

@@ -422,8 +422,8 @@ def _gradient_bytes(model: nn.Module) -> int:
     """Of all memory that gradients live in now."""
     units = units_below([model])
     buckets = [bucket for unit in units for bucket in unit.buckets]
-    roots = dict.fromkeys(unit.root for unit in units if unit.root is not None and unit.root.buckets is not None)
-    buckets += [each.bucket for root in roots for each in root.buckets._buckets]  # type: ignore[union-attr]
+    roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
+    buckets += [each.bucket for root in roots for each in root.buckets._buckets]
     parameters = [*model.parameters(), *(p for bucket in buckets for p in bucket.compute)]
     tensors = [*(p.grad for p in parameters), *(bucket._flat for bucket in buckets)]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if each is not None]

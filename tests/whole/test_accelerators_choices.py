@@ -89,7 +89,6 @@ def _buckets() -> list[int]:
     unit = replicate.state(model)
     assert unit is not None
     assert unit.root is not None
-    assert unit.root.buckets is not None
     return [len(each.bucket.params) for each in unit.root.buckets._buckets]
 
 
