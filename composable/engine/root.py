@@ -730,8 +730,10 @@ def reset(modules: Sequence[nn.Module]) -> None:
 def reduce_held(units: Sequence[Unit]) -> None:
     """Reduce what these units accumulated under `no_sync`. All ranks call it, outside of forward and backward."""
     for unit in units:
-        unit.planned_root()  # planning one unit may exchange the root of another
-    for root in dict.fromkeys(unit.planned_root() for unit in units):
+        if unit.root is None:
+            Root.plan(unit, unit.modules[0])
+    for root in dict.fromkeys(unit.root for unit in units):
+        assert root is not None
         if root.iteration is not None and root.iteration.end is not None:
             root.reset("its backward did not finish")
         root.reduce_held()

@@ -312,7 +312,7 @@ class Unit:
             for each in unit.sparse:
                 if param in each.params:
                     each.arrived(param)
-            unit.planned_root().on_gradient(unit, param)
+            (unit.root or Root.plan(unit, unit.modules[0])).on_gradient(unit, param)
 
         if param.compute is param.at_rest:
             self._rebuild_undo.append(defer_hooks(parameter, arrived))
@@ -515,11 +515,8 @@ class Unit:
                     "backward goes to are no longer the module's. Run the backward first, or the forward again"
                 )
             return
-        self.planned_root().enter_backward(self)
-
-    def planned_root(self) -> Root:
-        """`root`; planned anew if a unit came or went since the last forward."""
-        return self.root or Root.plan(self, self.modules[0])
+        root = self.root or Root.plan(self, self.modules[0])  # anew, if a unit came or went since the forward
+        root.enter_backward(self)
 
     def drop_calls(self) -> None:
         """After an error: no forward of the unit is under way."""
@@ -587,7 +584,7 @@ class Unit:
         self._undo, self._rebuild_undo = [], []
         self.drop_calls()
         self.swap_out()
-        for unit in (self, *self.readers):  # which are refused, if they still read its parameters
+        for unit in (self, *self.readers):  # readers that still have its parameters are refused in their next forward
             if unit.root is not None:
                 unit.root.forget()
         whole, self._whole = self._whole, []
