@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-from collections.abc import Callable
 from typing import Any, Final
 
 import pytest
@@ -16,16 +15,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from composable import step_on_shards
-from tests.helpers.world import Pool, current_device, need_devices
-from tests.optim.twins import Twins, assert_same, local, make_twins, sharded_model, train
+from tests.helpers.world import current_device, spmd
+from tests.optim.twins import Exchanging, Twins, assert_same, local, make_twins, sharded_model, train
 
 ADAMW: Final = ("AdamW", {"foreach": True})
 LOOP: Final = ("AdamW", {"foreach": False})
-
-
-def _after_steps(twins: Twins, *numbers: int) -> None:
-    for number in numbers:
-        twins.step(number)
 
 
 # --- state dicts ------------------------------------------------------------------------------------------------------
@@ -40,66 +34,71 @@ def _saved(state: dict[str, Any]) -> dict[str, Any]:
     return loaded
 
 
-def _state_dicts_cross() -> None:
+@spmd(ranks=2)
+def test_state_dicts_cross() -> None:
     """Saved with and loaded without, and the other way round."""
     twins = make_twins(*LOOP)
-    _after_steps(twins, 0, 1)
+    twins.steps(0, 1)
     plain, quick = (_saved(optimizer.state_dict()) for optimizer in twins.optimizers)
     assert plain.keys() == quick.keys()
     assert plain["param_groups"] == quick["param_groups"]
     twins.optimizers[0].load_state_dict(quick)
     twins.optimizers[1].load_state_dict(plain)
     twins.check("after loading")
-    _after_steps(twins, 2, 3)
+    twins.steps(2, 3)
 
 
-def _state_loaded_by_reference() -> None:
+@spmd(ranks=2)
+def test_state_loaded_by_reference() -> None:
     """A state dict that was not saved holds the tensors themselves."""
     twins = make_twins(*ADAMW)
-    _after_steps(twins, 0, 1)
+    twins.steps(0, 1)
     for optimizer in twins.optimizers:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    _after_steps(twins, 2)
+    twins.steps(2)
     for optimizer in twins.optimizers:
         optimizer.load_state_dict(optimizer.state_dict())
-    _after_steps(twins, 3)
+    twins.steps(3)
 
 
-def _a_step_back() -> None:
+@spmd(ranks=2)
+def test_a_step_back() -> None:
     """What was loaded in the middle counts, not what went before."""
     twins = make_twins(*ADAMW)
-    _after_steps(twins, 0)
+    twins.steps(0)
     early = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
-    _after_steps(twins, 1, 2)
+    twins.steps(1, 2)
     for optimizer, state in zip(twins.optimizers, early, strict=True):
         optimizer.load_state_dict(state)
-    _after_steps(twins, 3)
+    twins.steps(3)
     assert {float(state["step"]) for state in twins.optimizers[1].state.values()} == {2.0}
 
 
-def _distributed_state_dicts() -> None:
+@spmd(ranks=2)
+def test_distributed_state_dicts() -> None:
     twins = make_twins(*LOOP)
     states = [get_optimizer_state_dict(m, o) for m, o in zip(twins.models, twins.optimizers, strict=True)]
     twins.check("what looking at empty state leaves behind")
-    _after_steps(twins, 0, 1)
+    twins.steps(0, 1)
     states = [get_optimizer_state_dict(m, o) for m, o in zip(twins.models, twins.optimizers, strict=True)]
     assert list(states[0]["state"]) == list(states[1]["state"])
     for name, expected in states[0]["state"].items():
         for key, value in expected.items():
             assert_same(value, states[1]["state"][name][key], f"{key} of {name}")
     states = [copy.deepcopy(state) for state in states]
-    _after_steps(twins, 2)
+    twins.steps(2)
     for model, optimizer, state in zip(twins.models, twins.optimizers, reversed(states), strict=True):
         set_optimizer_state_dict(model, optimizer, state)
-    _after_steps(twins, 3)
+    twins.steps(3)
 
 
 # --- edits ------------------------------------------------------------------------------------------------------------
 
 
-def _edits_of_state() -> None:
+@spmd(ranks=2)
+def test_edits_of_state() -> None:
     twins = make_twins(*ADAMW)
-    _after_steps(twins, 0, 1)
+    twins.steps(0, 1)
 
     def in_place(model: nn.Module, optimizer: Optimizer) -> None:
         for index, state in enumerate(optimizer.state.values()):
@@ -122,10 +121,11 @@ def _edits_of_state() -> None:
 
     for number, edit in enumerate((in_place, replaced, unseen, forgotten)):
         twins.both(edit)
-        _after_steps(twins, 2 + 2 * number, 3 + 2 * number)
+        twins.steps(2 + 2 * number, 3 + 2 * number)
 
 
-def _edits_of_gradients() -> None:
+@spmd(ranks=2)
+def test_edits_of_gradients() -> None:
     twins = make_twins(*ADAMW)
     for number in range(4):
         for model, optimizer in zip(twins.models, twins.optimizers, strict=True):
@@ -142,10 +142,11 @@ def _edits_of_gradients() -> None:
         twins.check(f"step {number}")
 
 
-def _groups_that_change() -> None:
+@spmd(ranks=2)
+def test_groups_that_change() -> None:
     twins = make_twins(*LOOP)
     extra = nn.Parameter(torch.ones(3, device=current_device()))
-    _after_steps(twins, 0)
+    twins.steps(0)
 
     def froze(model: nn.Module, optimizer: Optimizer) -> None:
         frozen = model.blocks[1].second.weight  # type: ignore[union-attr]
@@ -155,17 +156,18 @@ def _groups_that_change() -> None:
     twins.both(froze)
     for optimizer in twins.optimizers:
         optimizer.param_groups[-1]["params"][0].grad = torch.ones_like(extra)
-    _after_steps(twins, 1, 2)
+    twins.steps(1, 2)
     for optimizer in twins.optimizers:
         optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["weight_decay"] = 0.5, 0.0
-    _after_steps(twins, 3)
+    twins.steps(3)
     assert not torch.equal(twins.optimizers[1].param_groups[-1]["params"][0], extra)
 
 
 # --- what surrounds a step --------------------------------------------------------------------------------------------
 
 
-def _hooks_and_closures() -> None:
+@spmd(ranks=2)
+def test_hooks_and_closures() -> None:
     twins = make_twins(*ADAMW)
     optimizer = twins.optimizers[1]
     groups, parameters = optimizer.param_groups, [p for group in optimizer.param_groups for p in group["params"]]
@@ -196,7 +198,8 @@ def _hooks_and_closures() -> None:
     assert seen == ["before", "closure", "after"] * 3
 
 
-def _schedulers() -> None:
+@spmd(ranks=2)
+def test_schedulers() -> None:
     for make in (lambda o: StepLR(o, 2, 0.5), lambda o: OneCycleLR(o, 0.1, total_steps=8)):
         twins = make_twins(*ADAMW, opt_in=False)
         before = make(twins.optimizers[0]), make(twins.optimizers[1])
@@ -214,7 +217,8 @@ def _schedulers() -> None:
         twins.step(6)
 
 
-def _scaled_gradients() -> None:
+@spmd(ranks=2)
+def test_scaled_gradients() -> None:
     """What a scaler notes on the optimizer reaches its fused kernels: skipped steps, and gradients unscaled in place."""
     twins = make_twins("AdamW", {"fused": True})
     for number, overflow in enumerate((0.0, 1.0, 0.0)):
@@ -231,10 +235,11 @@ def _scaled_gradients() -> None:
         twins.check(f"step {number}")
 
 
-def _errors() -> None:
+@spmd(ranks=2)
+def test_errors() -> None:
     """A step that fails in a closure, and one that fails in the arithmetic, leave an optimizer that goes on."""
     twins = make_twins(*LOOP)
-    _after_steps(twins, 0)
+    twins.steps(0)
     optimizer = twins.optimizers[1]
     groups = optimizer.param_groups
 
@@ -245,7 +250,7 @@ def _errors() -> None:
         optimizer.step(fail)
     assert optimizer.param_groups is groups
     twins.check("after a failed closure")
-    _after_steps(twins, 1)
+    twins.steps(1)
     for each in twins.optimizers:
         each.param_groups[-1]["betas"] = 0.9  # found when the other groups were stepped already
         with pytest.raises(TypeError):
@@ -253,10 +258,11 @@ def _errors() -> None:
         each.param_groups[-1]["betas"] = (0.9, 0.999)
         each.state_dict()
     twins.check("after failed arithmetic")
-    _after_steps(twins, 2, 3)
+    twins.steps(2, 3)
 
 
-def _on_and_off() -> None:
+@spmd(ranks=2)
+def test_on_and_off() -> None:
     twins = make_twins(*LOOP)
     for number in range(6):
         if number % 2:
@@ -270,55 +276,9 @@ def _on_and_off() -> None:
     assert not hooks
 
 
-class _Exchanging(Optimizer):
-    """Two tensors of its state change places in every step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                state = self.state[parameter]
-                if not state:
-                    state["one"], state["other"] = torch.zeros_like(parameter), torch.ones_like(parameter)
-                state["one"], state["other"] = state["other"], state["one"]
-                state["one"].add_(parameter.grad)
-                parameter.sub_(0.1 * state["one"])
-
-
-def _exchanged_state() -> None:
+@spmd(ranks=2)
+def test_exchanged_state() -> None:
     models = sharded_model(), sharded_model()
-    one, other = (_Exchanging(model.parameters(), {}) for model in models)
+    one, other = (Exchanging(model.parameters(), {}) for model in models)
     twins = Twins(models, (one, other), step_on_shards(other, elementwise=True))
-    _after_steps(twins, 0, 1, 2, 3)
-
-
-SCENARIOS: Final[dict[str, Callable[[], None]]] = {
-    scenario.__name__.strip("_"): scenario
-    for scenario in (
-        _state_dicts_cross,
-        _state_loaded_by_reference,
-        _a_step_back,
-        _distributed_state_dicts,
-        _edits_of_state,
-        _edits_of_gradients,
-        _groups_that_change,
-        _hooks_and_closures,
-        _schedulers,
-        _scaled_gradients,
-        _errors,
-        _exchanged_state,
-        _on_and_off,
-    )
-}
-
-
-def _run(name: str) -> None:
-    SCENARIOS[name]()
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_an_optimizer_on_shards_is_like_any_other(pool: Pool, name: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _run, name, device=device)
+    twins.steps(0, 1, 2, 3)

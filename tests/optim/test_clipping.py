@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from composable import clip_grad_norm_, fully_shard, replicate, step_on_shards
 from composable.comm import Comm, comms_wrapped_by, reduce_numbers
 from tests.helpers.refusals import refusal
-from tests.helpers.world import Pool, current_device, need_devices
-from tests.optim.twins import stepped_by_torch
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.optim.twins import local, stepped_by_torch
 
 ORDERS: Final = (1, 2.0, 3, math.inf)
 Annotate = Callable[["Net"], object]
@@ -135,7 +135,9 @@ def test_norm_and_gradients_are_those_of_the_plain_model(pool: Pool, scheme: str
     assert all(other == norms[0] for other in norms), "the same bits on all ranks"
 
 
-def _as_torch_does_on_dtensors(scheme: str) -> None:
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("scheme", ["fully_shard", "replicate inside fully_shard", "fully_shard inside replicate"])
+def test_torchs_own_clipping_works_where_all_parameters_share_a_mesh(scheme: str) -> None:
     model, other, plain = (_net(mixed=False) for _ in range(3))
     for each in (model, other):
         SCHEMES[scheme](each)
@@ -153,14 +155,8 @@ def _as_torch_does_on_dtensors(scheme: str) -> None:
                 torch.testing.assert_close(one.grad.to_local(), two.grad.to_local())  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("scheme", ["fully_shard", "replicate inside fully_shard", "fully_shard inside replicate"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_torchs_own_clipping_works_where_all_parameters_share_a_mesh(pool: Pool, ranks: int, scheme: str, device: str) -> None:
-    need_devices(device, ranks)
-    pool.run(ranks, _as_torch_does_on_dtensors, scheme, device=device)
-
-
-def _over_two_dimensions() -> None:
+@spmd(ranks=4)
+def test_dtensors_over_several_dimensions_of_a_mesh() -> None:
     device = current_device()
     mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("a", "b"))
     spreads = [(Shard(0), Shard(1)), (Replicate(), Shard(0)), (Shard(1), Replicate()), (Replicate(), Replicate())]
@@ -178,11 +174,6 @@ def _over_two_dimensions() -> None:
         torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(plain, 0.5, order))
         for parameter, mine in zip(plain, ours, strict=True):
             torch.testing.assert_close(_whole(mine.grad), parameter.grad)
-
-
-def test_dtensors_over_several_dimensions_of_a_mesh(pool: Pool, device: str) -> None:
-    need_devices(device, 4)
-    pool.run(4, _over_two_dimensions, device=device)
 
 
 class _Counting:
@@ -203,7 +194,8 @@ class _Counting:
         return self._comm.all_reduce(tensors, label, scale)
 
 
-def _collectives() -> None:
+@spmd(ranks=2)
+def test_one_collective_whatever_gradients_a_rank_has() -> None:
     def numbers(annotate: Annotate, order: float = 2.0, *, gradients: str = "all") -> list[int]:
         model = _net()
         annotate(model)
@@ -214,7 +206,7 @@ def _collectives() -> None:
         sent: list[int] = []
         with comms_wrapped_by(lambda comm: _Counting(comm, sent)):  # type: ignore[arg-type, return-value]
             clip_grad_norm_(model, 0.3, order)
-        assert all((p.grad is None) or bool(_local(p.grad).isfinite().all()) for p in model.parameters())
+        assert all((p.grad is None) or bool(local(p.grad).isfinite().all()) for p in model.parameters())
         return sent
 
     for gradients in ("all", "none", "on rank 0"):
@@ -227,15 +219,6 @@ def _collectives() -> None:
     assert clip_grad_norm_(empty, 1.0).item() == 0
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def test_one_collective_whatever_gradients_a_rank_has(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _collectives, device=device)
-
-
 def _not_finite(order: float, bad: float, where: str) -> list[str]:
     """One rank's gradient becomes `bad`."""
     model = _net()
@@ -243,12 +226,12 @@ def _not_finite(order: float, bad: float, where: str) -> list[str]:
     _backward(model)
     parameter = model.layers[1][2].weight if where == "shard" else model.temperature
     if dist.get_rank() == dist.get_world_size() - 1:
-        _local(parameter.grad).fill_(bad)  # type: ignore[arg-type]
-    before = [None if p.grad is None else _local(p.grad).clone() for p in model.parameters()]
+        local(parameter.grad).fill_(bad)  # type: ignore[arg-type]
+    before = [None if p.grad is None else local(p.grad).clone() for p in model.parameters()]
     text = refusal(lambda: clip_grad_norm_(model, 1.0, order, error_if_nonfinite=True))
     for p, kept in zip(model.parameters(), before, strict=True):
         if kept is not None:
-            torch.testing.assert_close(_local(p.grad), kept, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
+            torch.testing.assert_close(local(p.grad), kept, rtol=0, atol=0, equal_nan=True)  # type: ignore[arg-type]
     return [text, str(clip_grad_norm_(model, 1.0, order).item())]
 
 
@@ -263,7 +246,8 @@ def test_all_ranks_raise_if_one_is_not_finite(pool: Pool, order: float, bad: flo
     assert found[0][1] == str(bad)
 
 
-def _nan_beats_numbers() -> None:
+@spmd(ranks=3)
+def test_nan_on_one_rank_is_nan_on_all() -> None:
     rank = dist.get_rank()
     for holder in range(dist.get_world_size()):
         mine = [math.nan if rank == holder else float(rank), float(rank), -math.inf]
@@ -275,11 +259,6 @@ def _nan_beats_numbers() -> None:
             assert math.isnan(found[0])
             assert found[1:] == [2.0 if largest else 3.0, -math.inf]
         assert numbers[1] == rank, "the argument is as it was"
-
-
-def test_nan_on_one_rank_is_nan_on_all(pool: Pool, device: str) -> None:
-    need_devices(device, 3)
-    pool.run(3, _nan_beats_numbers, device=device)
 
 
 def _unequal_copies() -> float:
@@ -298,7 +277,9 @@ def test_ranks_agree_even_if_copies_do_not(pool: Pool, device: str) -> None:
     assert norms[0] == norms[1] > 1.0
 
 
-def _half(dtype: torch.dtype) -> None:
+@spmd(ranks=2)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
     model = _net(dtype)
     plain = copy.deepcopy(model)
     _shard(model)
@@ -313,12 +294,6 @@ def _half(dtype: torch.dtype) -> None:
     _assert_same_gradients(model, plain, rtol=3e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(pool: Pool, dtype: torch.dtype, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _half, dtype, device=device)
-
-
 def test_the_norm_of_many_halves_does_not_overflow() -> None:
     parameter = nn.Parameter(torch.zeros(1 << 12, dtype=torch.float16))
     parameter.grad = torch.full_like(parameter, 2000.0)
@@ -328,7 +303,8 @@ def test_the_norm_of_many_halves_does_not_overflow() -> None:
     assert parameter.grad.unique().tolist() == [1.0]
 
 
-def _with_steps_on_shards() -> None:
+@spmd(ranks=[2, 3])
+def test_steps_on_shards_see_the_clipped_gradients() -> None:
     """Clipping leaves gradients where they are, and the steps are those of torch."""
     models = [_net(mixed=False) for _ in range(2)]
     for model in models:
@@ -345,13 +321,7 @@ def _with_steps_on_shards() -> None:
             assert all(p.grad is gradient for p, gradient in zip(model.parameters(), before, strict=True))
             optimizer.step()
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(_local(one), _local(other)), step
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_steps_on_shards_see_the_clipped_gradients(pool: Pool, ranks: int, device: str) -> None:
-    need_devices(device, ranks)
-    pool.run(ranks, _with_steps_on_shards, device=device)
+            assert torch.equal(local(one), local(other)), step
 
 
 def test_without_a_process_group_it_is_torchs_to_the_bit() -> None:

@@ -9,15 +9,13 @@ from composable import step_on_shards
 from tests.helpers.world import Pool, need_devices
 from tests.optim.twins import (
     OPTIMIZERS,
-    assert_same,
     flags_of,
     groups_of,
-    local,
     make_twins,
     plain_copies,
     sharded_model,
+    step_beside_plain_copies,
     torch_steps_dtensors,
-    train,
 )
 
 
@@ -53,26 +51,9 @@ def _beside_plain_copies(name: str) -> None:
     for flag in flags_of(kind):
         model = sharded_model()
         groups = groups_of(model, options["lr"], apart=False)
-        reference = kind(plain_copies(groups), **options, **flag)  # type: ignore[call-arg]
-        optimizer = kind(groups, **options, **flag)  # type: ignore[call-arg]
+        optimizer, reference = (kind(each, **options, **flag) for each in (groups, plain_copies(groups)))  # type: ignore[call-arg]
         step_on_shards(optimizer)
-        pairs = [
-            (mine, copy)
-            for here, there in zip(optimizer.param_groups, reference.param_groups, strict=True)
-            for mine, copy in zip(here["params"], there["params"], strict=True)
-        ]
-        for step in range(5):
-            optimizer.zero_grad()
-            train(model, step, skipped=2 if step == 2 else -1)
-            for mine, copy in pairs:
-                copy.grad = None if mine.grad is None else local(mine.grad).clone()
-            optimizer.step()
-            reference.step()
-            for mine, copy in pairs:
-                assert_same(copy.detach(), local(mine.detach()), f"{flag}, step {step}")
-                there, here = reference.state.get(copy, {}), optimizer.state.get(mine, {})
-                for key in there:
-                    assert_same(there[key], local(here[key]), f"{flag}, step {step}: {key}")
+        step_beside_plain_copies(model, optimizer, reference, skipped=2)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

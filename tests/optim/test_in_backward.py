@@ -31,6 +31,7 @@ from composable import (
 from composable.engine.root import units_below
 from composable.errors import ClippingError, OptimizerError, PhaseError
 from tests.helpers.world import current_device, spmd
+from tests.optim.twins import local
 
 WIDTH: Final = 6
 SGD: Final = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01})
@@ -162,12 +163,8 @@ def _x() -> Tensor:
     return next(_batches(1))
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _values(model: nn.Module) -> list[Tensor]:
-    return [_local(parameter).detach().clone() for parameter in model.parameters()]
+    return [local(parameter).detach().clone() for parameter in model.parameters()]
 
 
 def _same(one: nn.Module, other: nn.Module) -> bool:
@@ -216,8 +213,8 @@ def _train_twins(annotate: Annotate, optimizer_class: Any, options: dict[str, An
             each.param_groups[0]["lr"] *= 0.5
     for one, other in zip(after.parameters(), early.parameters(), strict=True):
         for key, value in usual.state.get(one, {}).items():
-            assert torch.equal(_local(in_backward.state[other][key]), _local(value)), key
-    assert _local(early.scale).item() != pytest.approx(0.7), "it trained"
+            assert torch.equal(local(in_backward.state[other][key]), local(value)), key
+    assert local(early.scale).item() != pytest.approx(0.7), "it trained"
 
 
 @spmd(ranks=[1, 2, 4])
@@ -279,9 +276,9 @@ def test_hooks_of_users_see_the_gradient_before_the_step_and_unfrozen_parameters
     assert any(moved)
     assert not any(moved[-2:]), "the head is frozen"
     model.head.requires_grad_(True)
-    head = _local(model.head.bias).detach().clone()
+    head = local(model.head.bias).detach().clone()
     model(_x()).sum().backward()
-    assert not torch.equal(head, _local(model.head.bias))
+    assert not torch.equal(head, local(model.head.bias))
 
 
 @spmd(ranks=[1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import pytest
@@ -13,22 +12,18 @@ from torch.optim import Optimizer
 
 from composable import fully_shard, remove, step_on_shards
 from composable.errors import OptimizerError
-from tests.helpers.world import Pool, current_device, need_devices
-from tests.optim.twins import Block, Twins, local, make_twins, sharded_model, train
+from tests.helpers.world import current_device, spmd
+from tests.optim.twins import Block, local, make_twins, sharded_model, train
 
 ADAMW: Final = ("AdamW", {"foreach": True})
 LOOP: Final = ("AdamW", {"foreach": False})
 
 
-def _after_steps(twins: Twins, *numbers: int) -> None:
-    for number in numbers:
-        twins.step(number)
-
-
-def _moved_parameters() -> None:
+@spmd(ranks=2)
+def test_moved_parameters() -> None:
     """Memory that parameters have left is not stepped."""
     twins = make_twins(*LOOP)
-    _after_steps(twins, 0, 1)
+    twins.steps(0, 1)
 
     def assign(model: nn.Module, optimizer: Optimizer) -> None:
         blocks = model.get_submodule("blocks")
@@ -42,13 +37,14 @@ def _moved_parameters() -> None:
             optimizer.state.pop(parameter, None)
 
     twins.both(assign)
-    _after_steps(twins, 2, 3)
+    twins.steps(2, 3)
 
 
-def _moved_data() -> None:
+@spmd(ranks=2)
+def test_moved_data() -> None:
     """The same parameter objects, whose data moved into memory of another dtype and back."""
     twins = make_twins(*ADAMW)
-    _after_steps(twins, 0, 1)
+    twins.steps(0, 1)
     before = [local(p).data_ptr() for p in twins.models[1].blocks.parameters()]  # type: ignore[union-attr]
     twins.both(lambda model, _: model.blocks.double().float())  # type: ignore[union-attr, operator]
     moved = [local(p).data_ptr() for p in twins.models[1].blocks.parameters()]  # type: ignore[union-attr]
@@ -56,12 +52,13 @@ def _moved_data() -> None:
     for optimizer in twins.optimizers:
         optimizer.step()  # gradients moved along
     twins.check("moved")
-    _after_steps(twins, 2, 3)
+    twins.steps(2, 3)
 
 
-def _annotation_removed() -> None:
+@spmd(ranks=2)
+def test_annotation_removed() -> None:
     twins = make_twins(*ADAMW)
-    _after_steps(twins, 0, 1)
+    twins.steps(0, 1)
     for model in twins.models:
         remove(model, fully_shard)
     whole = [parameter.detach().clone() for parameter in twins.models[1].parameters()]
@@ -72,7 +69,8 @@ def _annotation_removed() -> None:
         assert torch.equal(parameter, expected), "a refused step changes nothing"
 
 
-def _next_forward_uses_new_values() -> None:
+@spmd(ranks=2)
+def test_next_forward_uses_new_values() -> None:
     for reshard in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(Block(), Block()).to(current_device())
@@ -93,7 +91,8 @@ def _next_forward_uses_new_values() -> None:
             assert not torch.allclose(before, after)
 
 
-def _gradients_are_released() -> None:
+@spmd(ranks=2)
+def test_gradients_are_released() -> None:
     """Nothing of a step keeps gradients alive."""
     model = sharded_model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -103,25 +102,3 @@ def _gradients_are_released() -> None:
         train(model, number)
         optimizer.step()
         assert all(local(parameter).grad is None for parameter in model.parameters() if isinstance(parameter, DTensor))
-
-
-SCENARIOS: Final[dict[str, Callable[[], None]]] = {
-    scenario.__name__.strip("_"): scenario
-    for scenario in (
-        _moved_parameters,
-        _moved_data,
-        _annotation_removed,
-        _next_forward_uses_new_values,
-        _gradients_are_released,
-    )
-}
-
-
-def _run(name: str) -> None:
-    SCENARIOS[name]()
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_an_optimizer_on_shards_follows_its_model(pool: Pool, name: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _run, name, device=device)

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from composable import step_on_shards
 from composable.errors import OptimizerError
 from tests.helpers.refusals import refusal
-from tests.helpers.world import Pool, need_devices
-from tests.optim.twins import ELEMENTWISE_BY_HAND, Sign, assert_same, groups_of, local, plain_copies, sharded_model, train
+from tests.helpers.world import spmd
+from tests.optim.twins import Exchanging, Sign, groups_of, plain_copies, sharded_model, step_beside_plain_copies
 
 
 def _parameters() -> list[nn.Parameter]:
@@ -74,34 +74,15 @@ def test_a_subclass_that_steps_like_its_base_is_accepted() -> None:
     assert step_on_shards(optimizer) is handle
 
 
-def _vouched() -> None:
-    for kind in ELEMENTWISE_BY_HAND:
+@spmd(ranks=2)
+def test_an_optimizer_that_is_vouched_for_steps_on_shards() -> None:
+    """One that keeps numbers as state, makes new tensors, and writes to its groups and to itself."""
+    for kind in (Sign, Exchanging):
         model = sharded_model()
         groups = groups_of(model, 0.1, apart=False)
         optimizer, reference = kind(groups, {"lr": 0.1}), kind(plain_copies(groups), {"lr": 0.1})
         step_on_shards(optimizer, elementwise=True)
-        pairs = [
-            (mine, copy)
-            for here, there in zip(optimizer.param_groups, reference.param_groups, strict=True)
-            for mine, copy in zip(here["params"], there["params"], strict=True)
-        ]
-        for step in range(4):
-            optimizer.zero_grad()
-            train(model, step)
-            for mine, copy in pairs:
-                copy.grad = None if mine.grad is None else local(mine.grad).clone()
-            optimizer.step()
-            reference.step()
-            for mine, copy in pairs:
-                assert_same(copy.detach(), local(mine.detach()), f"step {step}")
-                for key, value in reference.state.get(copy, {}).items():
-                    assert_same(value, local(optimizer.state[mine][key]), f"step {step}: {key}")
+        step_beside_plain_copies(model, optimizer, reference)
         rates = [[group["lr"] for group in one.param_groups] for one in (optimizer, reference)]
         assert rates[0] == rates[1]
-        assert optimizer.calls == reference.calls == 4
-
-
-def test_an_optimizer_that_is_vouched_for_steps_on_shards(pool: Pool, device: str) -> None:
-    """One that keeps numbers as state, makes new tensors, and writes to its groups and to itself."""
-    need_devices(device, 2)
-    pool.run(2, _vouched, device=device)
+        assert optimizer.calls == reference.calls == 5

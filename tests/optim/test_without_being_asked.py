@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 from composable import ShardStepping, fully_shard, replicate, step_on_shards
 from composable.memory.torch_private import step_hooks
 from tests.helpers.compiled import fresh_compiler
-from tests.helpers.world import Pool, current_device, need_devices, spmd
-from tests.optim.twins import OPTIMIZERS, Twins, groups_of, sharded_model, stepped_by_torch
+from tests.helpers.world import current_device, spmd
+from tests.optim.twins import OPTIMIZERS, Twins, groups_of, local, sharded_model, stepped_by_torch
 
 
 def _stepping_of(optimizer: Optimizer) -> ShardStepping | None:
@@ -26,7 +26,9 @@ def _stepping_of(optimizer: Optimizer) -> ShardStepping | None:
     return found[0] if found else None
 
 
-def _as_torch_chooses(name: str) -> None:
+@spmd(ranks=2)
+@pytest.mark.parametrize("name", ["AdamW", "SGD with momentum", "Adagrad"])
+def test_every_bit_is_what_torch_would_have_made_of_it(name: str) -> None:
     """No implementation is said: both take the one that torch takes for DTensors."""
     kind, options = OPTIMIZERS[name]
     models = sharded_model(), sharded_model()
@@ -39,12 +41,6 @@ def _as_torch_chooses(name: str) -> None:
     stepping = _stepping_of(other)
     assert stepping is not None
     assert _stepping_of(one) is None
-
-
-def test_every_bit_is_what_torch_would_have_made_of_it(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    for name in ("AdamW", "SGD with momentum", "Adagrad"):
-        pool.run(2, _as_torch_chooses, name, device=device)
 
 
 class _Halving(optim.AdamW):
@@ -125,11 +121,7 @@ def test_an_optimizer_that_loads_a_state_goes_on() -> None:
         _step(*each)
         assert _stepping_of(each[1]) is not None
     for mine, read in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(_local(mine), _local(read))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local()  # type: ignore[no-any-return, attr-defined]
+        assert torch.equal(local(mine), local(read))
 
 
 @spmd(ranks=2)
@@ -151,10 +143,11 @@ def test_a_closure_is_called_once_and_its_gradients_are_stepped() -> None:
             optimizer.step(lambda model=model, optimizer=optimizer: closure(model, optimizer))  # type: ignore[misc]
     assert len(calls) == 4
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(_local(one), _local(other))
+        assert torch.equal(local(one), local(other))
 
 
-def _compiled() -> None:
+@spmd(ranks=2)
+def test_a_compiled_step_trains_as_an_eager_one() -> None:
     with fresh_compiler():
         models = _model(), _model()
         optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in models]
@@ -165,12 +158,7 @@ def _compiled() -> None:
                 model(torch.ones(2, 4, device=current_device())).square().mean().backward()
                 step()
         for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            torch.testing.assert_close(_local(one), _local(other))
-
-
-def test_a_compiled_step_trains_as_an_eager_one(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _compiled, device=device)
+            torch.testing.assert_close(local(one), local(other))
 
 
 def _memory_of_state(optimizer: Optimizer) -> list[weakref.ref[Tensor]]:
@@ -179,8 +167,8 @@ def _memory_of_state(optimizer: Optimizer) -> list[weakref.ref[Tensor]]:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, DTensor):
-                local = _local(value)
-                whole = local if local._base is None else local._base
+                part = local(value)
+                whole = part if part._base is None else part._base
                 found[id(whole)] = weakref.ref(whole)
     return list(found.values())
 
@@ -213,7 +201,7 @@ def test_state_that_somebody_moves_or_drops_is_gone(how: str) -> None:
         for _ in range(2):
             _step(*each)
     for one, another in zip(model.parameters(), twin.parameters(), strict=True):
-        assert torch.equal(_local(one), _local(another))
+        assert torch.equal(local(one), local(another))
 
 
 @spmd(ranks=2)
@@ -228,4 +216,4 @@ def test_steps_in_inference_mode_come_and_go() -> None:
             with torch.inference_mode(step in (1, 2, 4)):
                 optimizer.step()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(_local(one), _local(other))
+        assert torch.equal(local(one), local(other))

@@ -141,6 +141,10 @@ class Twins:
             optimizer.step()
         self.check(f"step {number}")
 
+    def steps(self, *numbers: int) -> None:
+        for number in numbers:
+            self.step(number)
+
     def both(self, act: Callable[[nn.Module, Optimizer], object]) -> None:
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             act(model, optimizer)
@@ -200,6 +204,26 @@ def plain_copies(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**group, "params": [nn.Parameter(local(p).detach().clone()) for p in group["params"]]} for group in groups]
 
 
+def step_beside_plain_copies(model: nn.Module, optimizer: Optimizer, reference: Optimizer, skipped: int = -1) -> None:
+    """Five steps of both, after which parameters and state are the same; `skipped`: a step in which a block has no gradients."""
+    pairs = [
+        (mine, copy)
+        for here, there in zip(optimizer.param_groups, reference.param_groups, strict=True)
+        for mine, copy in zip(here["params"], there["params"], strict=True)
+    ]
+    for step in range(5):
+        optimizer.zero_grad()
+        train(model, step, skipped=2 if step == skipped else -1)
+        for mine, copy in pairs:
+            copy.grad = None if mine.grad is None else local(mine.grad).clone()
+        optimizer.step()
+        reference.step()
+        for mine, copy in pairs:
+            assert_same(copy.detach(), local(mine.detach()), f"step {step}")
+            for key, value in reference.state.get(copy, {}).items():
+                assert_same(value, local(optimizer.state[mine][key]), f"step {step}: {key}")
+
+
 class Sign(Optimizer):
     """A user's optimizer: numbers as state, new tensors in every step, notes on itself and in its groups."""
 
@@ -225,4 +249,16 @@ class Sign(Optimizer):
         return loss
 
 
-ELEMENTWISE_BY_HAND: Final = (Sign,)
+class Exchanging(Sign):
+    """Two tensors of its state change places in every step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.calls += 1
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[parameter]
+            if not state:
+                state["one"], state["other"] = torch.zeros_like(parameter), torch.ones_like(parameter)
+            state["one"], state["other"] = state["other"], state["one"]
+            state["one"].add_(parameter.grad)
+            parameter.sub_(0.1 * state["one"])
