@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -74,14 +75,11 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
 
 def exact_modules(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> tuple[nn.Module, ...]:
     """The modules of a unit that keep their dtype (`full_precision_classes`), without those inside of others."""
-    found: dict[int, nn.Module] = {}
-    inside: dict[int, None] = {}
-    if precision.full_precision_classes and precision.param_dtype is not None:
-        for module in modules:
-            for _, below in walk(module, stop=(SHARD, REPLICATE)):
-                if isinstance(below, precision.full_precision_classes) and id(below) not in inside:
-                    found[id(below)] = below
-                    inside |= {id(each): None for each in below.modules() if each is not below}
+    if not precision.full_precision_classes or precision.param_dtype is None:
+        return ()
+    walks = [walk(module, stop=(SHARD, REPLICATE)) for module in modules]
+    found = {id(each): each for _, each in chain(*walks) if isinstance(each, precision.full_precision_classes)}
+    inside = {id(below) for each in found.values() for below in each.modules() if below is not each}
     return tuple(module for key, module in found.items() if key not in inside)
 
 

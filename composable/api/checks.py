@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from torch import nn
 from torch.distributed import fsdp
@@ -70,78 +70,40 @@ def tied_to_replicated(
         if owner is None:
             continue
         unit, info = owner
-        of_owner = {id(each) for module in unit.modules for each in module.modules()}
+        of_owner = {id(each): fqn for module in unit.modules for fqn, each in module.named_modules()}
         if all(id(module) in of_owner for module in modules):
-            _refuse_inside(verb, modules, unit)
+            name = of_owner[id(modules[0])]
+            inner = f"'{name}'" if name else module_name(modules[0])
+            outer = f"'{unit.name}'" if unit.spec.verb == SHARD else module_name(unit.modules[0])
+            policy = ", or use policy=" if unit.spec.verb == SHARD or verb == REPLICATE else ""
+            raise AnnotationError(f"{inner} is inside already-{_DONE[unit.spec.verb]} {outer}; annotate children first{policy}")
         shared = next((place for place in managed.places if Place(place.module, place.name) in info.places), None)
         if shared is not None:
-            _refuse_shared(verb, modules, unit, shared.module)
-        is_inside = all(id(module) in below for module in unit.modules)
-        if unit.spec.verb == SHARD:
-            _refuse_tied_to_sharded(verb, modules, managed, unit, info, is_inside=is_inside)
-        if verb == SHARD and not is_inside:
-            _refuse_tied_to_replicated(managed, unit, info)
-        if verb == REPLICATE and unit.spec.mesh_info.mesh != mesh:
-            raise TiedParametersError(
-                f"parameter '{full_name(managed)}' is tied to '{_name_in(unit, info)}', which is replicated over another mesh. "
-                "Pass the same mesh to both, or annotate both modules as one unit: replicate([a, b])"
+            fqn = next(fqn for module in modules for fqn, each in module.named_modules() if each is shared.module)
+            raise AnnotationError(
+                f"{verb}: {describe_module(shared.module, fqn)} is in two units: unit '{unit.name}' "
+                f"({type(unit.modules[0]).__name__}) has {_DONE[unit.spec.verb]} its parameters already. Annotate it before both, "
+                f"{unit.spec.verb}(shared), or both modules as one unit: {verb}([a, b]). A slice such as model[:2] is a module of "
+                "its own, which the model never calls: annotate the list [*model[:2]] instead"
             )
+        is_inside = all(id(module) in below for module in unit.modules)
+        why = ""
+        if unit.spec.verb == SHARD:
+            how = "as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together"
+            how = how if verb == SHARD else "alike, as one unit: fully_shard([a, b]) or replicate([a, b])"
+            why = f"was sharded as part of another unit already. Annotate both modules {how}"
+        elif verb == SHARD and not is_inside:
+            why = "is replicated; it cannot be sharded, too. Annotate a module around both, which leaves the parameter replicated, "
+            why += "or both modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])"
+        elif verb == REPLICATE and unit.spec.mesh_info.mesh != mesh:
+            why = "is replicated over another mesh. Pass the same mesh to both, or annotate both modules as one unit: "
+            why += "replicate([a, b])"
+        if why:
+            name = find_fqn(unit.modules[0])
+            other = f"{name}.{info.fqn}" if name else info.fqn
+            raise TiedParametersError(f"parameter '{full_name(managed)}' is tied to '{other}', which {why}")
         tied.append((unit, managed))
     return tied
-
-
-def _refuse_inside(verb: str, modules: Sequence[nn.Module], unit: Unit) -> NoReturn:
-    names = {id(each): fqn for module in unit.modules for fqn, each in module.named_modules()}
-    inner = names.get(id(modules[0]), "")
-    inner = f"'{inner}'" if inner else module_name(modules[0])
-    outer = f"'{unit.name}'" if unit.spec.verb == SHARD else module_name(unit.modules[0])
-    policy = ", or use policy=" if unit.spec.verb == SHARD or verb == REPLICATE else ""
-    raise AnnotationError(f"{inner} is inside already-{_DONE[unit.spec.verb]} {outer}; annotate children first{policy}")
-
-
-def _refuse_shared(verb: str, modules: Sequence[nn.Module], unit: Unit, shared: nn.Module) -> NoReturn:
-    """The same module is below two annotated ones, none of which is inside the other."""
-    name = next(fqn for module in modules for fqn, each in module.named_modules() if each is shared)
-    raise AnnotationError(
-        f"{verb}: {describe_module(shared, name)} is in two units: unit '{unit.name}' ({type(unit.modules[0]).__name__}) has "
-        f"{_DONE[unit.spec.verb]} its parameters already, and {describe_module(modules[0], find_fqn(modules[0]))} contains it, "
-        f"too. Annotate the shared module before both, {unit.spec.verb}(shared), or both modules as one unit: {verb}([a, b]). "
-        "A slice such as model[:2] is a module of its own, which the model never calls: annotate the list [*model[:2]] instead"
-    )
-
-
-def _refuse_tied_to_sharded(
-    verb: str, modules: Sequence[nn.Module], managed: ManagedParameter, unit: Unit, info: ParamInfo, *, is_inside: bool
-) -> NoReturn:
-    as_one = (
-        "Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters "
-        "together"
-    )
-    if is_inside:
-        names = {id(each): fqn for module in modules for fqn, each in module.named_modules()}
-        prefix = names[id(unit.modules[0])]
-        raise TiedParametersError(
-            f"parameters '{prefix}.{info.fqn}' and '{managed.fqn}' are tied, but the first was sharded as part of another unit "
-            f"already. {as_one}"
-        )
-    alike = "Annotate both modules alike, as one unit: fully_shard([a, b]) or replicate([a, b])"
-    raise TiedParametersError(
-        f"parameter '{full_name(managed)}' is tied to '{info.fqn}', which was sharded as part of another unit already. "
-        f"{as_one if verb == SHARD else alike}"
-    )
-
-
-def _refuse_tied_to_replicated(managed: ManagedParameter, unit: Unit, info: ParamInfo) -> NoReturn:
-    raise TiedParametersError(
-        f"parameter '{full_name(managed)}' is tied to '{_name_in(unit, info)}', which is replicated; it cannot be sharded, too"
-        ". Annotate a module around both, which leaves the parameter replicated, or both modules alike, as one unit: "
-        "replicate([a, b]) or fully_shard([a, b])"
-    )
-
-
-def _name_in(unit: Unit, info: ParamInfo) -> str:
-    fqn = find_fqn(unit.modules[0])
-    return f"{fqn}.{info.fqn}" if fqn else info.fqn
 
 
 # --- parameters that no annotation can manage -------------------------------------------------------------------------

@@ -184,7 +184,13 @@ def spread_over(verb: str, mesh: Mesh, modules: Sequence[nn.Module], device_type
         spread = Spread(_once(group, kind, lambda: DeviceMesh.from_group(group, kind)))
     elif isinstance(mesh, DeviceMesh):
         if mesh.ndim > 1 + hybrid:
-            raise _too_many_dimensions(verb, mesh, hybrid=hybrid)
+            takes = "one dimension" + (", or of two: one to replicate over and one to shard over" if hybrid else "")
+            said = f": {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+            raise MeshError(
+                f"{verb} takes a mesh of {takes}; this one has {mesh.ndim}{said}. To use all of its ranks "
+                "together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, "
+                "pass a slice, mesh[...]."
+            )
         replicate_dim, shard_dim = (None, 0) if mesh.ndim == 1 else _roles(verb, mesh)
         if mesh.get_coordinate() is None:
             raise MeshError(f"{verb}: this rank is not part of the mesh {mesh.mesh.tolist()}.")
@@ -231,41 +237,19 @@ def _not_a_mesh(verb: str, given: object) -> MeshError:
     return MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(given).__name__}.")
 
 
-def _role_of(name: str) -> str:
-    """The role that the name of a dimension says, or an empty string."""
-    said = [role for role in _ROLES if role in name.lower()]
-    return said[0] if len(said) == 1 else ""
-
-
 def _roles(verb: str, mesh: DeviceMesh) -> tuple[int, int]:
     """The dimensions of a mesh of two that are replicated and sharded over."""
     names = mesh.mesh_dim_names
     if names is None:
         return 0, 1
-    said = [_role_of(name) for name in names]
+    said = ["".join(role for role in _ROLES if role in name.lower()) for name in names]
     if sorted(said) != sorted(_ROLES):
         raise MeshError(
             f"{verb}: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this "
-            f"one, {names}, do not say which. Have one of them contain 'replicate' and the other one 'shard', as in "
-            "init_device_mesh(..., mesh_dim_names=('dp_replicate', 'dp_shard')); to shard over one dimension alone, pass "
-            f'mesh["{names[0]}"] or mesh["{names[1]}"].'
+            f"one, {names}, do not say which: let one contain 'replicate' and the other one 'shard'. To shard over one "
+            f'dimension alone, pass mesh["{names[0]}"] or mesh["{names[1]}"].'
         )
     return said.index("replicate"), said.index("shard")
-
-
-def _too_many_dimensions(verb: str, mesh: DeviceMesh, *, hybrid: bool) -> MeshError:
-    names = mesh.mesh_dim_names or ()
-    all_ranks = mesh.size() == dist.get_world_size()
-    cure = "leave mesh= out" if all_ranks else "pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten())"
-    takes = "a mesh of one dimension"
-    if hybrid:
-        takes += ", or of two: one to replicate over and one to shard over"
-    slices = [name for role in _ROLES[not hybrid :] for name in names if _role_of(name) == role] or list(names[-1:])
-    part = "slice such as mesh[" + ", ".join(f'"{name}"' for name in slices) + "]" if names else "mesh over some of them"
-    return MeshError(
-        f"{verb} takes {takes}; this one has {mesh.ndim}{f': {names}' if names else ''}. To use all of its "
-        f"ranks together, {cure}. A {part} makes each part of the ranks train a model of its own."
-    )
 
 
 def _refuse_unordered(verb: str, spread: Spread) -> None:
@@ -275,11 +259,10 @@ def _refuse_unordered(verb: str, spread: Spread) -> None:
     """
     ranks = spread.mesh.mesh.movedim(spread.shard_dim, -1)
     if not ranks.equal(ranks.sort(-1).values):
-        along = "" if ranks.ndim == 1 else f" along dimension {spread.shard_dim}, which is sharded over"
         raise MeshError(
-            f"{verb}: the mesh {spread.mesh.mesh.tolist()} does not list its ranks in ascending order{along}, as process "
-            f"groups do. Pass DeviceMesh(mesh.device_type, mesh.mesh.sort({spread.shard_dim}).values"
-            f"{', mesh_dim_names=mesh.mesh_dim_names' if spread.mesh.mesh_dim_names else ''}), or make it by init_device_mesh."
+            f"{verb}: the mesh {spread.mesh.mesh.tolist()} does not list its ranks in ascending order along dimension "
+            f"{spread.shard_dim}, which is sharded over, as process groups do. Make it by init_device_mesh, or of "
+            f"mesh.mesh.sort({spread.shard_dim}).values."
         )
 
 

@@ -119,11 +119,11 @@ def _tied_to_a_sibling() -> str:
 def test_a_parameter_in_two_units_by_hand_is_refused_with_both_names(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _tied_to_the_parent)),
-        """TiedParametersError: parameters 'embedding.weight' and 'head.weight' are tied, but the first was sharded as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together""",
+        """TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together""",
     )
     assert_text(
         same_on_all(pool.run(2, _tied_to_a_sibling)),
-        """TiedParametersError: parameter 'head.weight' is tied to 'weight', which was sharded as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together""",
+        """TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together""",
     )
 
 

@@ -73,7 +73,7 @@ def test_a_mesh_of_several_dimensions_over_some_ranks_is_refused_with_the_way_to
     first, second, _ = pool.run(3, _follow_the_advice)
     assert_text(
         same_on_all([first, second]),
-        """MeshError: replicate takes a mesh of one dimension; this one has 2. To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()). A mesh over some of them makes each part of the ranks train a model of its own.""",
+        """MeshError: replicate takes a mesh of one dimension; this one has 2. To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, pass a slice, mesh[...].""",
     )
 
 
@@ -81,11 +81,11 @@ def test_meshes_that_do_not_fit_are_refused_with_an_example(pool: Pool) -> None:
     assert_text(
         "\n".join(pool.run(2, _meshes)[0]),
         """\
-MeshError: fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard over; this one has 3: ('x', 'y', 'z'). To use all of its ranks together, leave mesh= out. A slice such as mesh["z"] makes each part of the ranks train a model of its own.
-MeshError: fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard over; this one has 3: ('pp', 'dp_shard', 'dp_replicate'). To use all of its ranks together, leave mesh= out. A slice such as mesh["dp_replicate", "dp_shard"] makes each part of the ranks train a model of its own.
-MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this one, ('dp', 'tp'), do not say which. Have one of them contain 'replicate' and the other one 'shard', as in init_device_mesh(..., mesh_dim_names=('dp_replicate', 'dp_shard')); to shard over one dimension alone, pass mesh["dp"] or mesh["tp"].
-MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this one, ('dp_shard', 'cp_shard'), do not say which. Have one of them contain 'replicate' and the other one 'shard', as in init_device_mesh(..., mesh_dim_names=('dp_replicate', 'dp_shard')); to shard over one dimension alone, pass mesh["dp_shard"] or mesh["cp_shard"].
-MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). To use all of its ranks together, leave mesh= out. A slice such as mesh["z"] makes each part of the ranks train a model of its own.
+MeshError: fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard over; this one has 3: ('x', 'y', 'z'). To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, pass a slice, mesh[...].
+MeshError: fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard over; this one has 3: ('pp', 'dp_shard', 'dp_replicate'). To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, pass a slice, mesh[...].
+MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this one, ('dp', 'tp'), do not say which: let one contain 'replicate' and the other one 'shard'. To shard over one dimension alone, pass mesh["dp"] or mesh["tp"].
+MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this one, ('dp_shard', 'cp_shard'), do not say which: let one contain 'replicate' and the other one 'shard'. To shard over one dimension alone, pass mesh["dp_shard"] or mesh["cp_shard"].
+MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, pass a slice, mesh[...].
 MeshError: fully_shard: expected a DeviceMesh, a ProcessGroup or None as mesh, got str.
 MeshError: reshard_after_forward=3: the mesh has 2 ranks, which 3 does not divide.
 MeshError: reshard_after_forward=3: the shard dimension of the mesh has 2 ranks, which 3 does not divide.
@@ -107,8 +107,8 @@ def test_meshes_that_list_ranks_otherwise_than_process_groups_are_refused(pool: 
     assert_text(
         same_on_all(pool.run(2, _unordered)),
         """\
-MeshError: fully_shard: the mesh [1, 0] does not list its ranks in ascending order, as process groups do. Pass DeviceMesh(mesh.device_type, mesh.mesh.sort(0).values), or make it by init_device_mesh.
-MeshError: fully_shard: the mesh [[1], [0]] does not list its ranks in ascending order along dimension 0, which is sharded over, as process groups do. Pass DeviceMesh(mesh.device_type, mesh.mesh.sort(0).values, mesh_dim_names=mesh.mesh_dim_names), or make it by init_device_mesh.""",
+MeshError: fully_shard: the mesh [1, 0] does not list its ranks in ascending order along dimension 0, which is sharded over, as process groups do. Make it by init_device_mesh, or of mesh.mesh.sort(0).values.
+MeshError: fully_shard: the mesh [[1], [0]] does not list its ranks in ascending order along dimension 0, which is sharded over, as process groups do. Make it by init_device_mesh, or of mesh.mesh.sort(0).values.""",
     )
 
 
@@ -149,8 +149,8 @@ def test_what_is_no_mesh_is_refused_with_what_would_be_one(pool: Pool, verb: Cal
     first, *others = pool.run(2, _what_is_no_mesh, verb)[1]
     takes = "one dimension, or of two: one to replicate over and one to shard over" if verb is fully_shard else "one dimension"
     assert first == (
-        f"MeshError: {verb.__name__} takes a mesh of {takes}; this one has 3. To use all of its ranks together, leave mesh= out. "
-        "A mesh over some of them makes each part of the ranks train a model of its own."
+        f"MeshError: {verb.__name__} takes a mesh of {takes}; this one has 3. To use all of its ranks together, pass "
+        "mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, pass a slice, mesh[...]."
     )
     assert_text(
         "\n".join(others).replace(verb.__name__, "VERB"),
