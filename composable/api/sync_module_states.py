@@ -31,6 +31,7 @@ from composable.errors import AnnotationError, RanksDisagreeError, first_line
 _CHUNK: Final = 1 << 18  # words that are digested at once
 _MESSAGE: Final = 64 << 20  # bytes that are received at once
 _NUMBERS: Final = 8  # that are compared; see `synchronise`
+_LABEL: Final = "check of an annotation across ranks"  # without the verb: labels pair messages, and verbs may differ
 _AS_FLAGS: Final = {"True": "broadcast", "False": "off"}  # what FSDP1 and DDP mean by them
 
 
@@ -54,13 +55,9 @@ def failures_told(verb: str, comm: Comm) -> Iterator[None]:
         yield
     except Exception as error:
         if comm.size > 1:
-            comm.min_max([1] + [0] * (_NUMBERS - 1), _label(verb))
-            comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", _label(verb))
+            comm.min_max([1] + [0] * (_NUMBERS - 1), _LABEL)
+            comm.all_gather_objects(f"{type(error).__name__}: {first_line(error)}", _LABEL)
         raise
-
-
-def _label(verb: str) -> str:
-    return f"check of {verb}() across ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +118,11 @@ def synchronise(
     on_meta = [entry.tensor.is_meta for entry in entries]
     built = [count, len(buffers), _digest(described), _digest(treatment)]
     numbers = [0, SYNC_MODES.index(mode), *([0] * len(built) if mode == "off" else built), _digest(values), _digest(on_meta)]
-    lowest, highest = comm.min_max(numbers, _label(verb))
+    lowest, highest = comm.min_max(numbers, _LABEL)
     alike = _NUMBERS - (mode == "broadcast")  # which gives values to what is on the meta device
     if lowest[:alike] != highest[:alike]:
         report = _Report(verb, mode, described[:count], described[count:], list(treatment), values, on_meta)
-        raise RanksDisagreeError(_difference(verb, entries, comm.all_gather_objects(report, _label(verb))))
+        raise RanksDisagreeError(_difference(verb, entries, comm.all_gather_objects(report, _LABEL)))
     if mode == "broadcast":
         _broadcast(verb, entries, comm, some_on_meta=lowest[-1] != highest[-1])
 
@@ -247,7 +244,7 @@ def _broadcast(verb: str, entries: Sequence[_Entry], comm: Comm, *, some_on_meta
     if some_on_meta:
         homes = ("meta", "cpu")  # others are the device of `comm`
         own = [homes.index(t.device.type) if t.device.type in homes else len(homes) for t in tensors]
-        rows = comm.all_gather_ints(own, _label(verb))
+        rows = comm.all_gather_ints(own, _LABEL)
         for entry, home, column in zip(entries, rows[0], zip(*rows, strict=True), strict=True):
             if not home and any(column):
                 raise RanksDisagreeError(
