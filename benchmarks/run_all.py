@@ -41,7 +41,7 @@ class Job:
 
 SWEEP = ("--contenders", "un-annotated,composable,fsdp2")
 JOBS = (
-    Job("step", "step.py", ("--rounds", "3", "--steps", "2", "--settle", "2", "--contenders", "[!f]*,fsdp2*,fsdp1")),
+    Job("step", "step.py", ("--rounds", "5", "--steps", "2", "--settle", "2", "--contenders", "[!f]*,fsdp2*,fsdp1")),
     Job("step-small", "step.py", ("--model", "small", "--rounds", "5"), None, selected=False),
     Job(
         "step-conv",
