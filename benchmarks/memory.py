@@ -29,9 +29,9 @@ from torch import distributed as dist
 
 PHASES = ("forward", "backward", "optimizer")
 CLAIMS: list[Claim] = [
-    ("composable", "fsdp2", 0.85),
+    ("composable", "fsdp2", 1.00),
     ("composable", "fsdp1", None),
-    ("composable-keep", "fsdp2-keep", 0.85),
+    ("composable-keep", "fsdp2-keep", 1.00),
     ("composable-replicate", "ddp-views", None),
 ]
 PREDICTION_LIMIT = 0.05

@@ -28,7 +28,7 @@ from publish import bars, curves, emit, rounded, table, times
 
 DEFAULT = [LOCAL, "composable", ON_SHARDS, "fsdp2", "fsdp1", "composable-replicate", "ddp"]
 PHASES = ("forward", "backward", "clip", "optimizer")
-LIMIT = 0.20
+LIMIT = 0.30
 # On shards, forward and backward are those of `composable`.
 RATIOS = [
     ("composable", "fsdp2", ("step", "engine")),

@@ -63,7 +63,7 @@ def fully_shard(
     Every rank keeps 1/n of each parameter, as a `DTensor` under its old name. Before the module's forward, and again before its
     backward, the parameters are all-gathered; in backward the gradients are reduce-scattered. The next module's parameters are
     gathered while this one computes. Annotate inner modules first, or name them in `policy`: each is unsharded and resharded on
-    its own, so that only two of them are unsharded at any time.
+    its own, so that at most two of them are unsharded at a time, besides the parameters of the outer module itself.
 
     All ranks of the mesh call this together, with the same module.
 

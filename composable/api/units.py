@@ -1,7 +1,7 @@
 """What `fully_shard` and `replicate` have in common: a plan for every unit of a call, and how a planned unit is attached.
 
 A verb validates everything and plans all units of its call, agrees with the other ranks, and only then changes the modules.
-A unit that a policy picks is annotated by a call of the verb, so that it has a record of its own; its plan is passed along.
+A unit that a policy picks is annotated by a call of the verb, so that it has a record of its own; that call finds its plan in `_planned`.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class UnitPlan:
         spread: its mesh; None in a single process without a process group.
         device: of the parameters now, or once they leave the meta device.
         settings: the fields of its `UnitSpec` that do not depend on what is attached first.
-        treatment: for each parameter, what the arguments come to, in words that are equal on ranks that agree.
+        treatment: for each parameter, what the arguments mean for it, as text; ranks compare these texts.
     """
 
     modules: tuple[nn.Module, ...]

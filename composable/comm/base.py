@@ -23,7 +23,7 @@ R = TypeVar("R")
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 
-MESSAGE_BYTES: Final = 64 << 20  # of a broadcast: so much memory it takes on the comm's device at most
+MESSAGE_BYTES: Final = 64 << 20  # a broadcast is sent in messages of this size at most, which bounds its memory
 _AVERAGING: Final = ("nccl", "fake")  # backends with a reduction to the mean, which costs nothing over the sum
 _DESTROYED: Final = "this rank has destroyed its process group"
 
@@ -58,8 +58,8 @@ class Traits:
     """What backends differ in, as far as it decides the layout of messages.
 
     Attributes:
-        direct_bytes: bytes in a shard from which a message of its own pays.
-        max_direct: such messages in one launch at most.
+        direct_bytes: a shard of at least this many bytes travels in a message of its own.
+        max_direct: how many such messages one launch may have.
         align: bytes. Rows of messages, and shards in their buffer, start at multiples of it.
         on_stream: `Work.wait` orders a stream, and to read a tensor on the host would wait for the device.
     """
@@ -93,7 +93,7 @@ class Comm(Protocol):
     def traits(self) -> Traits: ...
 
     def all_gather(self, pairs: Pairs, label: str) -> Work:
-        """For each (whole, shard): every rank's `shard`, by rank, becomes `whole`.
+        """For each (whole, shard): fill `whole` with the `shard` of every rank, in the order of ranks.
 
         Both are 1-D and contiguous, `whole.numel() == size * shard.numel()`, and all have one dtype.
         """
@@ -130,13 +130,13 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 class GroupComm(ABC):
-    """What comms over a process group have in common. A subclass has `traits` and launches the group's own collectives."""
+    """What comms over a process group have in common. A transport is a subclass with `traits` and `_start`; `_make_comm` picks it."""
 
     traits: Traits
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        # Weak: `destroy_process_group` must end the group. The threads of one that models keep until the interpreter exits
-        # end the process by `std::terminate`, after all work was done.
+        # Weak: `destroy_process_group` must be able to end the group. If a model kept it alive until the interpreter exits, the
+        # group's threads would end the process by `std::terminate`, after all work was done.
         self._group = ref(group)
         self.device = device
         self.rank = dist.get_rank(group)

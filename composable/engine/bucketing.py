@@ -108,8 +108,8 @@ class Buckets:
         """A backward begins; every bucket takes part in it, whichever gradient came first.
 
         Args:
-            alone: launch by arrival. No other root may launch collectives in this backward; their order would depend on which
-                gradients arrive.
+            alone: no other root launches collectives in this backward, so buckets are launched as gradients arrive. Otherwise
+                the order among roots would depend on which gradients arrive, and all are launched at the end.
         """
         if not self.is_open:
             self.is_open, self._next, self._by_arrival = True, 0, alone
@@ -134,7 +134,7 @@ class Buckets:
         iteration = self._root.iteration
         while self._by_arrival and self._next < len(self._buckets) and not self._buckets[self._next].missing:
             if self._next == len(self._buckets) - 1 and iteration is not None and iteration.forwards_left:
-                return  # the last bucket says whether this backward leaves forwards out, and it may still come to them
+                return  # the last bucket carries whether forwards were left out, which is not known yet
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -151,7 +151,7 @@ class Buckets:
         if each is self._buckets[-1] and iteration is not None:
             each.bucket.forwards = (iteration.forwards, int(iteration.forwards_left > 0))
         each.bucket.reduce(absent)
-        # Optimizers in backward free gradients as they step: land the bucket before this one now, in place of at the end.
+        # Optimizers in backward free gradients as they step: land the bucket before this one now, and not only at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
             if before.bucket.state is not BucketState.EMPTY and _has_hooks(before.bucket):
                 before.bucket.land()

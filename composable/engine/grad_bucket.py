@@ -9,8 +9,8 @@ State machine, with everything that may affect it in this file:
 | ALL_REDUCING | -                              | -                              | EMPTY  | EMPTY  |
 
 The first stage sums over the shard dimension (reduce-scatter), the second over the replicate dimension (all-reduce); a bucket has
-the stages of its mesh. A gradient is copied in (cast to the reduce dtype, which the sum is computed in), reduced, multiplied to
-the mean, and landed (cast to the gradient dtype, added to what is there).
+the stages of its mesh. A gradient is copied in (cast to the reduce dtype, which the sum is computed in), reduced, scaled so that
+the sum becomes a mean, and landed (cast to the gradient dtype, added to what is there).
 
 Unused parameters. A rank without a gradient sends zeros and a zero flag, so that launches do not depend on which gradients
 arrived. The sum of the flags says whether any rank had one: if none had, `.grad` stays as it was, on all ranks.
@@ -70,11 +70,12 @@ if TYPE_CHECKING:
     from composable.engine.comm_hooks import HookStage
 
 
-IN_PLACE_BYTES: Final = 1 << 20  # of a replicated gradient from which a message of its own costs less than a copy
+IN_PLACE_BYTES: Final = 1 << 20  # replicated gradients of this size on a host are reduced where they are: cheaper than a copy
 _is_sparse: Final = attrgetter("is_sparse")
-# Behind the flags travel low bits of numbers that must be equal on all ranks: the checksum of the label, the accumulated
-# backwards, and the forwards. A bit is a pair (is it 0, is it 1) of which each rank sets one, so that a pair without a zero in the
-# sum tells, in any dtype, that two ranks differ. Behind them: 1 if the backward left out forwards; only then those must be equal.
+# Behind the flags travel the low bits of three numbers that must be equal on all ranks: the checksum of the label, how many
+# backwards were accumulated, and how many forwards were run. A bit is sent as two elements, "it is 0" and "it is 1", of which
+# each rank sets one. If the sums of both are not zero, two ranks differ; any dtype can tell that. The last element is 1 on a rank
+# whose backward left out forwards; the numbers of forwards are compared only if some rank set it.
 _BITS: Final = (4, 4, 2)
 _NUMBERS: Final = 2 * sum(_BITS) + 1
 
@@ -133,7 +134,7 @@ class GradBucket:
         in_place: autograd accumulates on the very parameters that users see: what is there already is part of the gradient.
         trainable, trains: which of its parameters get a gradient; whether any does.
         held: the backwards whose gradients wait to be reduced.
-        forwards: since the backward before, and 1 if this backward leaves some of them out; set where it is compared.
+        forwards: how many there were since the last backward, and 1 if this one leaves some out; set on a root's last bucket only.
         first_stage, second_stage: communication hooks in place of the collectives, see `composable.engine.comm_hooks`.
     """
 
@@ -180,12 +181,12 @@ class GradBucket:
         self._counts = (0, 0, 0, 0)  # that the message says
         self._undecided: list[tuple[_Plan, list[int], Tensor, Tensor]] = []
         self._hold_shards = False
-        self._hooks_wait = False  # under no_sync, where gradients land all the same: post-accumulate hooks do not run
+        self._hooks_wait = False  # under no_sync, where gradients land at once (one rank): post-accumulate hooks wait
         self._unhooked: dict[int, None] = {}  # parameters whose hooks wait
         self._means = False  # the first stage makes means over the shard dimension, in place of sums
         self._earlier: list[Tensor | None] = []  # in place, the gradients that were there before this backward
         self._absent: Sequence[int] = ()  # in place, those that no backward since the last reduction brought
-        self._carried: list[tuple[int, Tensor]] = []
+        self._carried: list[tuple[int, Tensor]] = []  # shards of `no_sync(level="replicate")`, added before the second stage
         self.follow()
 
     def follow(self) -> None:
@@ -259,8 +260,8 @@ class GradBucket:
             elif _is_whole(before):
                 local_of(before).add_(gradient)
             else:
-                # What is there is a mean already. `ranks` times this rank's shard of it, added to this rank's gradient, adds it to
-                # the later mean once. So all ranks do this, also those without a gradient.
+                # `before` is a mean already, cut into shards. Each rank adds `ranks` times its own shard to its own gradient: the
+                # later mean divides by `ranks`, so `before` is in it once. Ranks without a gradient must do so, too.
                 whole = gradient.to(self.precision.gradient)
                 ranks = 1 if self.slots[index].route is Route.WHOLE else self.slots[index].num_shards
                 cut(whole, self.slots[index], self.mesh_info.shard.rank).add_(local_of(before).to(whole.device), alpha=ranks)  # type: ignore[arg-type]
@@ -402,7 +403,7 @@ class GradBucket:
         self._work = self.shards.reduce_scatter(pairs, self.label, scale)
 
     def _whole_gradient(self, index: int, gradient: Tensor | None) -> Tensor:
-        """A gradient that is reduced in place: dense, in the memory order of its parameter."""
+        """A gradient that is reduced without a copy into the message: dense, in the memory order of its parameter."""
         slot = self.slots[index]
         if gradient is None:
             return as_parameter(torch.zeros(slot.shape, dtype=self.precision.reduce, device=self.device), slot)
@@ -418,7 +419,7 @@ class GradBucket:
         flat = self._flat
         assert flat is not None
         if self._carried:
-            # Means over the shard dimension of earlier backwards, brought to the scale of what has landed.
+            # Means over the shard dimension of earlier backwards, brought to the scale of the first stage's result.
             factor = 1.0 if self._means else self.shards.size / self._before
             for index, shard in self._carried:
                 start, numel, _, _ = self._plan.places[index]
@@ -705,7 +706,7 @@ class _Plan:
     def copy_in(
         self, gradients: Sequence[Tensor | None], unused: Sequence[int], counts: tuple[int, int, int, int], rows: Tensor
     ) -> None:
-        """Fill the rows, one per rank, with that rank's chunk of every gradient, and the flags."""
+        """Fill the rows, one per rank, with that rank's chunk of every gradient, cast to the dtype of `rows`, and the flags."""
         source = next((gradient.dtype for gradient in gradients if gradient is not None), rows.dtype)
         if unused:
             flags = torch.tensor(self._flags(unused, counts), dtype=source).to(self._device, non_blocking=True)

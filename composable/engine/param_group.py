@@ -231,7 +231,7 @@ class ParamGroup:
         layout, dtype, device = self.layout, self.precision.compute, self.device
         self.full = self.late = None  # memory of compute parameters
         self._buffers: tuple[ElasticBuffer, ...] = ()  # those of the two that there are
-        self._staging = self._sent = None  # memory from the launch of the gather to its end
+        self._staging = self._sent = None  # where packed shards arrive; cast shards that are sent: while a gather is in flight
         self._coming: ComingShards | None = None
         self._pairs: list[tuple[Tensor, Tensor]] = []
         self._casts: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -377,7 +377,7 @@ class ParamGroup:
         if not self.has_shards and not self.precision.casts:
             assert param.own is not None
             if self.precision.changes and param.at_rest is param.own:
-                # Sums in another dtype: what is there already must not be rounded again, so gradients come apart from it.
+                # Gradients are summed in another dtype. Autograd must not add to the user's gradient, which would be rounded again.
                 return nn.Parameter(param.own.detach(), requires_grad=self._differentiable)
             return param.own
         if self.has_shards and self._aliased(slot):  # shares the shards' version counter
@@ -475,7 +475,8 @@ class ParamGroup:
             self._free()
             self.state = ShardedState.SHARDED
             raise
-        self._end_sending()  # before there is memory for what is copied out
+        self._end_sending()  # frees what was sent before `late` gets its memory
+        # Held: this gather was from neighbours, straight into the full buffer.
         if self._post_forward_shard is not None and self._post_forward_shard.held:
             self._post_forward_shard.free()
         elif self._staging is not None:

@@ -5,14 +5,16 @@ Laws:
 * Collectives are launched where a forward or a backward enters or leaves a unit, at the end of a backward, and by explicit calls;
   never because a gradient arrived, since which gradients arrive differs between ranks. (A root without shards launches its
   buckets by arrival, but in one order that all ranks share: `bucketing.py`.)
-* At the end of a backward everything is launched before anything is waited for. In between a wait is for something that was
-  launched earlier in the one sequence that all ranks run.
+* At the end of a backward every reduction is launched before any of them is landed. On a hybrid mesh the second stage is
+  launched when its first has been waited for. Every wait is for something that was launched earlier in the one sequence that
+  all ranks run.
 * What must not survive a step is in `Iteration`, which is dropped. A step is lost on all ranks or on none: `Root.reset`.
 * Nothing stays gathered from one root forward to the next outside of `keep_unsharded`.
 
-When a unit is left in backward. Backward enters a unit at its outputs. It is over when backward enters a unit that neither
-encloses it nor lies in it: autograd runs the newest nodes first, so a call's nodes run without interruption but for those of
-calls inside it. Only then are the parameters freed, because a frozen parameter may be needed after the last gradient arrived.
+When backward leaves a unit. Backward enters a unit at the graph nodes of its outputs. It leaves the unit when it enters another
+one that neither encloses it nor lies in it: autograd runs the newest nodes first, so between the first and the last node of a
+call only nodes of that call and of calls inside it run. The parameters are freed then, and not when the last gradient has
+arrived, because a frozen parameter may still be needed.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from composable.engine.accumulation import SyncMode
 from composable.engine.bucketing import Buckets
 from composable.engine.param import ManagedParam, unit_of
 from composable.engine.prepare import Preparation, broadcast_buffers
-from composable.errors import CommunicationError, DifferentiationError, RanksDisagreeError, first_line
+from composable.errors import CommunicationError, DifferentiationError, PhaseError, RanksDisagreeError, first_line
 from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
 from composable.memory.offload import wait_for_traffic
@@ -52,7 +54,7 @@ PREFETCHED: Final = 1  # units whose all-gather is launched ahead of need
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 # The reason to keep a unit unsharded after `composable.unshard`: until `reshard`, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
-_REMEMBERED: Final = 4096  # forwards that no backward follows (an evaluation with gradients) must not fill the memory
+_REMEMBERED: Final = 4096  # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
 
 
 class Iteration:
@@ -61,16 +63,16 @@ class Iteration:
     Attributes:
         stream: that the forward computes on; autograd ends a backward on whatever stream the caller has.
         began: when its last forward did, on the clock of `_CLOCK`.
-        finished: units that gather and whose forward has ended, newest last; backward probably comes to them from the end.
-        last: of these, those that `reshard_after_forward=None` keeps until another unit is entered.
-        untracked: units whose gradients may come by another way than through their outputs.
-        end: of the backward that was opened; it is gone if that raised.
+        finished: units that gather and whose forward has ended, newest last. Backward will probably enter them in reverse.
+        last: units that `reshard_after_forward=None` keeps until a forward enters another unit over the same ranks.
+        untracked: units that backward may need without entering them: an output aliases a parameter, or none was found to watch.
+        end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that backward raised.
         active: units that backward has entered and not left.
-        to_reduce: units that backward has entered since they were last reduced.
+        to_reduce: units that backward has entered, or brought a gradient to, since they were last reduced.
         entered: units that backward has entered.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
         builds_graph: the backward runs with `create_graph=True`.
-        forwards, forwards_left: of the outermost module in training mode, and how many of them backward has not come to.
+        forwards, forwards_left: calls of the outermost module in training mode; how many of them backward has not entered.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -97,7 +99,7 @@ class BackwardEnd:
     """
 
     def __init__(self) -> None:
-        self.roots: list[Root] = []  # that take part; none any more when the backward has ended well
+        self.roots: list[Root] = []  # that take part; emptied when the backward has ended without an error
 
     @untraced
     @outside_transforms
@@ -172,9 +174,10 @@ class Root:
         self._indices = {unit: index for index, unit in enumerate(self.units)}
         # Replicated parameters that rest as DTensors are shown for the whole forward: modules of other units may read them.
         self._shown = [unit for unit in self.units if unit.rest_mesh is not None]
-        # Whether all ranks leave the units in one order in backward, so that replicated units can be reduced where they are left.
+        # Whether all ranks leave the units in one order in backward; None: not compared yet. Units in `_shown` are reduced where
+        # they are left only if this is True, and otherwise at the end of backward.
         self._alike: bool | None = None if self._shown and self._shown != self.units[:1] else True
-        self._left: list[int] = []  # in this backward, until that is known
+        self._left: list[int] = []  # indices of units, in the order in which this backward left them, until `_alike` is known
         self.make_buckets()
         self._preparation = Preparation(self)
         _ROOTS.add(self)
@@ -253,7 +256,7 @@ class Root:
         """The outermost forward begins."""
         iteration, grad = self.iteration, torch.is_grad_enabled()
         if iteration is None and self._pinned:
-            # Nothing can go through a graph of before an optimizer step any more.
+            # No backward can go through a graph any more that was made before an optimizer step.
             for unit in [unit for unit in self._pinned if grad or any(group.is_stale for group in unit.groups)]:
                 del self._pinned[unit]
                 unit.release(self)
@@ -284,7 +287,7 @@ class Root:
             unit.swap_in()
 
     def _free_last(self, unit: Unit) -> None:
-        """Free what ran last, before `unit` is gathered. What other ranks share in stays: not all of them run `unit`."""
+        """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay: not all of these run `unit`."""
         iteration, comm = self._iteration, unit.mesh_info.all
         for other in iteration.last:
             if other is not unit and other.mesh_info.all is comm and not other.depth and not other.kept_by:
@@ -292,7 +295,7 @@ class Root:
         iteration.last = [other for other in iteration.last if other is unit or other.mesh_info.all is not comm]
 
     def _record(self, unit: Unit) -> None:
-        """Note the order; the record of the last forward predicts what comes next, wherever `unit` stands in it."""
+        """Record `unit`, and move the cursor behind it in the last forward's order: what follows there is gathered ahead."""
         if not unit.gathers:
             return
         self._current.append(unit)
@@ -305,7 +308,7 @@ class Root:
         """Have `unit` unshard, and launch the gathers of the units `ahead` before waiting: they travel while it computes."""
         unit.unshard()
         for other in ahead:
-            if not other.depth:  # what is being computed with is not gathered anew
+            if not other.depth:  # its forward is under way: its parameters must stay as they are
                 other.unshard()
         unit.wait_for_unshard()
 
@@ -327,7 +330,8 @@ class Root:
                 iteration.untracked[unit] = None
         after = unit.spec.reshard_after_forward
         if complete and not keep and not unit.depth and not unit.kept_by:
-            # What an earlier call with gradients left unsharded stays so in one without: it may be a call of one rank alone.
+            # A call without gradients leaves unsharded what an earlier call with gradients left so. It may be a call of one rank
+            # alone, which would then be the only one to gather the unit in backward.
             if after is None and (grad or unit in iteration.last):
                 iteration.last = [*(other for other in iteration.last if other is not unit), unit]
             elif after is False and (grad or unit in iteration.finished):
@@ -381,22 +385,32 @@ class Root:
 
     def _open_backward(self) -> Iteration:
         iteration = self.iteration
+        if iteration is not None and iteration.end is not None:
+            raise PhaseError(
+                f"a backward came to unit '{self.name}' after an earlier one of the same step had raised: what that one brought is "
+                "lost, and on some ranks more than on others. Run the forward again; it gives up the lost step"
+            )
         if iteration is None:  # its forward's iteration has ended: a second backward through one graph
             iteration = self.iteration = Iteration(self._streams.here())
-        if iteration.end is None:
-            self._left = []
-            end = _end_of_backward(self)
-            iteration.end = ref(end)
-            for unit in self.units:
-                unit.kept_by.pop(EXPLICIT, None)
-            self._show()
-            self.buckets.open(alone=self._last_backward is not None and not self._others_since(self._last_backward))
+        self._left = []
+        end = _end_of_backward(self)
+        iteration.end = ref(end)
+        for unit in self.units:
+            unit.kept_by.pop(EXPLICIT, None)
+        self._show()
+        self.buckets.open(alone=self._last_backward is not None and not self._others_since(self._last_backward))
         return iteration
+
+    def _in_backward(self) -> Iteration | None:
+        """The iteration, if its backward is under way."""
+        iteration = self.iteration
+        end = None if iteration is None or iteration.end is None else iteration.end()
+        return iteration if end is not None and end.roots else None
 
     def _others_since(self, when: int) -> bool:
         """Whether other roots had forwards since then, so that they may take part in this backward.
 
-        Older ones are models that somebody dropped: when the garbage collector comes to those differs between ranks.
+        Roots with older forwards do not count: their models may have been dropped, and each rank collects those at another time.
         """
         return any(
             root.iteration is not None and root.iteration.began > when for root in _ROOTS if root is not self and not root._gone
@@ -404,14 +418,12 @@ class Root:
 
     def enter_backward(self, unit: Unit) -> None:
         """Backward is about to go through an output of `unit`."""
-        iteration = self.iteration
-        if iteration is None or iteration.end is None:
-            iteration = self._open_backward()
+        iteration = self._in_backward() or self._open_backward()
         if unit in iteration.active:
             self._gather(unit, ())  # another output of it; a recomputation may have freed it
             return
-        # Innermost first, here and at the end. Ranks that enter an expert leave the units before it earlier than other ranks do,
-        # and all must launch in one order.
+        # Units are left innermost first, here and at the end of backward. Ranks that enter an expert leave the units before it
+        # earlier than ranks that do not, and both must launch in the same order.
         for other in [*reversed(iteration.active)]:
             if other not in unit.around and unit not in other.around:
                 self._leave_backward(other)
@@ -423,12 +435,12 @@ class Root:
             if finished[position] is unit:
                 del finished[position:]
                 break
-        if torch.is_grad_enabled():  # create_graph: nodes will need the parameters that belong to no call
+        if torch.is_grad_enabled():  # create_graph=True: the new nodes need the parameters, and lie in no call
             iteration.builds_graph = True
             self._pinned[unit] = None
             unit.keep(self)
         self._gather(unit, _ahead(unit, reversed(finished)))
-        unit.swap_in()  # parts of it may be recomputed by themselves
+        unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
@@ -436,8 +448,7 @@ class Root:
         iteration = self.iteration
         if iteration is not None and unit in iteration.to_reduce and not unit.reduces_by_arrival:
             return
-        if iteration is None or iteration.end is None:
-            iteration = self._open_backward()
+        iteration = self._in_backward() or self._open_backward()
         if unit.reduces_by_arrival:
             self.buckets.arrived(param)
         else:
@@ -451,6 +462,7 @@ class Root:
             unit.swap_out()
         if not unit.kept_by and not unit.depth:
             unit.reshard()  # before gradients are copied into a message
+        # With several forwards before one backward, a unit is reduced when the last of them has been left.
         if at_end or (unit.pending <= 0 and unit not in iteration.untracked):
             if not at_end and not self._alike:
                 self._left.append(self._indices[unit])
@@ -479,6 +491,7 @@ class Root:
             for bucket in unit.buckets:
                 bucket.hold()
             return
+        # A unit that is reduced a second time in one backward: its bucket must be free.
         if unit in iteration.in_flight or unit in iteration.over_replicas:
             self._land(unit)
         for bucket in unit.buckets:
@@ -486,7 +499,7 @@ class Root:
         iteration.in_flight.append(unit)
 
     def _make_room(self) -> None:
-        """Wait for the oldest reductions."""
+        """Land the oldest reductions, or launch their second stage, until `IN_FLIGHT` are left in each stage."""
         iteration = self._iteration
         while len(iteration.in_flight) > IN_FLIGHT:
             oldest = iteration.in_flight.pop(0)
@@ -506,7 +519,7 @@ class Root:
                 units.remove(unit)
 
     def launch_rest(self) -> None:
-        """Backward is at its end: launch every reduction that was not launched; wait for nothing."""
+        """Backward is at its end: launch what was not launched. Waits only where a launch needs it (first stages of hybrid meshes)."""
         iteration = self.iteration
         if iteration is None or iteration.end is None:
             return
@@ -526,7 +539,7 @@ class Root:
                     iteration.over_replicas.append(unit)
 
     def finish_backward(self) -> None:
-        """Wait for everything; the iteration is over, unless this backward ended inside a forward."""
+        """Land everything and end the iteration. What an open forward or a new graph still needs passes to a new one."""
         iteration = self.iteration
         if iteration is None or iteration.end is None:
             return
@@ -589,7 +602,7 @@ class Root:
         """A backward raised. Modules hold at-rest parameters again; the next forward resets the rest. Waits for nothing."""
         iteration = self.iteration
         if iteration is None or iteration.end is None or iteration.end() not in (None, end):
-            return  # the next forward came first
+            return  # a forward has reset this step already, or another backward has begun
         for unit in self.units:
             if not unit.depth:
                 unit.swap_out()
@@ -661,9 +674,10 @@ class Root:
 
 
 def _ahead(unit: Unit, following: Iterable[Unit]) -> list[Unit]:
-    """The units whose all-gather is launched ahead of need: of those that probably follow, the next ones over the same ranks.
+    """The units to gather ahead: of those that probably follow, the next `PREFETCHED` ones over the ranks of `unit`.
 
-    Units over fewer ranks (experts) in between are not entered on all of these; the first of them is launched as well.
+    Units over fewer ranks (experts) may come before them. Not every rank enters these, so they do not count; the first of them
+    is gathered ahead as well.
     """
     ahead: list[Unit] = []
     comm, missing = unit.mesh_info.all, PREFETCHED

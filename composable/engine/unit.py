@@ -105,23 +105,23 @@ class Unit:
     Attributes:
         modules: as annotated; none after `remove`.
         groups: of parameters that are unsharded together.
-        gathers: unsharding takes a message or a cast.
+        gathers: whether unsharding takes a message or a cast; if not, modules compute with the at-rest memory.
         buckets: their gradients; empty for gradients that the root reduces in buckets of all units (`bucketing.py`).
         root: of the last forward; None before the first, and after the tree changed.
         depth: forwards of its modules that are under way.
         pending: forwards whose backward has not come yet.
         kept_by: reasons to stay unsharded: scopes, and graphs of `create_graph=True`.
         within, found: the units that were annotated around this one, and those that its annotation found below it.
-        beside: of a replicated unit, the mesh of the shards around it.
-        rest_mesh: the same, if parameters can rest on it as DTensors: it has the unit's ranks.
+        beside: for a replicated unit in a tree with shards, the mesh of those shards; otherwise None.
+        rest_mesh: `beside`, if it has the same ranks as the unit: then parameters rest on it as DTensors. Otherwise None.
         readers: units whose modules read parameters of this one.
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
-        unhooked: on one rank, parameters that have gradients, and whose post-accumulate hooks were not called.
-        around: units that have ever been running when this one was called.
+        unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are still to be called.
+        around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
-        fed, starved: since the last step a backward brought gradients; one went through and brought none.
+        fed: a backward has brought gradients since the last step. starved: one has entered the unit, and none brought any.
     """
 
     is_sharded: bool
@@ -292,8 +292,8 @@ class Unit:
     def _hear_of_gradients(self, param: ManagedParam) -> None:
         """Tell the root when autograd has accumulated a gradient.
 
-        The root needs no word of a unit that backward entered at its outputs. It does of gradients that come another way (to a
-        parameter that is read outside of its module), and of those that are reduced by arrival.
+        The root ignores this for a unit that backward entered at its outputs. It needs it for gradients that come by another way
+        (of a parameter that is read outside of its module), and for gradients that are reduced by arrival.
         """
         parameter = param.compute
         if not (parameter.is_floating_point() or parameter.is_complex()):
@@ -387,7 +387,7 @@ class Unit:
             group.reshard()
 
     def drop_leftover(self) -> None:
-        """Reshard what a forward left unsharded for its backward: the shards may have been written to without a trace."""
+        """Reshard what a forward left unsharded for its backward: the shards may have been written to in a way that no version counter shows."""
         iteration = None if self.root is None else self.root.iteration
         if self.kept_by or self.depth or (iteration is not None and (self in iteration.untracked or self in iteration.active)):
             return
@@ -458,7 +458,7 @@ class Unit:
         return output
 
     def _watch(self, module: nn.Module, output: Any, call: _Call) -> tuple[Any, bool]:
-        """The output that backward is followed through, and whether parameters must outlive forward."""
+        """Let `pre_backward` be called before backward goes through `output`. Returns it, and whether parameters must outlive forward."""
         root = call.root
         trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
         entry = Entry(self, trained, counted=root is not None)
@@ -497,7 +497,7 @@ class Unit:
             return  # a reset has forgotten the call
         call = self._calls.pop()
         if not call.entered:
-            return  # what raised in between has cleaned up
+            return  # `enter` raised, and `Root.enter_forward` has cleaned up
         _explain(self, module, sys.exception())
         self.depth -= 1
         if not self.depth and not self._stays_shown:

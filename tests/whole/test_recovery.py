@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import describe, replicate
+from composable import describe, registry, replicate
+from composable.errors import PhaseError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_gradients
 from tests.helpers.schemes import SCHEMES
@@ -194,6 +195,33 @@ def _fail_where_another_model_was_dropped() -> None:
 def test_what_a_failed_backward_has_launched_does_not_depend_on_the_garbage_collector(pool: Pool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _fail_where_another_model_was_dropped, device=device)
+
+
+def _go_on_after_a_failed_backward(scheme: str) -> None:
+    def program(model: nn.Module, x: Tensor) -> None:
+        fails = [True]
+
+        def spoil(module: nn.Module, args: object, output: Tensor) -> None:
+            output.register_hook(lambda _: _fail() if fails else None)
+
+        with _inside(model).register_forward_hook(spoil):
+            output = model(x)
+        _caught(_loss(output).backward)
+        fails.clear()
+        if any(registry(module) for module in model.modules()):
+            with pytest.raises(
+                PhaseError, match=r"^a backward came to unit '.*' after an earlier one of the same step had raised"
+            ):
+                output.sum().backward()
+        model.zero_grad()
+
+    assert_same_gradients(BATTERY["a unit used several times"], SCHEMES[scheme].annotate, program)
+
+
+@pytest.mark.parametrize("scheme", [scheme for scheme in _SCHEMES if scheme in SCHEMES])
+def test_a_second_backward_of_a_step_that_is_lost_is_refused(pool: Pool, scheme: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _go_on_after_a_failed_backward, scheme, device=device)
 
 
 def _states_after(failure: str, scheme: str) -> list[str]:
