@@ -17,6 +17,11 @@ from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in
 from composable.optim.local_steps import ShardStepping, step_on_shards
 from composable.policies import CustomPolicy, ModuleWrapPolicy, NamePolicy, Policy, SizePolicy
 from composable.report.describe import describe
+from composable.state.ema import EMA
+from composable.state.full import export, full_state_dict, stream_full
+from composable.state.materialize import materialize, refresh
+from composable.state.optimizers import rebind_optimizer
+from composable.state.unsharded import unsharded
 
 try:
     __version__ = version("torch-composable")
@@ -26,6 +31,7 @@ except PackageNotFoundError:  # a source tree on the path, not installed
 __all__ = [
     "CPUOffloadPolicy",
     "CustomPolicy",
+    "EMA",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "NamePolicy",
@@ -40,12 +46,17 @@ __all__ = [
     "contract",
     "describe",
     "errors",
+    "export",
+    "full_state_dict",
     "fully_shard",
     "keep_unsharded",
+    "materialize",
     "no_sync",
     "offload_activations",
     "on_undo",
+    "rebind_optimizer",
     "reduce_gradients",
+    "refresh",
     "register_comm_hook",
     "register_forward_method",
     "registry",
@@ -54,6 +65,8 @@ __all__ = [
     "reset",
     "reshard",
     "step_on_shards",
+    "stream_full",
     "traversal",
     "unshard",
+    "unsharded",
 ]

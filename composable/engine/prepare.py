@@ -117,6 +117,11 @@ class Preparation:
     @outside_transforms
     def _look_into(self, unit: Unit) -> None:
         root = self._root
+        if unit.shown_by:
+            raise PhaseError(
+                f"a forward of unit '{unit.name}' was called inside of {unit.shown_by}, where its modules hold whole parameters to look "
+                "at and to edit. Call it outside of the scope; to keep parameters unsharded for forwards, use keep_unsharded(model)"
+            )
         for each in (unit, *unit.within):  # without its hooks, an annotation around a unit would not be noticed at all
             _refuse_cleared_hooks(each)
         _refuse_left_alone(unit)

@@ -265,7 +265,7 @@ class Root:
             unit.swap_out()
             if grad:
                 del unit.kept_by[EXPLICIT]  # this forward uses what was gathered, and frees it as usual
-        self._preparation.prepare()
+        self.prepare()
         for unit in self.units:
             if unit not in explicit:
                 unit.drop_leftover()
@@ -285,6 +285,10 @@ class Root:
             unit.unshard()
             unit.wait_for_unshard()
             unit.swap_in()
+
+    def prepare(self) -> None:
+        """Adopt or refuse what users did to parameters since the last forward."""
+        self._preparation.prepare()
 
     def _free_last(self, unit: Unit) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay: not all of these run `unit`."""

@@ -116,6 +116,7 @@ class Unit:
         rest_mesh: `beside`, if it has the same ranks as the unit: then parameters rest on it as DTensors. Otherwise None.
         readers: units whose modules read parameters of this one.
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
+        shown_by: the scope, if any, in which modules hold whole parameters for the user to edit; they are not computed with.
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
         unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are still to be called.
@@ -140,6 +141,7 @@ class Unit:
         self.depth = 0
         self.pending = 0
         self.kept_by: dict[object, None] = {}
+        self.shown_by = ""
         self.beside: DeviceMesh | None = None
         self.rest_mesh: DeviceMesh | None = None
         self.found: dict[Unit, None] = {}

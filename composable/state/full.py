@@ -1,0 +1,230 @@
+"""Whole state dicts, one tensor at a time, and folders that other libraries read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.api.scopes import units_in
+from composable.comm.ledger import checksum
+from composable.compilation import unwrapped
+from composable.errors import RanksDisagreeError, first_line
+from composable.state.whole import refuse_while_running, whole_of
+
+SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
+
+
+def stream_full(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time: for weight sync and export.
+
+    All ranks iterate together, to the end. A tensor is on the device of its shards, and nothing keeps it once the next one is
+    asked for, so that the memory needed is that of the largest tensor.
+
+    Args:
+        model: an annotated module, or one that contains some.
+        dtype: cast floating-point tensors to it.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        PhaseError: inside of a forward or backward.
+
+    Example:
+        >>> for fqn, tensor in stream_full(model, dtype=torch.bfloat16):
+        ...     engine.load_weight(fqn, tensor)
+    """
+    model = unwrapped(model)
+    refuse_while_running("stream_full", units_in("stream_full", model))
+    return _stream(_tensors_in(model), dtype)
+
+
+def _tensors_in(model: nn.Module) -> dict[str, Tensor]:
+    return {fqn: value for fqn, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+@torch.no_grad()
+def _stream(tensors: Mapping[str, Tensor], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    for fqn, tensor in tensors.items():
+        whole = whole_of(tensor) if isinstance(tensor, DTensor) else tensor
+        yield fqn, whole.to(dtype) if dtype is not None and whole.is_floating_point() else whole
+        del whole
+
+
+def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Gather the whole state dict on the host. All ranks call this together.
+
+    Args:
+        model: an annotated module, or one that contains some.
+        rank0_only: only rank 0 has it; the others get an empty dict, and hold one tensor at a time meanwhile.
+        dtype: cast floating-point tensors to it.
+
+    Returns:
+        Plain CPU tensors by the names that the un-annotated model has, and what else the state dict holds. Loads into a plain
+        model, and into one that is annotated in any way.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        PhaseError: inside of a forward or backward.
+
+    Example:
+        >>> state = full_state_dict(model)
+        >>> if rank == 0:
+        ...     torch.save(state, "model.pt")
+    """
+    model = unwrapped(model)
+    refuse_while_running("full_state_dict", units_in("full_state_dict", model))
+    everything = model.state_dict()
+    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    full: dict[str, Any] = dict.fromkeys(everything) if keep else {}
+    shared: dict[int, Tensor] = {}  # by the memory of the shard: tied tensors stay tied
+    for fqn, whole in _stream({k: v for k, v in everything.items() if isinstance(v, Tensor)}, dtype):
+        if keep:
+            entry = everything[fqn]
+            local = entry.to_local() if isinstance(entry, DTensor) else entry
+            known = shared.get(local.data_ptr()) if local.numel() else None
+            same = known is not None and known.shape == whole.shape
+            full[fqn] = known if same else torch.empty_like(whole, device="cpu").copy_(whole)
+            shared.setdefault(local.data_ptr(), full[fqn])
+    if keep:
+        full.update({fqn: value for fqn, value in everything.items() if not isinstance(value, Tensor)})
+    return full
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dtype | None = None) -> None:
+    """Write whole weights as Hugging Face safetensors: one file, or several with an index, written by several ranks.
+
+    The folder appears under its name when everything is written; what is cut off in the middle leaves `<folder>.partial`.
+    All ranks call this together. A rank holds the files that it writes, of 1 to 5 GiB, one after another, on the host.
+
+    Args:
+        model: an annotated module, or one that contains some. A `config` with `save_pretrained` is written as well.
+        folder: on a file system that all ranks see; new or empty.
+        dtype: cast floating-point tensors to it.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `model`.
+        PhaseError: inside of a forward or backward.
+        FileExistsError: there is something in `folder`.
+        ImportError: the package `safetensors` is not installed.
+        RanksDisagreeError: another rank could not write, or has other tensors (experts on meshes of their own: export them
+            apart).
+
+    Example:
+        >>> export(model, "out/llama-tuned", dtype=torch.bfloat16)
+        >>> transformers.AutoModel.from_pretrained("out/llama-tuned")
+    """
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise ImportError("export needs the package safetensors: pip install safetensors") from error
+    model = unwrapped(model)
+    refuse_while_running("export", units_in("export", model))
+    target = Path(folder)
+    partial = target.with_name(target.name + ".partial")
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    tensors = {name: _tensors_in(model)[name] for name in _first_names(model)}
+
+    def prepare() -> None:
+        if target.exists() and any(target.iterdir()):
+            raise FileExistsError(f"export: {target} is not empty; export to a new folder")
+        if rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+
+    _all_or_none(prepare, checksum(str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])))
+    sizes = {
+        name: tensor.numel() * (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype).itemsize
+        for name, tensor in tensors.items()
+    }
+    files = plan_files(sizes, ranks)
+    for start in range(0, len(files), ranks):
+        now = files[start : start + ranks]
+        owner = {name: index for index, names in enumerate(now) for name in names}
+        mine = {
+            name: torch.empty_like(whole, device="cpu", memory_format=torch.contiguous_format).copy_(whole)
+            for name, whole in _stream({name: tensors[name] for name in tensors if name in owner}, dtype)
+            if owner[name] == rank
+        }
+
+        def write(mine: dict[str, Tensor] = mine, index: int = start + rank) -> None:
+            if index < len(files):
+                save_file(mine, partial / _file_name(index, len(files)), metadata={"format": "pt"})
+
+        _all_or_none(write)
+
+    def finish() -> None:
+        if rank == 0:
+            if len(files) > 1:
+                where = {name: _file_name(index, len(files)) for index, names in enumerate(files) for name in names}
+                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": {name: where[name] for name in tensors}}
+                (partial / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
+            if save_config is not None:
+                save_config(partial)
+            partial.rename(target)
+
+    _all_or_none(finish)
+
+
+def _file_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def _first_names(model: nn.Module) -> list[str]:
+    """The names in the state dict, without those of tied parameters and buffers after their first: a file holds no tensor twice."""
+    first: dict[int, str] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        first.setdefault(id(tensor), name)
+    again = {
+        name
+        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+        if first[id(tensor)] != name
+    }
+    return [name for name in _tensors_in(model) if name not in again]
+
+
+def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
+    """Spread tensors over files of about equal size, at least 1 GiB and at most about 5, so that many ranks write at once."""
+    total = sum(sizes.values())
+    count = max(1, min(ranks, total // SMALLEST_FILE), -(-total // (5 * SMALLEST_FILE)))
+    files: list[list[str]] = [[] for _ in range(count)]
+    filled = [0] * count
+    for name in sorted(sizes, key=lambda name: -sizes[name]):  # the largest first, each into the emptiest file
+        index = filled.index(min(filled))
+        files[index].append(name)
+        filled[index] += sizes[name]
+    return [names for names in files if names] or [[]]
+
+
+def _all_or_none(act: Callable[[], None], must_agree: int = 0) -> None:
+    """Run `act` on all ranks; if one rank's raised, raise on every rank."""
+    error: Exception | None = None
+    try:
+        act()
+    except Exception as caught:
+        error = caught
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        said: Sequence[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(said, (None if error is None else f"{type(error).__name__}: {first_line(error)}", must_agree))
+        if error is None:
+            failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
+            if failed:
+                raise RanksDisagreeError(f"export: {failed[0]}")
+            if any(number != must_agree for _, number in said):
+                raise RanksDisagreeError(
+                    "export: the ranks have tensors of different names or shapes in their state dicts, as experts on meshes of "
+                    "their own. Export such modules one by one, on the ranks that have them, or use torch.distributed.checkpoint"
+                )
+    if error is not None:
+        raise error

@@ -1,0 +1,90 @@
+"""`rebind_optimizer`: an optimizer that was built before an annotation goes on with the parameters of after it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable.compilation import unwrapped
+from composable.engine.loading import shard_like
+from composable.engine.param import label_of, unit_of
+from composable.errors import OptimizerError, few, unit_name
+from composable.memory.torch_private import local_of
+from composable.state.whole import whole_of
+
+
+@torch.no_grad()
+def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
+    """Let an optimizer that holds parameters of before an annotation hold those of after it, with its state and groups.
+
+    For optimizers built before `fully_shard` or `replicate`, and after `remove` and an annotation with another plan. State of
+    a parameter's shape is cut like the parameter. All ranks call this together, before the next step.
+
+    Args:
+        optimizer: any `torch.optim.Optimizer`.
+        model: the annotated model, or the plain one after `remove`.
+
+    Raises:
+        OptimizerError: the optimizer holds a parameter that is not in `model`, neither itself nor by name; nothing changes.
+
+    Example:
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> fully_shard(model)
+        >>> rebind_optimizer(optimizer, model)
+    """
+    model = unwrapped(model)
+    named = dict(model.named_parameters(remove_duplicate=False))
+    current = {id(parameter) for parameter in named.values()}
+    replaced: dict[int, nn.Parameter] = {}
+    for parameter in named.values():
+        unit = unit_of(parameter)
+        for param in unit.params if unit is not None else ():
+            original = param.original()
+            if original is not None and param.at_rest is parameter:
+                replaced[id(original)] = parameter
+
+    def successor(parameter: Tensor) -> nn.Parameter | None:
+        if id(parameter) in current:
+            assert isinstance(parameter, nn.Parameter)
+            return parameter
+        found, label = replaced.get(id(parameter)), label_of(parameter)
+        if found is None and label is not None:
+            prefix = "" if label.unit == unit_name("") else f"{label.unit}."
+            found = named.get(prefix + label.fqn)
+        return found if found is not None and found.shape == parameter.shape else None
+
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    successors = [successor(parameter) for parameter in held]
+    lost = [_describe(p) for p, found in zip(held, successors, strict=True) if found is None]
+    if lost:
+        raise OptimizerError(
+            f"rebind_optimizer: {type(optimizer).__name__} holds {few(lost)}, which {type(model).__name__} does not have. "
+            "Pass the model whose parameters it was built from, or build it anew from model.parameters()"
+        )
+    by_former = {id(former): found for former, found in zip(held, successors, strict=True) if found is not None}
+    for group in optimizer.param_groups:
+        group["params"] = [by_former[id(parameter)] for parameter in group["params"]]
+    for former in held:
+        new = by_former[id(former)]
+        if new is not former and former in optimizer.state:
+            optimizer.state[new] = {key: _follow(value, former, new) for key, value in optimizer.state.pop(former).items()}
+
+
+def _follow(value: Any, former: Tensor, new: Tensor) -> Any:
+    """Optimizer state of the former parameter's shape, spread like the new one."""
+    if not isinstance(value, Tensor) or value.shape != former.shape or not former.shape:
+        return value
+    whole = whole_of(value)
+    if not isinstance(new, DTensor):
+        return whole
+    cut = shard_like(whole, new, local_of(new).device)
+    return cut.clone()  # no view of the whole
+
+
+def _describe(parameter: Tensor) -> str:
+    label = label_of(parameter)
+    return f"'{label.fqn}' of unit '{label.unit}'" if label is not None else f"a parameter of shape {tuple(parameter.shape)}"

@@ -1,0 +1,189 @@
+"""`unsharded`: a scope in which modules hold whole plain parameters, to look at and to edit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.api.scopes import units_in
+from composable.compilation import unwrapped
+from composable.contract.contract import registry
+from composable.engine.loading import shard_like
+from composable.engine.unit import Unit
+from composable.errors import ForeignParameterError, PhaseError
+from composable.memory.torch_private import local_of
+from composable.state.whole import Managed, managed_in, refuse_while_running, whole_of, write_whole
+
+_SCOPE: Final = "unsharded()"
+
+
+@dataclass(slots=True)
+class _Shown:
+    """A parameter whose whole copy is registered in its place. `version`: of its shard when it was gathered."""
+
+    managed: Managed
+    whole: nn.Parameter
+    version: int
+
+
+@contextmanager
+def unsharded(
+    module: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: bool = True,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+    with_grads: bool = False,
+) -> Iterator[None]:
+    """Let modules hold whole plain parameters inside the scope, in their full precision.
+
+    Edits are written back to the shards when the scope ends without an exception. Each rank keeps its part of *its* edits, so
+    all ranks make the same ones; with `rank0_only`, those of rank 0 count, and are sent one parameter at a time.
+    All ranks enter and leave the scope together, outside of forward and backward. Scopes nest; the outer one decides.
+
+    Args:
+        module: an annotated module, or one that contains some.
+        recurse: also parameters of units below; without it, only those of `module`'s own unit.
+        writeback: keep edits. Without it, every edit in the scope is dropped.
+        rank0_only: whole parameters on the first rank of each unit's mesh only; modules of other ranks hold shards.
+        offload_to_cpu: whole parameters on the host.
+        with_grads: whole gradients as well; they are read, written and removed like parameters.
+
+    Raises:
+        NotAnnotatedError: no annotated module in `module`.
+        PhaseError: inside of a forward or backward, or gradients are not reduced; or a forward of a unit was called, or an
+            optimizer stepped, inside the scope.
+        ForeignParameterError: an edit changed a parameter's shape.
+
+    Example:
+        >>> with unsharded(model, rank0_only=True):
+        ...     if rank == 0:
+        ...         model.head.weight[:, :10].zero_()
+
+    Source: FSDP1's `summon_full_params`; writing back from one rank is https://github.com/pytorch/pytorch/issues/92297.
+    """
+    module = unwrapped(module)
+    units = units_in("unsharded", module)
+    if not recurse:
+        own = [annotation.state for annotation in registry(module).values()]
+        units = [unit for unit in units if unit in own]
+    refuse_while_running("unsharded", units)
+    shown = [
+        each
+        for managed in managed_in("unsharded", module)
+        if managed.unit in units and not managed.unit.shown_by
+        if (each := _show(managed, writeback, rank0_only, offload_to_cpu, with_grads)) is not None
+    ]
+    for unit in (mine := list(dict.fromkeys(each.managed.unit for each in shown))):
+        unit.shown_by = _SCOPE
+    try:
+        yield
+    except BaseException:
+        _hide(shown, mine)
+        raise
+    _hide(shown, mine)
+    if writeback:
+        for each in shown:
+            _check_edit(each)
+        for unit in mine:
+            edited = [each for each in shown if each.managed.unit is unit]
+            if with_grads or _is_edited(unit, edited):
+                for each in edited:
+                    _write_back(each, rank0_only=rank0_only, with_grads=with_grads)
+
+
+@torch.no_grad()
+def _show(managed: Managed, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> _Shown | None:
+    at_rest, comm = managed.param.at_rest, managed.unit.mesh_info.all
+    if not isinstance(at_rest, DTensor) and writeback and not offload_to_cpu and not rank0_only:
+        return None  # the user's own parameter, which edits reach
+    gradient = at_rest.grad if with_grads else None
+    value = whole_of(at_rest)
+    whole_gradient = None if gradient is None else whole_of(gradient)
+    version = _version(at_rest)
+    if rank0_only and comm.rank:
+        return _Shown(managed, at_rest, version)
+    if offload_to_cpu:
+        value = value.cpu()
+        whole_gradient = None if whole_gradient is None else whole_gradient.cpu()
+    whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
+    whole.grad = whole_gradient
+    managed.param.register(whole)
+    return _Shown(managed, whole, version)
+
+
+def _hide(shown: list[_Shown], units: list[Unit]) -> None:
+    """Register what was there. What the user registered inside the scope stays; the next forward adopts or refuses it."""
+    for each in shown:
+        param = each.managed.param
+        if param.registered is each.whole:
+            param.register(param.at_rest)
+    for unit in units:
+        unit.shown_by = ""
+
+
+def _version(at_rest: Tensor) -> int:
+    return (local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest)._version
+
+
+def _check_edit(each: _Shown) -> None:
+    managed, whole = each.managed, each.whole
+    if whole.shape != managed.param.at_rest.shape:
+        raise ForeignParameterError(
+            f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape {tuple(whole.shape)} after the "
+            f"scope, and {tuple(managed.param.at_rest.shape)} before. To change a shape, register a new parameter in its place"
+        )
+    if _version(managed.param.at_rest) != each.version:
+        raise PhaseError(
+            f"unsharded: the shard of '{managed.fqn}' (unit '{managed.unit.name}') was written to inside the scope, by an optimizer "
+            "or load_state_dict, and the scope's edits would replace that. Step and load outside of it"
+        )
+
+
+@torch.no_grad()
+def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
+    """Whether any rank's parameters were: all ranks write or none, and none that backward still needs without a reason."""
+    mine = 0
+    for each in shown:
+        at_rest = each.managed.param.at_rest
+        if each.whole is not at_rest:
+            local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
+            cut = shard_like(each.whole, at_rest, local.device).to_local() if isinstance(at_rest, DTensor) else each.whole
+            mine |= not torch.equal(local, cut.to(local.device))
+    return unit.mesh_info.all.min_max([int(mine)], f"comparison of edits of unit '{unit.name}'")[1][0] > 0
+
+
+@torch.no_grad()
+def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
+    managed, whole = each.managed, each.whole
+    at_rest, comm = managed.param.at_rest, managed.unit.mesh_info.all
+    value: Tensor = whole.detach()
+    gradient = whole.grad
+    if rank0_only and comm.size > 1:
+        device = managed.unit.mesh_info.device
+        has_gradient = torch.tensor([int(gradient is not None)], device=device)
+        if comm.rank:
+            value = torch.empty(at_rest.shape, dtype=at_rest.dtype, device=device)
+        value = value.to(device).contiguous()
+        comm.broadcast([value, has_gradient] if with_grads else [value], f"edits of '{managed.fqn}'")
+        if with_grads and bool(has_gradient):
+            gradient = torch.empty_like(value) if comm.rank or gradient is None else gradient.to(device).contiguous()
+            comm.broadcast([gradient], f"edited gradient of '{managed.fqn}'")
+        else:
+            gradient = None
+    write_whole(value, at_rest)
+    if not with_grads:
+        return
+    if gradient is None:
+        at_rest.grad = None
+    elif at_rest.grad is not None:
+        write_whole(gradient, at_rest.grad)
+    else:
+        at_rest.grad = shard_like(gradient, at_rest, local_of(at_rest).device) if isinstance(at_rest, DTensor) else gradient

@@ -1,0 +1,194 @@
+"""`unsharded`: whole plain parameters inside the scope, and what becomes of edits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composable import full_state_dict, no_sync, unsharded
+from composable.errors import ForeignParameterError, NotAnnotatedError, PhaseError
+from tests.helpers.compare import full
+from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.state.models import PLANS, Net, plain, tokens
+
+_CHOICES = [
+    pytest.param({}, id="defaults"),
+    pytest.param({"rank0_only": True}, id="rank0_only"),
+    pytest.param({"offload_to_cpu": True}, id="offload_to_cpu"),
+    pytest.param({"rank0_only": True, "offload_to_cpu": True}, id="rank0_only and offload_to_cpu"),
+]
+
+
+def _annotated(plan: str) -> Net:
+    model = plain()
+    PLANS[plan](model)
+    return model
+
+
+def _edit(plan: str, choices: dict[str, bool]) -> None:
+    model, expected = _annotated(plan), plain()
+    edits = not choices.get("rank0_only") or dist.get_rank() == 0
+    with torch.no_grad(), unsharded(model, **choices):
+        if edits:
+            assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+            for (name, value), whole in zip(model.named_parameters(), expected.parameters(), strict=True):
+                assert torch.equal(value.cpu(), whole.cpu()), name
+                assert value.dtype == torch.float32
+                assert value.is_cpu or not choices.get("offload_to_cpu")
+            model.embed.weight[3] = 7.0
+            model.blocks[1].scale.data.fill_(5.0)
+    with torch.no_grad():
+        expected.embed.weight[3] = 7.0
+        expected.blocks[1].scale.fill_(5.0)
+    for name, value in full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, expected.state_dict()[name].cpu()), name
+    model(tokens(0)).sum().backward()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("choices", _CHOICES)
+@pytest.mark.parametrize("plan", PLANS)
+def test_edits_are_written_back(pool: Pool, plan: str, choices: dict[str, bool], ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    pool.run(ranks, _edit, plan, choices, device=device)
+
+
+def _dropped(plan: str) -> None:
+    model = _annotated(plan)
+    before = full_state_dict(model, rank0_only=False)
+    with torch.no_grad(), unsharded(model, writeback=False):
+        for parameter in model.parameters():
+            parameter.zero_()
+    with pytest.raises(ZeroDivisionError), torch.no_grad(), unsharded(model):
+        model.blocks[0].up.weight.zero_()
+        raise ZeroDivisionError
+    after = full_state_dict(model, rank0_only=False)
+    if plan != "replicate":  # where the user's own parameters stay registered, an exception undoes nothing
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_edits_without_writeback_or_before_an_exception_are_dropped(pool: Pool, plan: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _dropped, plan, device=device)
+
+
+def _gradients(plan: str) -> None:
+    model = _annotated(plan)
+    model(tokens(dist.get_rank())).sum().backward()
+    before = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    with torch.no_grad(), unsharded(model, with_grads=True, rank0_only=True):
+        if dist.get_rank() == 0:
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                torch.testing.assert_close(parameter.grad, before[name], rtol=0, atol=0)
+            model.blocks[0].up.weight.grad = torch.ones_like(model.blocks[0].up.weight)
+            assert model.blocks[0].up.bias.grad is not None
+            model.blocks[0].up.bias.grad.fill_(2.0)
+            model.blocks[0].scale.grad = None
+    assert (full(model.blocks[0].up.weight.grad) == 1).all()
+    assert (full(model.blocks[0].up.bias.grad) == 2).all()
+    assert model.blocks[0].scale.grad is None
+    with unsharded(model):
+        assert plan == "replicate" or all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_gradients_are_read_and_written(pool: Pool, plan: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _gradients, plan, device=device)
+
+
+@spmd(ranks=2)
+def test_between_forward_and_backward_nothing_is_lost() -> None:
+    model, expected = _annotated("fully_shard"), plain()
+    loss = model(tokens(0)).square().sum()
+    with unsharded(model):
+        total = sum(parameter.detach().sum().item() for parameter in model.parameters())
+    loss.backward()
+    expected(tokens(0)).square().sum().backward()
+    assert total == sum(parameter.detach().sum().item() for parameter in expected.parameters())
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(full(parameter.grad), other.grad, msg=name)
+
+
+@spmd(ranks=2)
+def test_scopes_nest_and_the_outer_one_decides() -> None:
+    model = _annotated("fully_shard")
+    with torch.no_grad(), unsharded(model, writeback=False):
+        with unsharded(model.blocks[0]):
+            model.blocks[0].scale.fill_(5.0)
+        assert model.blocks[0].scale.item() == 5.0
+    assert full(model.blocks[0].scale).item() != 5.0
+
+
+@spmd(ranks=2)
+def test_without_recurse_units_below_stay_sharded() -> None:
+    model = _annotated("fully_shard")
+    with unsharded(model, recurse=False):
+        assert not isinstance(model.embed.weight, DTensor)
+        assert isinstance(model.blocks[0].up.weight, DTensor)
+
+
+@spmd(ranks=2)
+def test_a_forward_inside_the_scope_is_refused() -> None:
+    model = _annotated("fully_shard")
+    with unsharded(model), pytest.raises(PhaseError, match=r"^a forward of unit '\(root\)' was called inside of unsharded\(\)"):
+        model(tokens(0))
+    model(tokens(0)).sum().backward()
+
+
+@spmd(ranks=2)
+def test_a_step_inside_the_scope_is_refused_and_kept() -> None:
+    model = _annotated("fully_shard")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(tokens(0)).sum().backward()
+    before = full(model.blocks[0].scale).item()
+    with pytest.raises(PhaseError, match="was written to inside the scope"), unsharded(model):
+        optimizer.step()
+    assert full(model.blocks[0].scale).item() != before
+
+
+@spmd(ranks=2)
+def test_a_changed_shape_is_refused_by_name() -> None:
+    model = _annotated("fully_shard")
+    with pytest.raises(ForeignParameterError, match=r"'blocks\.0\.scale'.*has the shape \(2,\)"), unsharded(model):
+        model.blocks[0].scale.data = torch.zeros(2, device=current_device())
+    model(tokens(0)).sum().backward()
+
+
+@spmd(ranks=2)
+def test_a_parameter_registered_inside_the_scope_is_adopted_by_the_next_forward() -> None:
+    model = _annotated("fully_shard")
+    with unsharded(model):
+        model.blocks[0].scale = nn.Parameter(torch.full((1,), 3.0, device=current_device()))
+    model(tokens(0)).sum().backward()
+    assert isinstance(model.blocks[0].scale, DTensor)
+    assert full(model.blocks[0].scale).item() == 3.0
+
+
+@spmd(ranks=2)
+def test_accumulated_gradients_and_plain_models_are_refused() -> None:
+    model = _annotated("fully_shard")
+    with no_sync(model):
+        model(tokens(0)).sum().backward()
+    with pytest.raises(PhaseError, match="accumulated under no_sync"), unsharded(model, with_grads=True):
+        pass
+    with pytest.raises(NotAnnotatedError, match="^unsharded: "), unsharded(nn.Linear(2, 2)):
+        pass
+
+
+@spmd(ranks=2)
+def test_a_call_inside_of_forward_is_refused() -> None:
+    model = _annotated("fully_shard")
+
+    def look(module: nn.Module, args: object) -> None:
+        with unsharded(model):
+            pass
+
+    with model.blocks[0].up.register_forward_pre_hook(look), pytest.raises(PhaseError, match="inside of the forward"):
+        model(tokens(0))
