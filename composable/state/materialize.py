@@ -153,11 +153,11 @@ class _Materialization:
     """Registers whole parameters of the units that an initialiser writes to, and stand-ins on the meta device for all others.
 
     Attributes:
-        missing: names of what was on the meta device and has not been written to.
+        missing: by name, what was on the meta device and has not been written to.
     """
 
     def __init__(self, model: nn.Module, fresh: Sequence[str]) -> None:
-        self.missing = dict.fromkeys(fresh)
+        self.missing = {name: _tensor_at(model, name) for name in fresh}
         self._model = model
         self._managed: dict[Unit, list[Managed]] = {}
         self._unit_of: dict[int, Unit] = {}  # by module: the innermost unit around it
@@ -194,9 +194,9 @@ class _Materialization:
             needed += more
         for each in needed:
             self._keep(each, writes.storages)
-        for name in [*self.missing]:
-            tensor = _tensor_at(self._model, name)
-            if not isinstance(tensor, DTensor) and (tensor is None or _storage(tensor) in writes.storages):
+        for name, tensor in [*self.missing.items()]:
+            now = _tensor_at(self._model, name)
+            if tensor is not None and not isinstance(tensor, DTensor) and (now is not tensor or _storage(now) in writes.storages):
                 del self.missing[name]
 
     def _show(self, unit: Unit) -> None:

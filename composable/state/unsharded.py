@@ -94,7 +94,7 @@ def unsharded(
             _check_edit(each)
         for unit in mine:
             edited = [each for each in shown if each.managed.unit is unit]
-            if with_grads or _is_edited(unit, edited):
+            if with_grads or rank0_only or _is_edited(unit, edited):
                 for each in edited:
                     _write_back(each, rank0_only=rank0_only, with_grads=with_grads)
 
@@ -149,7 +149,7 @@ def _check_edit(each: _Shown) -> None:
 
 @torch.no_grad()
 def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
-    """Whether any rank's parameters were: all ranks write or none, and none that backward still needs without a reason."""
+    """Whether any rank's shards change: all ranks write or none, and nothing that backward still needs without a reason."""
     mine = 0
     for each in shown:
         at_rest = each.managed.param.at_rest

@@ -35,7 +35,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
-        hidden: Tensor = self.down(self.up(self.norm(x + self.table)).relu())
+        hidden: Tensor = self.down(self.up(self.norm(x + self.table.to(x.dtype))).relu())
         return x + self.scale * hidden
 
 

@@ -1,0 +1,188 @@
+"""Whole state dicts, streams of whole tensors, exported folders."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable import export, fully_shard, full_state_dict, stream_full
+from composable.errors import NotAnnotatedError, RanksDisagreeError
+from composable.state.full import SMALLEST_FILE, plan_files
+from tests.helpers.world import Pool, need_devices, spmd
+from tests.state.models import PLANS, Net, plain, tokens
+
+
+def _annotated(plan: str, seed: int = 0) -> Net:
+    model = plain(seed)
+    PLANS[plan](model)
+    return model
+
+
+def _same_as_one_process(plan: str) -> None:
+    model, expected = _annotated(plan), plain().state_dict()
+    found = full_state_dict(model)
+    if dist.get_rank():
+        assert found == {}
+    else:
+        assert list(found) == list(expected)
+        assert found["head.weight"] is found["embed.weight"], "tied tensors stay tied"
+    for name, value in full_state_dict(model, rank0_only=False, dtype=torch.bfloat16).items():
+        wanted = expected[name].cpu()
+        assert torch.equal(value, wanted.bfloat16() if wanted.is_floating_point() else wanted), name
+        assert type(value) is Tensor
+        assert value.is_cpu
+    for name, value in stream_full(model):
+        assert not isinstance(value, DTensor)
+        assert torch.equal(value.cpu(), expected[name].cpu()), name
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("plan", PLANS)
+def test_whole_tensors_are_those_of_one_process(pool: Pool, plan: str, ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    pool.run(ranks, _same_as_one_process, plan, device=device)
+
+
+def _loads(plan: str) -> None:
+    full = full_state_dict(_annotated("fully_shard", seed=1), rank0_only=False)
+    model = _annotated(plan)
+    model.load_state_dict(full)
+    for name, value in full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, full[name]), name
+    model(tokens(0)).sum().backward()
+    plain().load_state_dict(full)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_whole_state_dict_loads_into_every_plan(pool: Pool, plan: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _loads, plan, device=device)
+
+
+@spmd(ranks=2)
+def test_partial_mapped_and_cast_state_dicts_load(tmp_path_factory: Any = None) -> None:
+    model, expected = _annotated("fully_shard"), plain(1)
+    path = Path(f"/tmp/composable-test-{os.getppid()}-{dist.get_rank()}.pt")
+    try:
+        torch.save({name: value.double() if value.is_floating_point() else value for name, value in expected.state_dict().items()}, path)
+        mapped = torch.load(path, mmap=True)
+        del mapped["blocks.0.scale"]
+        result = model.load_state_dict(mapped, strict=False)
+        assert result.missing_keys == ["blocks.0.scale"]
+    finally:
+        path.unlink(missing_ok=True)
+    found = full_state_dict(model, rank0_only=False)
+    for name, value in expected.state_dict().items():
+        wanted = plain(0).blocks[0].scale.detach() if name == "blocks.0.scale" else value
+        assert torch.equal(found[name], wanted.cpu()), name
+        assert found[name].dtype == value.dtype
+
+
+@spmd(ranks=2)
+def test_missing_unexpected_and_misshaped_entries_are_named() -> None:
+    model, state = _annotated("fully_shard"), plain(1).state_dict()
+    state["blocks.0.up.weight"] = torch.zeros(3, 3)
+    state["blocks.9.scale"] = state.pop("blocks.1.scale")
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(state)
+    for text in ("size mismatch for blocks.0.up.weight", 'Missing key(s) in state_dict: "blocks.1.scale"', '"blocks.9.scale"'):
+        assert text in str(caught.value)
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def _exported(folder: Path) -> dict[str, Tensor]:
+    from safetensors.torch import load_file
+
+    index = folder / "model.safetensors.index.json"
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
+    return {name: tensor for each in names for name, tensor in load_file(folder / each).items()}
+
+
+def _export(plan: str, folder: str, monkeypatched: bool) -> None:
+    from composable.state import full
+
+    model = _annotated(plan)
+    before = full.SMALLEST_FILE
+    full.SMALLEST_FILE = 400 if monkeypatched else before  # type: ignore[misc]
+    try:
+        export(model, folder, dtype=torch.bfloat16)
+    finally:
+        full.SMALLEST_FILE = before  # type: ignore[misc]
+    found = _exported(Path(folder))
+    expected = plain().state_dict()
+    assert sorted(found) == sorted(name for name in expected if name != "head.weight"), "a tied tensor is written once"
+    for name, value in found.items():
+        wanted = expected[name].cpu()
+        assert torch.equal(value, wanted.bfloat16() if wanted.is_floating_point() else wanted), name
+    with pytest.raises((FileExistsError, RanksDisagreeError), match="is not empty"):
+        export(model, folder)
+
+
+@pytest.mark.parametrize("in_many_files", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_exported_folder_is_read_by_safetensors(pool: Pool, plan: str, in_many_files: bool, device: str, tmp_path: Path) -> None:
+    need_devices(device, 2)
+    folder = tmp_path / "model"
+    pool.run(2, _export, plan, str(folder), in_many_files, device=device)
+    assert len(list(folder.glob("*.safetensors"))) == (2 if in_many_files else 1) or in_many_files
+    assert not folder.with_name("model.partial").exists()
+
+
+def _killed(folder: str) -> None:
+    import safetensors.torch
+
+    model = _annotated("fully_shard")
+
+    def die(*_: object, **__: object) -> None:
+        os._exit(9)
+
+    if dist.get_rank() == 1:
+        safetensors.torch.save_file = die
+    from composable.state import full
+
+    full.SMALLEST_FILE = 400  # type: ignore[misc]
+    export(model, folder)
+
+
+def test_an_export_that_is_killed_leaves_no_folder_of_that_name(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="died with exit code"):
+        pool.run(2, _killed, str(tmp_path / "model"), spoils=True, group_timeout=10.0)
+    assert not (tmp_path / "model").exists()
+
+
+@spmd(ranks=2)
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
+    model = fully_shard(nn.Linear(3, 3))
+    folder = "/proc/nothing/model" if dist.get_rank() == 0 else "/tmp/composable-never-written"
+    with pytest.raises((OSError, RanksDisagreeError)):
+        export(model, folder)
+
+
+@spmd(ranks=1)
+def test_plain_models_are_refused() -> None:
+    for act in (full_state_dict, stream_full, lambda model: export(model, "/tmp/never")):
+        with pytest.raises(NotAnnotatedError):
+            act(nn.Linear(2, 2))
+
+
+def test_files_are_balanced() -> None:
+    sizes = {f"{index}": (index % 7 + 1) * SMALLEST_FILE // 4 for index in range(40)}
+    files = plan_files(sizes, ranks=8)
+    totals = [sum(sizes[name] for name in names) for names in files]
+    assert sorted(name for names in files for name in names) == sorted(sizes)
+    assert len(files) == 8
+    assert max(totals) < 1.1 * min(totals)
+    assert len(plan_files(sizes, ranks=1000)) == sum(sizes.values()) // SMALLEST_FILE, "files of 1 GiB are small enough"
+    assert len(plan_files({"a": 10}, ranks=4)) == 1
+
+
