@@ -1,0 +1,135 @@
+"""Exponential moving averages on shards, and torch's own `AveragedModel`."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from composable import EMA, fully_shard, full_state_dict
+from composable.errors import ForeignParameterError
+from tests.helpers.world import Pool, need_devices, spmd
+from tests.state.models import PLANS, Block, Net, plain, tokens
+
+_EXACT = [plan for plan in PLANS if plan != "mixed precision"]
+
+
+def _steps(model: nn.Module, ema: EMA, count: int, start: int = 0) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(start, start + count):
+        model(tokens(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+
+
+def _averages(model: Net, ema: EMA) -> dict[str, torch.Tensor]:
+    with ema.swap():
+        return full_state_dict(model, rank0_only=False)
+
+
+def _same_as_one_process(plan: str) -> None:
+    expected = plain()
+    reference = AveragedModel(expected, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    reference.update_parameters(expected)  # the first one copies
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    for step in range(4):
+        expected(tokens(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.update_parameters(expected)
+    model = plain()
+    PLANS[plan](model)
+    ema = EMA(model, decay=0.9)
+    _steps(model, ema, 2)
+    saved = copy.deepcopy(ema.state_dict())
+    resumed = EMA(model, decay=0.5)
+    resumed.load_state_dict(saved)
+    _steps(model, resumed, 2, start=2)
+    before = full_state_dict(model, rank0_only=False)
+    found = _averages(model, resumed)
+    for name, value in reference.module.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(found[name], value.cpu(), rtol=1e-4, atol=1e-6, msg=name)
+    after = full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert any(not torch.equal(found[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("plan", _EXACT)
+def test_averages_are_those_of_one_process(pool: Pool, plan: str, ranks: int, device: str) -> None:
+    need_devices(device, ranks)
+    pool.run(ranks, _same_as_one_process, plan, device=device)
+
+
+@spmd(ranks=2)
+def test_an_exception_inside_the_scope_gives_the_values_back() -> None:
+    model = fully_shard(plain(), policy={Block})
+    ema = EMA(model, decay=0.5)
+    _steps(model, ema, 1)
+    before = full_state_dict(model, rank0_only=False)
+    with pytest.raises(ZeroDivisionError), ema.swap():
+        raise ZeroDivisionError
+    assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model, rank0_only=False).items())
+
+
+@spmd(ranks=2)
+def test_averages_are_shards_and_need_no_message() -> None:
+    model = fully_shard(plain(), policy={Block})
+    ema = EMA(model, decay=0.5)
+    averages = ema.state_dict()["averages"]
+    assert isinstance(averages["blocks.0.up.weight"], DTensor)
+    assert "head.weight" not in averages, "a tied parameter has one average"
+    assert "blocks.0.table" not in averages
+
+
+@spmd(ranks=2)
+def test_another_plan_and_bad_arguments_are_refused_by_name() -> None:
+    model = plain()
+    ema = EMA(model, decay=0.5)
+    fully_shard(model)
+    with pytest.raises(ForeignParameterError, match=r"^EMA: 'embed\.weight'"):
+        ema.update()
+    whole = ema.state_dict()
+    ema = EMA(model, decay=0.9)
+    ema.load_state_dict(whole)
+    ema.update()
+    with pytest.raises(ValueError, match=r"^EMA: decay must be between 0 and 1, and is 2"):
+        EMA(model, decay=2)
+    del whole["averages"]["embed.weight"]
+    with pytest.raises(KeyError, match=r"embed\.weight"):
+        ema.load_state_dict(whole)
+
+
+def _averaged_by_torch(plan: str) -> None:
+    model = plain()
+    PLANS[plan](model)
+    try:
+        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    except Exception as error:
+        assert "EMA" in str(error)
+        return
+    expected = plain()
+    reference = AveragedModel(expected, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    for each, average in ((model, averaged), (expected, reference)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(3):
+            each(tokens(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            average.update_parameters(each)
+    found = full_state_dict(averaged, rank0_only=False)
+    for name, value in reference.state_dict().items():
+        if value.is_floating_point():
+            torch.testing.assert_close(found[name], value.cpu(), rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("plan", _EXACT)
+def test_torchs_averaged_model_is_right_or_refused(pool: Pool, plan: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _averaged_by_torch, plan, device=device)

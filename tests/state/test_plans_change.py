@@ -1,0 +1,161 @@
+"""Optimizers from before an annotation, and another plan in the middle of training: the losses go on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from composable import fully_shard, rebind_optimizer, refresh, remove, replicate
+from composable.errors import OptimizerError
+from tests.helpers.compare import full
+from tests.helpers.world import Pool, need_devices, spmd
+from tests.state.models import PLANS, Block, Net, plain, tokens
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05),
+    "SGD with momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+    "two groups": lambda model: torch.optim.AdamW(
+        [
+            {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.5},
+            {"params": [p for p in model.parameters() if p.ndim <= 1], "lr": 0.01},
+        ],
+        lr=0.05,
+    ),
+}
+
+
+def _train(model: nn.Module, optimizer: Optimizer, steps: int, start: int = 0) -> list[float]:
+    """Every rank has the same batch, so that one process's losses are those of all."""
+    losses = []
+    for step in range(start, start + steps):
+        loss = nn.functional.cross_entropy(model(tokens(step)), tokens(step + 100))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _undo(model: Net) -> None:
+    for module in reversed(list(model.modules())):
+        for verb in (fully_shard, replicate):
+            if verb.__name__ in _annotations(module):
+                remove(module, verb)
+
+
+def _annotations(module: nn.Module) -> list[str]:
+    from composable import registry
+
+    return list(registry(module))
+
+
+def _goes_on(plans: list[str], kind: str) -> None:
+    expected = plain()
+    reference = OPTIMIZERS[kind](expected)
+    wanted = _train(expected, reference, 2 * (len(plans) + 1))
+    model = plain()
+    optimizer = OPTIMIZERS[kind](model)
+    losses = _train(model, optimizer, 2)
+    for number, plan in enumerate(plans, start=1):
+        if number > 1:
+            _undo(model)
+        PLANS[plan](model)
+        rebind_optimizer(optimizer, model)
+        losses += _train(model, optimizer, 2, start=2 * number)
+    torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter.detach()), other.detach(), rtol=1e-3, atol=1e-4, msg=name)
+    for group, other_group in zip(optimizer.param_groups, reference.param_groups, strict=True):
+        assert {key: value for key, value in group.items() if key != "params"} == {
+            key: value for key, value in other_group.items() if key != "params"
+        }
+        assert len(group["params"]) == len(other_group["params"])
+
+
+_EXACT = [plan for plan in PLANS if plan != "mixed precision"]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("plan", _EXACT)
+def test_an_optimizer_of_before_the_annotation_goes_on(pool: Pool, plan: str, kind: str, device: str) -> None:
+    need_devices(device, 2)
+    pool.run(2, _goes_on, [plan], kind, device=device)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(("fully_shard", "one unit", "hybrid", "replicate"), 2)))
+def test_training_under_one_plan_goes_on_under_another(pool: Pool, first: str, second: str, device: str) -> None:
+    need_devices(device, 4)
+    pool.run(4, _goes_on, [first, second, first], "AdamW", device=device)
+
+
+@spmd(ranks=2)
+def test_state_is_cut_like_the_parameter() -> None:
+    model = plain()
+    optimizer = torch.optim.AdamW(model.parameters())
+    _train(model, optimizer, 1)
+    fully_shard(model, policy={Block})
+    rebind_optimizer(optimizer, model)
+    for parameter in model.parameters():
+        average = optimizer.state[parameter]["exp_avg"]
+        assert isinstance(parameter, DTensor)
+        assert isinstance(average, DTensor)
+        assert average.placements == parameter.placements
+        assert average.to_local().shape == parameter.to_local().shape
+        assert average.to_local().untyped_storage().nbytes() == average.to_local().nbytes, "the whole is freed"
+    rebind_optimizer(optimizer, model)  # again: nothing to do
+    _train(model, optimizer, 1)
+
+
+@spmd(ranks=2)
+def test_an_optimizer_of_another_model_is_refused_and_unchanged() -> None:
+    model, other = fully_shard(plain()), nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(OptimizerError, match=r"^rebind_optimizer: SGD holds a parameter of shape \(3, 3\), .*which Net does not have"):
+        rebind_optimizer(optimizer, model)
+    assert optimizer.param_groups[0]["params"][0] is other.weight
+
+
+@spmd(ranks=2)
+def test_frozen_replaced_and_moved_parameters_are_adopted_at_once() -> None:
+    model = fully_shard(plain(), policy={Block})
+    model.blocks[0].scale = nn.Parameter(torch.full_like(full(model.blocks[0].scale.detach()), 2.0))
+    model.blocks[1].up.weight.requires_grad_(False)
+    refresh(model)
+    assert isinstance(model.blocks[0].scale, DTensor)
+    assert full(model.blocks[0].scale.detach()).item() == 2.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    frozen = full(model.blocks[1].up.weight.detach()).clone()
+    _train(model, optimizer, 1)
+    assert torch.equal(full(model.blocks[1].up.weight.detach()), frozen)
+    model.double()
+    refresh(model)
+    assert model.blocks[0].scale.dtype == torch.float64
+    model.load_state_dict(plain(1).double().state_dict(), assign=True)
+    refresh(model)
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+@spmd(ranks=2)
+def test_muon_on_shards_is_that_of_one_process() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("torch has it since 2.9")
+    expected, model = (nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)) for _ in range(2))
+    model.load_state_dict(expected.state_dict())
+    fully_shard(model, policy={nn.Linear})
+    for each in (expected, model):
+        optimizer = torch.optim.Muon(each.parameters(), lr=0.1)
+        for step in range(3):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+            each(batch).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for parameter, other in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter.detach()), other.detach())
+    assert dist.get_world_size() == 2
