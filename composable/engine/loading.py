@@ -63,6 +63,12 @@ class StateDictHook:
                 f"{describe_mesh(at_rest.device_mesh)}; load its full_tensor() in place of it"
             )
             return at_rest  # so that nothing is changed
+        if isinstance(value, DTensor) and value.device_mesh.get_coordinate() != at_rest.device_mesh.get_coordinate():
+            self._errors.append(
+                f'"{key}" is the shard of another rank, whose state dict torch.save wrote. Write checkpoints from all ranks with '
+                "torch.distributed.checkpoint, or save full_state_dict(model)"
+            )
+            return at_rest
         with torch.no_grad():
             taken = shard_like(value, at_rest, self._unit.rest_device)
         if not assign:

@@ -635,7 +635,8 @@ class Unit:
     def __reduce__(self) -> tuple[Any, ...]:
         raise AnnotationError(
             f"the annotated unit '{self.name}' holds process groups, and can be neither copied nor pickled. Copy the model before "
-            "it is annotated; save its state_dict() (torch.distributed.checkpoint writes it from all ranks), or call remove() first"
+            "it is annotated; save its state_dict() (torch.distributed.checkpoint writes it from all ranks); for averages of weights use "
+            "composable.EMA(model, decay)"
         )
 
 

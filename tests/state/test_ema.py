@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from composable import EMA, fully_shard, full_state_dict
-from composable.errors import ForeignParameterError
+from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.world import Pool, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
 
@@ -111,8 +111,8 @@ def _averaged_by_torch(plan: str) -> None:
     PLANS[plan](model)
     try:
         averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    except Exception as error:
-        assert "EMA" in str(error)
+    except AnnotationError as error:
+        assert "use composable.EMA(model, decay)" in str(error)
         return
     expected = plain()
     reference = AveragedModel(expected, multi_avg_fn=get_ema_multi_avg_fn(0.9))

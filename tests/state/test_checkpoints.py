@@ -1,0 +1,299 @@
+"""Checkpoints by `torch.distributed.checkpoint`: other numbers of ranks, other plans, asynchronous, Hugging Face."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.optim import Optimizer
+
+from composable import fully_shard, full_state_dict, materialize
+from tests.helpers.world import Pool, need_devices, spmd
+from tests.state.models import PLANS, Block, Net, plain, tokens
+
+# What torch's checkpoints warn of by themselves.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _optimizer(model: nn.Module) -> Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def _train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
+    losses = []
+    for step in steps:
+        loss = nn.functional.cross_entropy(model(tokens(step)), tokens(step + 100))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def _annotated(plan: str | None, seed: int = 0) -> Net:
+    model = plain(seed)
+    if plan is not None:
+        PLANS[plan](model)
+    return model
+
+
+def _save(plan: str, folder: str) -> list[float]:
+    model = _annotated(plan)
+    optimizer = _optimizer(model)
+    _train(model, optimizer, range(2))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    return _train(model, optimizer, range(2, 4))
+
+
+def _resume(plan: str | None, folder: str) -> list[float]:
+    model = _annotated(plan, seed=9)
+    optimizer = _optimizer(model)
+    weights, state = get_state_dict(model, optimizer)
+    loaded: dict[str, Any] = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    return _train(model, optimizer, range(2, 4))
+
+
+@pytest.mark.parametrize("saved", ["fully_shard", "hybrid", "replicate inside fully_shard"])
+def test_another_number_of_ranks_and_another_plan_train_on(pool: Pool, saved: str, device: str, tmp_path: Path) -> None:
+    need_devices(device, 4)
+    expected = pool.run(4, _save, saved, str(tmp_path), device=device)[0]
+    for ranks, plans in {
+        1: ("fully_shard", None),
+        2: ("fully_shard", "replicate", "hybrid", None),
+        3: ("fully_shard", "replicate inside fully_shard"),
+        4: ("hybrid", "replicate", "one unit"),
+    }.items():
+        for plan in plans:
+            for losses in pool.run(ranks, _resume, plan, str(tmp_path), device=device):
+                torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-6, msg=f"{plan} on {ranks} ranks")
+
+
+def _written_by_torch(folder: str) -> list[float]:
+    from torch.distributed.fsdp import fully_shard as fsdp2
+
+    model = plain()
+    for block in model.blocks:
+        fsdp2(block)
+    fsdp2(model)
+    optimizer = _optimizer(model)
+    _train(model, optimizer, range(2))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    return _train(model, optimizer, range(2, 4))
+
+
+def _read_by_torch(folder: str) -> list[float]:
+    from torch.distributed.fsdp import fully_shard as fsdp2
+
+    model = plain(9)
+    for block in model.blocks:
+        fsdp2(block)
+    fsdp2(model)
+    optimizer = _optimizer(model)
+    weights, state = get_state_dict(model, optimizer)
+    loaded: dict[str, Any] = {"model": weights, "optimizer": state}
+    dcp.load(loaded, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+    return _train(model, optimizer, range(2, 4))
+
+
+def test_checkpoints_go_to_and_from_fsdp2(pool: Pool, device: str, tmp_path: Path) -> None:
+    need_devices(device, 2)
+    theirs = pool.run(2, _written_by_torch, str(tmp_path / "theirs"), device=device)
+    ours = pool.run(2, _save, "fully_shard", str(tmp_path / "ours"), device=device)
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(pool.run(2, _resume, "fully_shard", str(tmp_path / "theirs"), device=device), theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(pool.run(2, _read_by_torch, str(tmp_path / "ours"), device=device), theirs, rtol=1e-4, atol=1e-6)
+
+
+def _plain_file(folder: str) -> None:
+    path = Path(folder) / f"{dist.get_rank()}.pt"
+    expected = plain(1)
+    torch.save(expected.state_dict(), path)
+    model = _annotated("fully_shard")
+    model.load_state_dict(torch.load(path))
+    full = full_state_dict(model, rank0_only=False)
+    torch.save(full, path)
+    plain().load_state_dict(torch.load(path))
+    for name, value in expected.state_dict().items():
+        assert torch.equal(full[name], value.cpu()), name
+
+
+def test_plain_files_load_and_ours_load_there(pool: Pool, device: str, tmp_path: Path) -> None:
+    need_devices(device, 2)
+    pool.run(2, _plain_file, str(tmp_path), device=device)
+
+
+def _one_ranks_file(folder: str) -> None:
+    model = _annotated("fully_shard")
+    path = Path(folder) / "model.pt"
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), path)
+    dist.barrier()
+    before = full_state_dict(model, rank0_only=False)
+    loaded = torch.load(path, weights_only=False)
+    if dist.get_rank():
+        with pytest.raises(RuntimeError, match=r'"blocks\.0\.up\.weight" is the shard of another rank, whose state dict torch\.save'):
+            model.load_state_dict(loaded)
+    else:
+        model.load_state_dict(loaded)
+    after = full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_file_of_one_rank_is_refused_on_another(pool: Pool, device: str, tmp_path: Path) -> None:
+    need_devices(device, 2)
+    pool.run(2, _one_ranks_file, str(tmp_path), device=device)
+
+
+def _meta_from_rank_0() -> None:
+    with torch.device("meta"):
+        model = Net()
+    fully_shard(model, policy={Block})
+    torch.manual_seed(0)
+    materialize(model)
+    expected = plain(7)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, expected.state_dict() if dist.get_rank() == 0 else {}, options=options)
+    for name, value in full_state_dict(model, rank0_only=False).items():
+        assert torch.equal(value, expected.state_dict()[name].cpu()), name
+
+
+@spmd(ranks=2)
+def test_a_model_of_the_meta_device_takes_rank_0s_weights() -> None:
+    _meta_from_rank_0()
+
+
+def _partial(folder: str) -> None:
+    model = _annotated("fully_shard")
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    other = _annotated("fully_shard", seed=1)
+    wanted = {"model": {name: value for name, value in other.state_dict().items() if name.startswith("blocks.0.")}}
+    dcp.load(wanted, checkpoint_id=folder)
+    other.load_state_dict(wanted["model"], strict=False)
+    found, saved = full_state_dict(other, rank0_only=False), plain().state_dict()
+    kept = plain(1).state_dict()
+    for name, value in found.items():
+        assert torch.equal(value, (saved if name.startswith("blocks.0.") else kept)[name].cpu()), name
+
+
+def test_a_part_of_a_checkpoint_loads(pool: Pool, device: str, tmp_path: Path) -> None:
+    need_devices(device, 2)
+    pool.run(2, _partial, str(tmp_path), device=device)
+
+
+def _optimizer_state_by_name() -> None:
+    model = _annotated("fully_shard")
+    model.blocks[0].up.weight.requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    _train(model, optimizer, range(1))
+    state = get_optimizer_state_dict(model, optimizer)
+    assert "blocks.1.up.weight" in state["state"]
+    assert "blocks.0.up.weight" not in state["state"]
+
+
+@spmd(ranks=2)
+def test_optimizer_state_goes_by_name_and_leaves_frozen_parameters_out() -> None:
+    _optimizer_state_by_name()
+
+
+def _asynchronous(folder: str, process: bool) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    model = _annotated("fully_shard")
+    optimizer = _optimizer(model)
+    _train(model, optimizer, range(1))
+    weights = get_model_state_dict(model)
+    expected = full_state_dict(model, rank0_only=False)
+    kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
+    if process:  # which a rank of the tests, a daemon, may not start otherwise
+        multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    stager = DefaultStager(StagingOptions(False, True, True, False))
+    response = dcp.async_save({"model": weights}, checkpoint_id=folder, async_checkpointer_type=kind, async_stager=stager)
+    response.staging_completion.result()  # before parameters change
+    _train(model, optimizer, range(1, 3))
+    response.upload_completion.result()
+    stager.close()
+    other = _annotated("fully_shard", seed=1)
+    loaded = {"model": get_model_state_dict(other)}
+    dcp.load(loaded, checkpoint_id=folder)
+    other.load_state_dict(loaded["model"])
+    for name, value in full_state_dict(other, rank0_only=False).items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+def test_an_asynchronous_save_has_the_weights_of_its_time(pool: Pool, process: bool, device: str, tmp_path: Path) -> None:
+    need_devices(device, 2)
+    pool.run(2, _asynchronous, str(tmp_path), process, spoils=process, device=device)
+
+
+def _hugging_face(folder: str) -> None:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+    model = _annotated("fully_shard")
+    weights = {name: value for name, value in get_model_state_dict(model).items() if name != "head.weight"}
+    dcp.save(weights, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
+    other = _annotated("hybrid", seed=1)
+    loaded = {name: value for name, value in other.state_dict().items() if name != "head.weight"}
+    dcp.load(loaded, storage_reader=HuggingFaceStorageReader(folder))
+    expected = plain().state_dict()
+    for name, value in full_state_dict(other, rank0_only=False).items():
+        assert torch.equal(value, expected[name].cpu()), name
+
+
+def test_safetensors_of_hugging_face_are_written_and_read(pool: Pool, device: str, tmp_path: Path) -> None:
+    need_devices(device, 2)
+    pool.run(2, _hugging_face, str(tmp_path), device=device)
+
+
+def _killed(folder: str, dies: bool) -> None:
+    model = _annotated("fully_shard", seed=int(dies))
+    state = {"model": get_model_state_dict(model)}
+    if dies and dist.get_rank() == 1:
+        original = dcp.FileSystemWriter.write_data
+        dcp.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign,assignment]
+        del original
+    partial = Path(folder + ".partial")
+    dcp.save(state, checkpoint_id=partial)
+    if dist.get_rank() == 0:
+        partial.rename(folder)
+    dist.barrier()
+
+
+def _whole_checkpoint(folder: str) -> None:
+    model = _annotated("fully_shard", seed=5)
+    loaded = {"model": get_model_state_dict(model)}
+    dcp.load(loaded, checkpoint_id=folder)
+    model.load_state_dict(loaded["model"])
+    assert torch.equal(full_state_dict(model, rank0_only=False)["blocks.0.scale"], plain(0).blocks[0].scale.detach().cpu())
+
+
+def test_a_save_that_is_killed_leaves_the_last_good_one(pool: Pool, tmp_path: Path) -> None:
+    good = str(tmp_path / "step-1")
+    pool.run(2, _killed, good, False)
+    with pytest.raises(AssertionError, match="died with exit code"):
+        pool.run(2, _killed, str(tmp_path / "step-2"), True, spoils=True, group_timeout=10.0)
+    assert not (tmp_path / "step-2").exists()
+    pool.run(2, _whole_checkpoint, good)
+
+
