@@ -29,9 +29,9 @@ except PackageNotFoundError:  # a source tree on the path, not installed
     __version__ = "0+unknown"
 
 __all__ = [
+    "EMA",
     "CPUOffloadPolicy",
     "CustomPolicy",
-    "EMA",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "NamePolicy",

@@ -365,6 +365,32 @@ def _newcomer(unit: Unit, param: ManagedParam) -> nn.Parameter | None:
     return other
 
 
+@torch.no_grad()
+def warn_of_equal_shards(units: Sequence[Unit]) -> None:
+    """Once, on hosts: torch draws the same random numbers for the shards of all ranks there, as in `model.apply(init)`."""
+    for comm in dict.fromkeys(unit.mesh_info.shard for unit in units if unit.is_sharded and unit.mesh_info.shard.size > 1):
+        if comm.traits.on_stream:
+            continue  # on an accelerator torch draws other numbers for each shard
+        found, sums = [], []
+        for unit in (unit for unit in units if unit.is_sharded and unit.mesh_info.shard is comm):
+            for param in unit.params:
+                at_rest = param.at_rest
+                assert isinstance(at_rest, DTensor)
+                local = local_of(at_rest)
+                first = local.flatten()[:8].double()  # of a shard that another rank has in another size, too
+                varies = local.numel() < at_rest.numel() and bool((first[1:] != first[:1]).any())
+                found.append(f"'{param.fqn}' of unit '{unit.name}'")
+                sums.append(int(first.sum().view(torch.int64)) if varies else comm.rank)
+        said = comm.all_gather_ints(sums, "comparison of shards")
+        same = [name for index, name in enumerate(found) if len({each[index] for each in said}) == 1]
+        if same:
+            logger.warning(
+                "%s: the shards of all ranks have the same values, as if initialised shard by shard (model.apply(init)). To initialise "
+                "whole parameters as one process does, call materialize(model, init) on a model of the meta device, or edit them "
+                "inside unsharded(model)", few(same),
+            )  # fmt: skip
+
+
 @outside_transforms
 def broadcast_buffers(units: list[Unit], *, saved: bool) -> None:
     """Buffers of replicated units follow rank 0, in training forwards only, as with DDP.

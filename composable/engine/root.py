@@ -37,7 +37,7 @@ from composable.contract.traversal import REPLICATE, SHARD, TreeWatch, names_bel
 from composable.engine.accumulation import SyncMode
 from composable.engine.bucketing import Buckets
 from composable.engine.param import ManagedParam, unit_of
-from composable.engine.prepare import Preparation, broadcast_buffers
+from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
 from composable.errors import CommunicationError, DifferentiationError, PhaseError, RanksDisagreeError, first_line
 from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
@@ -352,6 +352,7 @@ class Root:
         iteration = self._iteration
         if not self._verified:
             self._check_order(None)
+            warn_of_equal_shards(self.units)
             self._verified = True
         self.order, self._current, self._cursor = self._current, [], 0
         self._outermost = None

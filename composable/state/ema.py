@@ -17,7 +17,7 @@ from composable.memory.torch_private import local_of
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return local_of(tensor.detach()) if isinstance(tensor, DTensor) else tensor.detach()
+    return local_of(tensor).detach() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class EMA:
@@ -94,7 +94,7 @@ class EMA:
             average.copy_(kept)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by FQN, sharded like the parameters, for `torch.distributed.checkpoint`; and the decay."""
+        """Return the averages by FQN, sharded like the parameters, for `torch.distributed.checkpoint`; and the decay."""
         return {"decay": self._decay, "averages": dict(self._averages)}
 
     @torch.no_grad()

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
+from composable.comm import Comm
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.errors import RanksDisagreeError, first_line
@@ -63,7 +63,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
 
     Args:
         model: an annotated module, or one that contains some.
-        rank0_only: only rank 0 has it; the others get an empty dict, and hold one tensor at a time meanwhile.
+        rank0_only: only the first rank of the model's mesh has it; the others get an empty dict, and hold one tensor at a time meanwhile.
         dtype: cast floating-point tensors to it.
 
     Returns:
@@ -80,9 +80,10 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
         ...     torch.save(state, "model.pt")
     """
     model = unwrapped(model)
-    refuse_while_running("full_state_dict", units_in("full_state_dict", model))
+    units = units_in("full_state_dict", model)
+    refuse_while_running("full_state_dict", units)
     everything = model.state_dict()
-    keep = not rank0_only or not dist.is_initialized() or dist.get_rank() == 0
+    keep = not rank0_only or units[0].mesh_info.all.rank == 0
     full: dict[str, Any] = dict.fromkeys(everything) if keep else {}
     shared: dict[int, Tensor] = {}  # by the memory of the shard: tied tensors stay tied
     for fqn, whole in _stream({k: v for k, v in everything.items() if isinstance(v, Tensor)}, dtype):
@@ -125,14 +126,16 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
         >>> transformers.AutoModel.from_pretrained("out/llama-tuned")
     """
     try:
-        from safetensors.torch import save_file
+        from safetensors.torch import save_file  # noqa: PLC0415 - an extra
     except ImportError as error:
-        raise ImportError("export needs the package safetensors: pip install safetensors") from error
+        raise ImportError("export needs the package safetensors: pip install 'torch-composable[export]'") from error
     model = unwrapped(model)
-    refuse_while_running("export", units_in("export", model))
+    units = units_in("export", model)
+    refuse_while_running("export", units)
+    comm = units[0].mesh_info.all
+    rank, ranks = comm.rank, comm.size
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     tensors = {name: _tensors_in(model)[name] for name in _first_names(model)}
 
     def prepare() -> None:
@@ -142,7 +145,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    _all_or_none(prepare, checksum(str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])))
+    _all_or_none(comm, prepare, checksum(str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])))
     sizes = {
         name: tensor.numel() * (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype).itemsize
         for name, tensor in tensors.items()
@@ -161,7 +164,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
             if index < len(files):
                 save_file(mine, partial / _file_name(index, len(files)), metadata={"format": "pt"})
 
-        _all_or_none(write)
+        _all_or_none(comm, write)
 
     def finish() -> None:
         if rank == 0:
@@ -174,7 +177,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
                 save_config(partial)
             partial.rename(target)
 
-    _all_or_none(finish)
+    _all_or_none(comm, finish)
 
 
 def _file_name(index: int, count: int) -> str:
@@ -182,7 +185,7 @@ def _file_name(index: int, count: int) -> str:
 
 
 def _first_names(model: nn.Module) -> list[str]:
-    """The names in the state dict, without those of tied parameters and buffers after their first: a file holds no tensor twice."""
+    """List the names in the state dict without those of tied parameters and buffers after their first: a file holds no tensor twice."""
     first: dict[int, str] = {}
     for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
         first.setdefault(id(tensor), name)
@@ -207,24 +210,22 @@ def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
     return [names for names in files if names] or [[]]
 
 
-def _all_or_none(act: Callable[[], None], must_agree: int = 0) -> None:
+def _all_or_none(comm: Comm, act: Callable[[], None], must_agree: int = 0) -> None:
     """Run `act` on all ranks; if one rank's raised, raise on every rank."""
     error: Exception | None = None
     try:
         act()
     except Exception as caught:
         error = caught
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        said: Sequence[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, (None if error is None else f"{type(error).__name__}: {first_line(error)}", must_agree))
-        if error is None:
-            failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
-            if failed:
-                raise RanksDisagreeError(f"export: {failed[0]}")
-            if any(number != must_agree for _, number in said):
-                raise RanksDisagreeError(
-                    "export: the ranks have tensors of different names or shapes in their state dicts, as experts on meshes of "
-                    "their own. Export such modules one by one, on the ranks that have them, or use torch.distributed.checkpoint"
-                )
+    told = None if error is None else f"{type(error).__name__}: {first_line(error)}"
+    said = comm.all_gather_objects((told, must_agree), "agreement of export")
     if error is not None:
         raise error
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
+    if failed:
+        raise RanksDisagreeError(f"export: {failed[0]}")
+    if any(number != must_agree for _, number in said):
+        raise RanksDisagreeError(
+            "export: the ranks have tensors of different names or shapes in their state dicts, as experts on meshes of their own. "
+            "Export such modules one by one, on the ranks that have them, or use torch.distributed.checkpoint"
+        )

@@ -32,11 +32,11 @@ class _Writes(TorchDispatchMode):
     """Which storages were written to; also through `.data` and views."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages: dict[int, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        values = {**dict(zip((each.name for each in func._schema.arguments), args)), **(kwargs or {})}
+        values = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **(kwargs or {})}
         for argument in func._schema.arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 found = values.get(argument.name)
@@ -47,7 +47,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def materialize(model: nn.Module, init: Init | None = None) -> None:
@@ -184,7 +184,7 @@ class _Materialization:
                 initialise()
             more = [
                 each for each, members in self._managed.items()
-                if each not in needed and any(_storage(m.param.registered) in writes.storages for m in members)
+                if each not in needed and any(r in writes.storages for m in members for r in _registered(m))
             ]  # fmt: skip
             if not more:
                 break
@@ -196,7 +196,11 @@ class _Materialization:
             self._keep(each, writes.storages)
         for name, tensor in [*self.missing.items()]:
             now = _tensor_at(self._model, name)
-            if tensor is not None and not isinstance(tensor, DTensor) and (now is not tensor or _storage(now) in writes.storages):
+            if (
+                tensor is not None
+                and not isinstance(tensor, DTensor)
+                and (now is not tensor or _storage(now) in writes.storages)
+            ):
                 del self.missing[name]
 
     def _show(self, unit: Unit) -> None:
@@ -228,6 +232,11 @@ class _Materialization:
                 each.param.register(each.param.at_rest)
 
 
+def _registered(managed: Managed) -> list[int]:
+    registered = managed.param.registered
+    return [] if registered is None else [_storage(registered)]
+
+
 def _tensor_at(model: nn.Module, name: str) -> Tensor | None:
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
@@ -249,13 +258,15 @@ def _children_first(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
-    """What a module is initialised by: the method of the transformers model around it, or its own."""
+    """Find what a module is initialised by: the method of the transformers model around it, or its own."""
     around = [each for each in model.modules() if hasattr(each, "_init_weights") and hasattr(each, "config")]
     for each in reversed(around):
         if any(below is module for below in each.modules()):
-            return partial(each._init_weights, module)
+            whole_models: Callable[[nn.Module], object] = each._init_weights  # type: ignore[assignment]
+            return partial(whole_models, module)
     for name in ("reset_parameters", "_reset_parameters"):
-        if callable(method := getattr(module, name, None)):
+        method: Callable[[], object] | None = getattr(module, name, None)
+        if callable(method):
             return method
     return None
 

@@ -19,7 +19,7 @@ from composable.memory.torch_private import in_backward, local_of
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """A whole copy of a parameter, gradient or optimizer state; all ranks of its mesh call this.
+    """Gather a whole copy of a parameter, gradient or optimizer state; all ranks of its mesh call this.
 
     One all-gather of one tensor, torch's own, which knows uneven shards and every placement.
     """
@@ -32,7 +32,8 @@ def whole_of(tensor: Tensor) -> Tensor:
         moved = gradient_like(local.to(tensor.device_mesh.device_type), tensor)
         assert isinstance(moved, DTensor)
         tensor = moved
-    whole = tensor.detach().full_tensor()
+    with torch.no_grad():
+        whole: Tensor = tensor.full_tensor()
     return whole.clone() if whole.data_ptr() == local.data_ptr() else whole  # replicated, or one rank
 
 
@@ -56,7 +57,7 @@ class Managed:
 
 
 def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
-    """The managed parameters of all units in `model`, each once, in the order of units."""
+    """Yield the managed parameters of all units in `model`, each once, in the order of units."""
     names = {
         (id(module), name): f"{prefix}.{name}" if prefix else name
         for prefix, module in unwrapped(model).named_modules()

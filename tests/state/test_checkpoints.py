@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,9 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim import Optimizer
 
-from composable import fully_shard, full_state_dict, materialize
+from composable import full_state_dict, fully_shard, materialize
 from tests.helpers.world import Pool, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
 
@@ -87,8 +91,6 @@ def test_another_number_of_ranks_and_another_plan_train_on(pool: Pool, saved: st
 
 
 def _written_by_torch(folder: str) -> list[float]:
-    from torch.distributed.fsdp import fully_shard as fsdp2
-
     model = plain()
     for block in model.blocks:
         fsdp2(block)
@@ -101,8 +103,6 @@ def _written_by_torch(folder: str) -> list[float]:
 
 
 def _read_by_torch(folder: str) -> list[float]:
-    from torch.distributed.fsdp import fully_shard as fsdp2
-
     model = plain(9)
     for block in model.blocks:
         fsdp2(block)
@@ -120,7 +120,9 @@ def test_checkpoints_go_to_and_from_fsdp2(pool: Pool, device: str, tmp_path: Pat
     theirs = pool.run(2, _written_by_torch, str(tmp_path / "theirs"), device=device)
     ours = pool.run(2, _save, "fully_shard", str(tmp_path / "ours"), device=device)
     torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(pool.run(2, _resume, "fully_shard", str(tmp_path / "theirs"), device=device), theirs, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        pool.run(2, _resume, "fully_shard", str(tmp_path / "theirs"), device=device), theirs, rtol=1e-4, atol=1e-6
+    )
     torch.testing.assert_close(pool.run(2, _read_by_torch, str(tmp_path / "ours"), device=device), theirs, rtol=1e-4, atol=1e-6)
 
 
@@ -151,7 +153,9 @@ def _one_ranks_file(folder: str) -> None:
     before = full_state_dict(model, rank0_only=False)
     loaded = torch.load(path, weights_only=False)
     if dist.get_rank():
-        with pytest.raises(RuntimeError, match=r'"blocks\.0\.up\.weight" is the shard of another rank, whose state dict torch\.save'):
+        with pytest.raises(
+            RuntimeError, match=r'"blocks\.0\.up\.weight" is the shard of another rank, whose state dict torch\.save'
+        ):
             model.load_state_dict(loaded)
     else:
         model.load_state_dict(loaded)
@@ -216,9 +220,6 @@ def test_optimizer_state_goes_by_name_and_leaves_frozen_parameters_out() -> None
 
 
 def _asynchronous(folder: str, process: bool) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
     model = _annotated("fully_shard")
     optimizer = _optimizer(model)
     _train(model, optimizer, range(1))
@@ -248,8 +249,6 @@ def test_an_asynchronous_save_has_the_weights_of_its_time(pool: Pool, process: b
 
 
 def _hugging_face(folder: str) -> None:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-
     model = _annotated("fully_shard")
     weights = {name: value for name, value in get_model_state_dict(model).items() if name != "head.weight"}
     dcp.save(weights, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True))
@@ -295,5 +294,3 @@ def test_a_save_that_is_killed_leaves_the_last_good_one(pool: Pool, tmp_path: Pa
         pool.run(2, _killed, str(tmp_path / "step-2"), True, spoils=True, group_timeout=10.0)
     assert not (tmp_path / "step-2").exists()
     pool.run(2, _whole_checkpoint, good)
-
-

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from composable import EMA, fully_shard, full_state_dict
+from composable import EMA, full_state_dict, fully_shard
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.world import Pool, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
@@ -109,27 +109,12 @@ def test_another_plan_and_bad_arguments_are_refused_by_name() -> None:
 def _averaged_by_torch(plan: str) -> None:
     model = plain()
     PLANS[plan](model)
-    try:
-        averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    except AnnotationError as error:
-        assert "use composable.EMA(model, decay)" in str(error)
-        return
-    expected = plain()
-    reference = AveragedModel(expected, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    for each, average in ((model, averaged), (expected, reference)):
-        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
-        for step in range(3):
-            each(tokens(step)).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            average.update_parameters(each)
-    found = full_state_dict(averaged, rank0_only=False)
-    for name, value in reference.state_dict().items():
-        if value.is_floating_point():
-            torch.testing.assert_close(found[name], value.cpu(), rtol=1e-4, atol=1e-6, msg=name)
+    with pytest.raises(AnnotationError, match=r"use composable\.EMA\(model, decay\)"):
+        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    model(tokens(0)).sum().backward()
 
 
 @pytest.mark.parametrize("plan", _EXACT)
-def test_torchs_averaged_model_is_right_or_refused(pool: Pool, plan: str, device: str) -> None:
+def test_torchs_averaged_model_is_refused_by_name(pool: Pool, plan: str, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _averaged_by_torch, plan, device=device)

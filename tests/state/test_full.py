@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable import export, fully_shard, full_state_dict, stream_full
+from composable import export, full_state_dict, fully_shard, stream_full
 from composable.errors import NotAnnotatedError, RanksDisagreeError
+from composable.state import full
 from composable.state.full import SMALLEST_FILE, plan_files
 from tests.helpers.world import Pool, need_devices, spmd
 from tests.state.models import PLANS, Net, plain, tokens
@@ -52,13 +54,13 @@ def test_whole_tensors_are_those_of_one_process(pool: Pool, plan: str, ranks: in
 
 
 def _loads(plan: str) -> None:
-    full = full_state_dict(_annotated("fully_shard", seed=1), rank0_only=False)
+    state = full_state_dict(_annotated("fully_shard", seed=1), rank0_only=False)
     model = _annotated(plan)
-    model.load_state_dict(full)
+    model.load_state_dict(state)
     for name, value in full_state_dict(model, rank0_only=False).items():
-        assert torch.equal(value, full[name]), name
+        assert torch.equal(value, state[name]), name
     model(tokens(0)).sum().backward()
-    plain().load_state_dict(full)
+    plain().load_state_dict(state)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -68,11 +70,14 @@ def test_a_whole_state_dict_loads_into_every_plan(pool: Pool, plan: str, device:
 
 
 @spmd(ranks=2)
-def test_partial_mapped_and_cast_state_dicts_load(tmp_path_factory: Any = None) -> None:
+def test_partial_mapped_and_cast_state_dicts_load() -> None:
     model, expected = _annotated("fully_shard"), plain(1)
     path = Path(f"/tmp/composable-test-{os.getppid()}-{dist.get_rank()}.pt")
     try:
-        torch.save({name: value.double() if value.is_floating_point() else value for name, value in expected.state_dict().items()}, path)
+        torch.save(
+            {name: value.double() if value.is_floating_point() else value for name, value in expected.state_dict().items()},
+            path,
+        )
         mapped = torch.load(path, mmap=True)
         del mapped["blocks.0.scale"]
         result = model.load_state_dict(mapped, strict=False)
@@ -101,16 +106,12 @@ def test_missing_unexpected_and_misshaped_entries_are_named() -> None:
 
 
 def _exported(folder: Path) -> dict[str, Tensor]:
-    from safetensors.torch import load_file
-
     index = folder / "model.safetensors.index.json"
     names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.exists() else ["model.safetensors"]
     return {name: tensor for each in names for name, tensor in load_file(folder / each).items()}
 
 
 def _export(plan: str, folder: str, monkeypatched: bool) -> None:
-    from composable.state import full
-
     model = _annotated(plan)
     before = full.SMALLEST_FILE
     full.SMALLEST_FILE = 400 if monkeypatched else before  # type: ignore[misc]
@@ -130,7 +131,9 @@ def _export(plan: str, folder: str, monkeypatched: bool) -> None:
 
 @pytest.mark.parametrize("in_many_files", [False, True])
 @pytest.mark.parametrize("plan", PLANS)
-def test_an_exported_folder_is_read_by_safetensors(pool: Pool, plan: str, in_many_files: bool, device: str, tmp_path: Path) -> None:
+def test_an_exported_folder_is_read_by_safetensors(
+    pool: Pool, plan: str, in_many_files: bool, device: str, tmp_path: Path
+) -> None:
     need_devices(device, 2)
     folder = tmp_path / "model"
     pool.run(2, _export, plan, str(folder), in_many_files, device=device)
@@ -139,8 +142,6 @@ def test_an_exported_folder_is_read_by_safetensors(pool: Pool, plan: str, in_man
 
 
 def _killed(folder: str) -> None:
-    import safetensors.torch
-
     model = _annotated("fully_shard")
 
     def die(*_: object, **__: object) -> None:
@@ -148,8 +149,6 @@ def _killed(folder: str) -> None:
 
     if dist.get_rank() == 1:
         safetensors.torch.save_file = die
-    from composable.state import full
-
     full.SMALLEST_FILE = 400  # type: ignore[misc]
     export(model, folder)
 
@@ -184,5 +183,3 @@ def test_files_are_balanced() -> None:
     assert max(totals) < 1.1 * min(totals)
     assert len(plan_files(sizes, ranks=1000)) == sum(sizes.values()) // SMALLEST_FILE, "files of 1 GiB are small enough"
     assert len(plan_files({"a": 10}, ranks=4)) == 1
-
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from composable import fully_shard, full_state_dict, materialize, refresh, replicate
+from composable import full_state_dict, fully_shard, materialize, refresh
 from composable.errors import NotAnnotatedError, PhaseError, RanksDisagreeError
+from tests.helpers.logged import logged
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, initialise, plain, tokens
 
@@ -169,9 +171,26 @@ def test_to_empty_and_loading_is_another_way() -> None:
     _assert_as_one_process(model, expected)
 
 
+@spmd(ranks=2)
+def test_random_numbers_drawn_shard_by_shard_are_told_once() -> None:
+    model = _on_meta("fully_shard")
+    torch.manual_seed(0)
+    materialize(model)
+    with warnings.catch_warnings(), logged() as lines:
+        warnings.simplefilter("ignore")  # torch's own, about random operators on hosts
+        torch.manual_seed(0)
+        model.blocks[1].up.apply(initialise)
+        for _ in range(2):
+            model(tokens(0)).sum().backward()
+    if current_device().type == "cpu":
+        (line,) = lines
+        assert "'up.weight' of unit 'blocks.1': the shards of all ranks have the same values" in line
+        assert "materialize(model, init)" in line
+
+
 @spmd(ranks=1)
 def test_a_plain_model_is_refused() -> None:
-    with pytest.raises(NotAnnotatedError, match="^materialize: "):
+    with pytest.raises(NotAnnotatedError, match=r"^materialize: "):
         materialize(nn.Linear(2, 2))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from composable import fully_shard, rebind_optimizer, refresh, remove, replicate
+from composable import fully_shard, rebind_optimizer, refresh, registry, remove, replicate
 from composable.errors import OptimizerError
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, need_devices, spmd
@@ -45,14 +45,8 @@ def _train(model: nn.Module, optimizer: Optimizer, steps: int, start: int = 0) -
 def _undo(model: Net) -> None:
     for module in reversed(list(model.modules())):
         for verb in (fully_shard, replicate):
-            if verb.__name__ in _annotations(module):
+            if verb.__name__ in registry(module):
                 remove(module, verb)
-
-
-def _annotations(module: nn.Module) -> list[str]:
-    from composable import registry
-
-    return list(registry(module))
 
 
 def _goes_on(plans: list[str], kind: str) -> None:
@@ -88,7 +82,9 @@ def test_an_optimizer_of_before_the_annotation_goes_on(pool: Pool, plan: str, ki
     pool.run(2, _goes_on, [plan], kind, device=device)
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(("fully_shard", "one unit", "hybrid", "replicate"), 2)))
+@pytest.mark.parametrize(
+    ("first", "second"), list(itertools.permutations(("fully_shard", "one unit", "hybrid", "replicate"), 2))
+)
 def test_training_under_one_plan_goes_on_under_another(pool: Pool, first: str, second: str, device: str) -> None:
     need_devices(device, 4)
     pool.run(4, _goes_on, [first, second, first], "AdamW", device=device)
@@ -116,7 +112,9 @@ def test_state_is_cut_like_the_parameter() -> None:
 def test_an_optimizer_of_another_model_is_refused_and_unchanged() -> None:
     model, other = fully_shard(plain()), nn.Linear(3, 3)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(OptimizerError, match=r"^rebind_optimizer: SGD holds a parameter of shape \(3, 3\), .*which Net does not have"):
+    with pytest.raises(
+        OptimizerError, match=r"^rebind_optimizer: SGD holds a parameter of shape \(3, 3\), .*which Net does not have"
+    ):
         rebind_optimizer(optimizer, model)
     assert optimizer.param_groups[0]["params"][0] is other.weight
 
