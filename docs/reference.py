@@ -15,6 +15,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
     "Around annotated modules": ("unshard", "reshard", "keep_unsharded", "register_forward_method", "reset"),
     "Accumulation of gradients": ("no_sync", "reduce_gradients"),
     "Communication hooks": ("register_comm_hook",),
+    "State": ("materialize", "unsharded", "full_state_dict", "stream_full", "export", "EMA", "rebind_optimizer", "refresh"),
     "Inspection": ("describe", "registry"),
     "Policies": ("Policy", "ModuleWrapPolicy", "SizePolicy", "NamePolicy", "CustomPolicy"),
     "Precision and memory": ("MixedPrecisionPolicy", "CPUOffloadPolicy"),

@@ -26,10 +26,15 @@ class Rotary(nn.Module):
 
     def __init__(self, context: int) -> None:
         super().__init__()
+        for name in ("cos", "sin"):
+            self.register_buffer(name, torch.empty(context, HEAD_WIDTH // 2), persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Compute the angles: on the meta device, where the model is built, they would have no values."""
         frequencies = 10000.0 ** (-torch.arange(0, HEAD_WIDTH, 2) / HEAD_WIDTH)
-        angles = torch.outer(torch.arange(context), frequencies)
-        self.register_buffer("cos", angles.cos(), persistent=False)
-        self.register_buffer("sin", angles.sin(), persistent=False)
+        angles = torch.outer(torch.arange(len(self.cos)), frequencies)
+        self.cos.copy_(angles.cos())
+        self.sin.copy_(angles.sin())
 
     def forward(self, x: Tensor) -> Tensor:
         cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
@@ -37,15 +42,23 @@ class Rotary(nn.Module):
         return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
 
 
+class ResidualLinear(nn.Linear):
+    """A projection back into the residual stream; its weights are scaled down by the number of additions to that."""
+
+    def __init__(self, inputs: int, width: int, layers: int) -> None:
+        super().__init__(inputs, width, bias=False)
+        self.scale = (2 * layers) ** -0.5
+
+
 class Attention(nn.Module):
     """Causal self-attention, (batch, time, width) to the same."""
 
-    def __init__(self, width: int, context: int) -> None:
+    def __init__(self, width: int, context: int, layers: int) -> None:
         super().__init__()
         self.heads = width // HEAD_WIDTH
         self.qkv = nn.Linear(width, 3 * width, bias=False)
         self.rotary = Rotary(context)
-        self.out = nn.Linear(width, width, bias=False)
+        self.out = ResidualLinear(width, width, layers)
 
     def forward(self, x: Tensor) -> Tensor:
         b, t, c = x.shape
@@ -58,12 +71,13 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer block, (batch, time, width) to the same."""
 
-    def __init__(self, width: int, context: int) -> None:
+    def __init__(self, width: int, context: int, layers: int) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(width)
-        self.attention = Attention(width, context)
+        self.attention = Attention(width, context, layers)
         self.norm_2 = nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.GELU(), nn.Linear(4 * width, width, bias=False))
+        up = nn.Linear(width, 4 * width, bias=False)
+        self.mlp = nn.Sequential(up, nn.GELU(), ResidualLinear(4 * width, width, layers))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm_1(x))
@@ -77,14 +91,9 @@ class GPT(nn.Module):
     def __init__(self, *, layers: int, width: int, context: int) -> None:
         super().__init__()
         self.tok_emb = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width, context) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, context, layers) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, VOCABULARY, bias=False)
-        for name, p in self.named_parameters():
-            if p.dim() == 2:
-                # Projections back into the residual stream are scaled down by the number of additions to it.
-                scale = (2 * layers) ** -0.5 if name.endswith(("attention.out.weight", "mlp.2.weight")) else 1.0
-                nn.init.normal_(p, std=0.02 * scale)
 
     def forward(self, idx: Tensor) -> Tensor:
         x = self.tok_emb(idx)
@@ -94,10 +103,25 @@ class GPT(nn.Module):
         return logits
 
 
+def initialise(module: nn.Module) -> None:
+    """Fill the parameters and buffers of one module."""
+    if isinstance(module, nn.Linear | nn.Embedding):
+        nn.init.normal_(module.weight, std=0.02 * (module.scale if isinstance(module, ResidualLinear) else 1.0))
+    elif isinstance(module, nn.LayerNorm | Rotary):
+        module.reset_parameters()
+
+
+def shapes(options: Options) -> GPT:
+    """The model of a run on the meta device: without memory and values."""
+    with torch.device("meta"):
+        return GPT(layers=options.layers, width=options.width, context=options.context)
+
+
 def build(options: Options) -> GPT:
-    """The model of a run: the same weights on every rank and in the un-annotated process."""
+    """The model of a run in one process."""
+    model = shapes(options).to_empty(device="cpu")
     torch.manual_seed(options.seed)
-    return GPT(layers=options.layers, width=options.width, context=options.context)
+    return model.apply(initialise)
 
 
 def loss_of(model: nn.Module, idx: Tensor, targets: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -14,12 +16,13 @@ from rich.progress import MofNCompleteColumn
 from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
+from safetensors.torch import load_file
 from torch import Tensor
 
-from composable import checkpoint, describe, fully_shard, keep_unsharded, replicate
+from composable import checkpoint, describe, export, full_state_dict, fully_shard, keep_unsharded, materialize, replicate
 from composable.demo import snapshot
 from composable.demo.memory import MemoryTrace, measure_step
-from composable.demo.model import GPT, Block, build, loss_of, optimizer_of, train_step
+from composable.demo.model import GPT, Block, build, initialise, loss_of, optimizer_of, shapes, train_step
 from composable.demo.options import DemoError, Options
 from composable.demo.pictures import MIB, draw_losses, draw_memory
 from composable.demo.text import batch, read_corpus
@@ -115,7 +118,9 @@ class Run:
     def train(self, baseline: list[float]) -> None:
         """Train until the last step, and check the losses of the first ones against those of the un-annotated model."""
         options = self.options
-        self.model = annotate(build(options))
+        self.model = annotate(shapes(options))  # without memory, until every rank knows its part
+        torch.manual_seed(options.seed)
+        materialize(self.model, initialise)
         self.optimizer = optimizer_of(self.model)
         if options.resume:
             self.progress = snapshot.load(options, self.model, self.optimizer)
@@ -163,6 +168,20 @@ class Run:
             self.say(f"first {count} steps agree with the un-annotated model: relative difference at most {most:.1e}")
         self.say(f"step {until}: {figures} nats per byte, {speed}")
         self.say(f"sharded checkpoint {folder}")
+        self.export(options.out / f"model-{until:06d}")
+
+    def export(self, folder: Path) -> None:
+        """Write the whole model for other programs, and read it back as they would."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+        dist.barrier()
+        export(self.model, folder)
+        whole = full_state_dict(self.model)
+        if dist.get_rank() == 0:
+            read = {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+            if read.keys() != whole.keys() or not all(torch.equal(read[name], whole[name]) for name in whole):
+                raise DemoError(f"safetensors reads other weights from {folder} than the model has")
+        self.say(f"exported model     {folder}, {len(whole)} tensors, as safetensors reads them")
 
     def validate(self) -> float:
         """Mean loss over a few held-out batches, always the same ones."""

@@ -302,6 +302,8 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
                 if param.registered is at_rest and local.data_ptr() == address:
                     _refuse_resized(unit, param, local, group.shard_view(slot))
                 changed = changed or (local._base is None and local.data_ptr() != address)
+                # An empty shard has no address, wherever it is.
+                changed = changed or (local.device, local.dtype) != (group.shard.device, group.shard.dtype)
     for param, newcomer in replaced:
         set_label(param.at_rest, unit.name, param.fqn, "replaced")
         param.register(newcomer)

@@ -229,7 +229,10 @@ def _asynchronous(folder: str, process: bool) -> None:
     if process:  # which a rank of the tests, a daemon, may not start otherwise
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     stager = DefaultStager(StagingOptions(False, True, True, False))
-    response = dcp.async_save({"model": weights}, checkpoint_id=folder, async_checkpointer_type=kind, async_stager=stager)
+    group = dist.new_group(backend="gloo")  # collectives of two threads in one group would be paired wrongly
+    response = dcp.async_save(
+        {"model": weights}, checkpoint_id=folder, async_checkpointer_type=kind, async_stager=stager, process_group=group
+    )
     response.staging_completion.result()  # before parameters change
     _train(model, optimizer, range(1, 3))
     response.upload_completion.result()

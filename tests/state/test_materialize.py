@@ -172,6 +172,20 @@ def test_to_empty_and_loading_is_another_way() -> None:
 
 
 @spmd(ranks=2)
+def test_a_rank_of_which_all_shards_are_empty_follows_too() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 1))
+    fully_shard(model, policy={nn.Linear})
+    model.to_empty(device=current_device())
+    refresh(model)
+    model.double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    assert model(torch.ones(2, 4, device=current_device(), dtype=torch.float64)).tolist() == [[5.0], [5.0]]
+
+
+@spmd(ranks=2)
 def test_random_numbers_drawn_shard_by_shard_are_told_once() -> None:
     model = _on_meta("fully_shard")
     torch.manual_seed(0)
