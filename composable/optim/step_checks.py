@@ -65,7 +65,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     for parameter, label in labelled:
         if label.form != "at_rest" and not is_trained(parameter, label):
             raise OptimizerError(
-                f"{step}: {label} {_REPLACED[label.form]}, from model.parameters(). The step would train nothing"
+                f"{step}: {label} {_REPLACED[label.form]}, from model.parameters(), or call rebind_optimizer(). The step would train nothing"
             )
     managed = [parameter for parameter, label in labelled if label.form == "at_rest"]
     if not managed:

@@ -84,7 +84,7 @@ def _refusal(when: str) -> None:
     with pytest.raises(OptimizerError) as caught:
         optimizer.step()
     assert str(caught.value).startswith(f"SGD.step: {MADE[when][1]}")
-    assert str(caught.value).endswith("from model.parameters(). The step would train nothing")
+    assert str(caught.value).endswith("from model.parameters(), or call rebind_optimizer(). The step would train nothing")
     with torch.no_grad():
         torch.testing.assert_close(model(x), before, rtol=0, atol=0)
     another = _optimizer(model)

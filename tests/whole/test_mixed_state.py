@@ -118,7 +118,7 @@ def test_an_optimizer_made_before_an_annotation_came_to_cover_both_is_refused() 
     assert str(caught.value) == (
         "SGD.step: parameter 'weight' of unit 'tok_emb' is what modules compute with: the optimizer was made inside a forward "
         "or backward, or before an annotation came around both replicated and sharded modules. Make it after annotating, and "
-        "between steps, from model.parameters(). The step would train nothing"
+        "between steps, from model.parameters(), or call rebind_optimizer(). The step would train nothing"
     )
 
 
