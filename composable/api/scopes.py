@@ -74,8 +74,8 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
     """All-gather the parameters of every unit in `module`. Until `reshard(module)`, modules hold whole plain parameters.
 
     A forward with gradients, or a backward, in between uses these parameters, and reshards them as usual; forwards without
-    gradients keep them. All ranks call this together. Write to parameters when they are sharded: what is written to unsharded
-    ones is lost when they are resharded.
+    gradients keep them. All ranks call this together. What is written to unsharded parameters is lost when they are
+    resharded; edit them inside `unsharded(module)`.
 
     Args:
         module: an annotated module, or one that contains some.

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.optim import Optimizer
 
-from composable import full_state_dict, fully_shard, materialize
+from composable import EMA, full_state_dict, fully_shard, materialize
 from tests.helpers.world import Pool, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
 
@@ -266,6 +266,34 @@ def _hugging_face(folder: str) -> None:
 def test_safetensors_of_hugging_face_are_written_and_read(pool: Pool, device: str, tmp_path: Path) -> None:
     need_devices(device, 2)
     pool.run(2, _hugging_face, str(tmp_path), device=device)
+
+
+def _save_averages(folder: str) -> dict[str, Tensor]:
+    model = _annotated("fully_shard")
+    ema, optimizer = EMA(model, decay=0.5), _optimizer(model)
+    _train(model, optimizer, range(2))
+    ema.update()
+    dcp.save({"ema": ema.state_dict()}, checkpoint_id=folder)
+    with ema.swap():
+        return full_state_dict(model, rank0_only=False)
+
+
+def _load_averages(folder: str, expected: dict[str, Tensor]) -> None:
+    model = _annotated("hybrid", seed=1)
+    ema = EMA(model, decay=0.1)
+    loaded = {"ema": ema.state_dict()}
+    dcp.load(loaded, checkpoint_id=folder)
+    ema.load_state_dict(loaded["ema"])
+    assert ema.state_dict()["decay"] == 0.5
+    with ema.swap():
+        found = full_state_dict(model, rank0_only=False)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_averages_are_loaded_by_another_number_of_ranks(pool: Pool, device: str, tmp_path: Path) -> None:
+    need_devices(device, 4)
+    expected = pool.run(4, _save_averages, str(tmp_path), device=device)[0]
+    pool.run(2, _load_averages, str(tmp_path), expected, device=device)
 
 
 def _killed(folder: str, dies: bool) -> None:
