@@ -208,7 +208,9 @@ class _Materialization:
         for each in self._managed[unit]:
             at_rest = each.param.at_rest
             unset = each.fqn in self.missing  # nothing to gather yet
-            value = torch.empty(at_rest.shape, dtype=at_rest.dtype, device=unit.mesh_info.device) if unset else whole_of(at_rest)
+            value = (
+                torch.empty(at_rest.shape, dtype=at_rest.dtype, device=unit.mesh_info.device) if unset else whole_of(at_rest)
+            )
             whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
             self._shown[unit].append(whole)
             each.param.register(whole)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from tests.helpers.launched import launched
 from tests.helpers.world import Pool
@@ -45,8 +46,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_a_run_leaves_a_checkpoint_and_both_pictures(straight: Path) -> None:
-    assert sorted(path.name for path in straight.iterdir()) == ["checkpoint", "losses.png", "memory.png"]
+def test_a_run_leaves_a_checkpoint_the_exported_model_and_both_pictures(straight: Path) -> None:
+    assert sorted(path.name for path in straight.iterdir()) == ["checkpoint", "losses.png", "memory.png", "model-000008"]
+    exported = load_file(straight / "model-000008" / "model.safetensors")
+    assert exported["blocks.1.mlp.2.weight"].shape == (32, 128)
     shards = sorted(path.name for path in (straight / "checkpoint" / "step-000008").glob("*.distcp"))
     assert [name[:4] for name in shards] == ["__0_", "__1_"]  # one file per rank: nobody gathers the model to save it
 
