@@ -379,7 +379,8 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
                 at_rest = param.at_rest
                 assert isinstance(at_rest, DTensor)
                 local = local_of(at_rest)
-                first = local.flatten()[:8].double()  # of a shard that another rank has in another size, too
+                # A few, which a shard that another rank has in another size begins with, too.
+                first = local.flatten()[: 8 if at_rest.is_floating_point() else 0].double()
                 varies = local.numel() < at_rest.numel() and bool((first[1:] != first[:1]).any())
                 found.append(f"'{param.fqn}' of unit '{unit.name}'")
                 sums.append(int(first.sum().view(torch.int64)) if varies else comm.rank)

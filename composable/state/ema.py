@@ -101,6 +101,9 @@ class EMA:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take averages over, sharded in any way over the same ranks, or whole plain ones.
 
+        Args:
+            state_dict: what `state_dict` returned.
+
         Raises:
             KeyError: names are missing, or unknown.
         """

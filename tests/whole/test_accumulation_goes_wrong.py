@@ -178,7 +178,7 @@ trained on belong under torch.no_grad() or in evaluation mode. These gradients a
 def test_a_rank_that_alone_accumulates_gathers_nothing_that_another_sends_for_a_sum(pool: Pool, scheme: str) -> None:
     for (text,) in pool.run(2, _hold_alone, scheme, spoils=True):
         assert (
-            "The first difference is in launch 13: rank 0: gradient reduction of unit '3'; rank 1: all-gather of unit '" in text
+            "The first difference is in launch 14: rank 0: gradient reduction of unit '3'; rank 1: all-gather of unit '" in text
         )
 
 
