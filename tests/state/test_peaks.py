@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_leaves
 from composable import full_state_dict, fully_shard, materialize, stream_full, unsharded
 from tests.helpers.world import spmd
 
-WIDTH, UNITS = 64, 8
+WIDTH, UNITS = 64, 16
 UNIT = 4 * WIDTH * WIDTH  # bytes
+# An all-gather of torch's holds its input, its output and a copy; the backend's thread may let go of the last ones a little later.
+FEW = 6 * UNIT
 
 
 class Peak(TorchDispatchMode):
@@ -64,14 +66,14 @@ def test_whole_parameters_come_one_unit_at_a_time() -> None:
     if dist.get_rank() == 0:
         assert peak.bytes >= UNITS * UNIT
     else:
-        assert peak.bytes <= 3.1 * UNIT, "edits come one parameter at a time"
+        assert peak.bytes <= FEW, "edits come one parameter at a time"
     with Peak() as peak:
         for _ in stream_full(model):
             pass
-    assert UNIT <= peak.bytes <= 3.1 * UNIT
+    assert UNIT <= peak.bytes <= FEW
     with Peak() as peak:
         full_state_dict(model)
-    assert peak.bytes <= (UNITS * UNIT if dist.get_rank() == 0 else 0) + 3.1 * UNIT
+    assert peak.bytes <= (UNITS * UNIT if dist.get_rank() == 0 else 0) + FEW
 
 
 @spmd(ranks=2)
