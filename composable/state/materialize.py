@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
+from composable.engine.param import unit_of
 from composable.engine.root import Root
 from composable.engine.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, few
@@ -141,7 +142,9 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
             if parameter is not None and parameter.is_meta:
                 new = made.get(id(parameter))
                 if new is None:
-                    empty = torch.empty_like(parameter, device=device)
+                    unit = unit_of(parameter)
+                    offloaded = unit is not None and unit.is_sharded and unit.spec.offload is not None
+                    empty = torch.empty_like(parameter, device="cpu" if offloaded else device)
                     new = made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 setattr(module, name, new)
         for name, buffer in module._buffers.items():

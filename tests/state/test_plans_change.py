@@ -64,7 +64,7 @@ def _goes_on(plans: list[str], kind: str) -> None:
         losses += _train(model, optimizer, 2, start=2 * number)
     torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
     for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(full(parameter.detach()), other.detach(), rtol=1e-3, atol=1e-4, msg=name)
+        torch.testing.assert_close(full(parameter.detach()).cpu(), other.detach().cpu(), rtol=1e-3, atol=1e-4, msg=name)
     for group, other_group in zip(optimizer.param_groups, reference.param_groups, strict=True):
         assert {key: value for key, value in group.items() if key != "params"} == {
             key: value for key, value in other_group.items() if key != "params"

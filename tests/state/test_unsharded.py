@@ -89,7 +89,7 @@ def _gradients(plan: str) -> None:
         if dist.get_rank() == 0:
             for name, parameter in model.named_parameters():
                 assert parameter.grad is not None
-                torch.testing.assert_close(parameter.grad, before[name], rtol=0, atol=0)
+                torch.testing.assert_close(parameter.grad.cpu(), before[name].cpu(), rtol=0, atol=0)
             model.blocks[0].up.weight.grad = torch.ones_like(model.blocks[0].up.weight)
             assert model.blocks[0].up.bias.grad is not None
             model.blocks[0].up.bias.grad.fill_(2.0)
