@@ -18,7 +18,7 @@ from composable.comm import Comm
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.errors import RanksDisagreeError, first_line
-from composable.state.whole import refuse_while_running, whole_of
+from composable.state.whole import require_at_rest, whole_of
 
 SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 
@@ -27,7 +27,8 @@ def stream_full(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterat
     """Yield `(fqn, whole tensor)` for each tensor in the state dict, gathering one at a time: for weight sync and export.
 
     All ranks iterate together, to the end. A tensor is on the device of its shards, and nothing keeps it once the next one is
-    asked for, so that the memory needed is that of the largest tensor.
+    asked for, so that the memory needed is that of the largest tensor. What every rank has whole is the model's own: do not write
+    to it.
 
     Args:
         model: an annotated module, or one that contains some.
@@ -42,7 +43,7 @@ def stream_full(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterat
         ...     engine.load_weight(fqn, tensor)
     """
     model = unwrapped(model)
-    refuse_while_running("stream_full", units_in("stream_full", model))
+    require_at_rest("stream_full", units_in("stream_full", model))
     return _stream(_tensors_in(model), dtype)
 
 
@@ -81,7 +82,7 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     """
     model = unwrapped(model)
     units = units_in("full_state_dict", model)
-    refuse_while_running("full_state_dict", units)
+    require_at_rest("full_state_dict", units)
     everything = model.state_dict()
     keep = not rank0_only or units[0].mesh_info.all.rank == 0
     full: dict[str, Any] = dict.fromkeys(everything) if keep else {}
@@ -131,12 +132,14 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
         raise ImportError("export needs the package safetensors: pip install 'torch-composable[export]'") from error
     model = unwrapped(model)
     units = units_in("export", model)
-    refuse_while_running("export", units)
+    require_at_rest("export", units)
     comm = units[0].mesh_info.all
     rank, ranks = comm.rank, comm.size
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
-    tensors = {name: _tensors_in(model)[name] for name in _first_names(model)}
+    tensors = _tensors_in(model)
+    for name in _again(model):
+        tensors.pop(name, None)
 
     def prepare() -> None:
         if target.exists() and any(target.iterdir()):
@@ -184,17 +187,11 @@ def _file_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
-def _first_names(model: nn.Module) -> list[str]:
-    """List the names in the state dict without those of tied parameters and buffers after their first: a file holds no tensor twice."""
+def _again(model: nn.Module) -> list[str]:
+    """List the names of tied parameters and buffers after their first: a file holds no tensor twice."""
     first: dict[int, str] = {}
-    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        first.setdefault(id(tensor), name)
-    again = {
-        name
-        for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-        if first[id(tensor)] != name
-    }
-    return [name for name in _tensors_in(model) if name not in again]
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return [name for name, tensor in named if first.setdefault(id(tensor), name) != name]
 
 
 def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:

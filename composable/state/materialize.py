@@ -24,7 +24,7 @@ from composable.engine.param import unit_of
 from composable.engine.root import Root
 from composable.engine.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, few
-from composable.state.whole import Managed, managed_in, refuse_while_running, whole_of, write_whole
+from composable.state.whole import Managed, managed_in, require_at_rest, whole_of, write_whole
 
 Init = Callable[[nn.Module], object]
 
@@ -81,7 +81,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     """
     model = unwrapped(model)
     units = units_in("materialize", model)
-    refuse_while_running("materialize", units)
+    require_at_rest("materialize", units)
     _compare_random_states(units)
     fresh = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
     modules = [module for module in _children_first(model) if any(t.is_meta for t in (*module.parameters(), *module.buffers()))]
@@ -124,7 +124,7 @@ def refresh(model: nn.Module) -> None:
         >>> optimizer = torch.optim.AdamW(model.parameters())
     """
     units = units_in("refresh", model)
-    refuse_while_running("refresh", units)
+    require_at_rest("refresh", units)
     for unit in units:
         if unit.root is None:
             Root.plan(unit, unit.modules[0])

@@ -39,13 +39,9 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     model = unwrapped(model)
     named = dict(model.named_parameters(remove_duplicate=False))
     current = {id(parameter) for parameter in named.values()}
-    replaced: dict[int, nn.Parameter] = {}
-    for parameter in named.values():
-        unit = unit_of(parameter)
-        for param in unit.params if unit is not None else ():
-            original = param.original()
-            if original is not None and param.at_rest is parameter:
-                replaced[id(original)] = parameter
+    units = [unit for unit in dict.fromkeys(map(unit_of, named.values())) if unit is not None]
+    managed = [param for unit in units for param in unit.params if id(param.at_rest) in current]
+    replaced = {id(original): param.at_rest for param in managed if (original := param.original()) is not None}
 
     def successor(parameter: Tensor) -> nn.Parameter | None:
         if id(parameter) in current:

@@ -15,10 +15,11 @@ from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.engine.loading import shard_like
+from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in
 from composable.engine.unit import Unit
 from composable.errors import ForeignParameterError, PhaseError
 from composable.memory.torch_private import local_of
-from composable.state.whole import Managed, managed_in, refuse_while_running, whole_of, write_whole
+from composable.state.whole import Managed, managed_in, require_at_rest, whole_of, write_whole
 
 _SCOPE: Final = "unsharded()"
 
@@ -74,16 +75,15 @@ def unsharded(
     if not recurse:
         own = [annotation.state for annotation in registry(module).values()]
         units = [unit for unit in units if unit in own]
-    refuse_while_running("unsharded", units)
-    shown = [
-        each
-        for managed in managed_in("unsharded", module)
-        if managed.unit in units and not managed.unit.shown_by
-        if (each := _show(managed, writeback, rank0_only, offload_to_cpu, with_grads)) is not None
-    ]
-    for unit in (mine := list(dict.fromkeys(each.managed.unit for each in shown))):
-        unit.shown_by = _SCOPE
+    require_at_rest("unsharded", units)
+    mine = [unit for unit in units if not unit.shown_by]
+    managed = [each for each in managed_in("unsharded", module) if each.unit in mine]
+    if with_grads:
+        _refuse_accumulated(managed)
+    shown: list[_Shown] = []
     try:
+        for param in managed:
+            _show(param, shown, writeback, rank0_only, offload_to_cpu, with_grads)
         yield
     except BaseException:
         _hide(shown, mine)
@@ -92,31 +92,46 @@ def unsharded(
     if writeback:
         for each in shown:
             _check_edit(each)
-        for unit in mine:
+        for unit in dict.fromkeys(each.managed.unit for each in shown):
             edited = [each for each in shown if each.managed.unit is unit]
             if with_grads or rank0_only or _is_edited(unit, edited):
                 for each in edited:
                     _write_back(each, rank0_only=rank0_only, with_grads=with_grads)
 
 
+def _refuse_accumulated(managed: list[Managed]) -> None:
+    for each in managed:
+        if is_unreduced(each.param.at_rest.grad) or holds_unreduced(each.param.at_rest):
+            raise PhaseError(
+                f"unsharded: the gradient of '{each.fqn}' (unit '{each.unit.name}') was accumulated under no_sync and is not "
+                "reduced. Call reduce_gradients(model) first, on all ranks, or zero_grad()"
+            )
+
+
 @torch.no_grad()
-def _show(managed: Managed, writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> _Shown | None:
+def _show(
+    managed: Managed, shown: list[_Shown], writeback: bool, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> None:
     at_rest, comm = managed.param.at_rest, managed.unit.mesh_info.all
     if not isinstance(at_rest, DTensor) and writeback and not offload_to_cpu and not rank0_only:
-        return None  # the user's own parameter, which edits reach
+        return  # the user's own parameter, which edits reach
     gradient = at_rest.grad if with_grads else None
     value = whole_of(at_rest)
     whole_gradient = None if gradient is None else whole_of(gradient)
     version = _version(at_rest)
+    managed.unit.shown_by = _SCOPE
     if rank0_only and comm.rank:
-        return _Shown(managed, at_rest, version)
+        shown.append(_Shown(managed, at_rest, version))
+        return
     if offload_to_cpu:
         value = value.cpu()
         whole_gradient = None if whole_gradient is None else whole_gradient.cpu()
     whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
-    whole.grad = whole_gradient
+    if whole_gradient is not None:
+        keep_gradients_in(whole_gradient.dtype, whole)
+        whole.grad = whole_gradient
     managed.param.register(whole)
-    return _Shown(managed, whole, version)
+    shown.append(_Shown(managed, whole, version))
 
 
 def _hide(shown: list[_Shown], units: list[Unit]) -> None:
@@ -150,14 +165,16 @@ def _check_edit(each: _Shown) -> None:
 @torch.no_grad()
 def _is_edited(unit: Unit, shown: list[_Shown]) -> bool:
     """Whether any rank's shards change: all ranks write or none, and nothing that backward still needs without a reason."""
-    mine = 0
-    for each in shown:
+
+    def differs(each: _Shown) -> bool:
         at_rest = each.managed.param.at_rest
-        if each.whole is not at_rest:
-            local = local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest
-            cut = shard_like(each.whole, at_rest, local.device).to_local() if isinstance(at_rest, DTensor) else each.whole
-            mine |= not torch.equal(local, cut.to(local.device))
-    return unit.mesh_info.all.min_max([int(mine)], f"comparison of edits of unit '{unit.name}'")[1][0] > 0
+        if not isinstance(at_rest, DTensor):
+            return not torch.equal(at_rest, each.whole.to(at_rest.device))
+        local = local_of(at_rest)
+        return not torch.equal(local, local_of(shard_like(each.whole, at_rest, local.device)))
+
+    mine = int(any(map(differs, shown)))
+    return unit.mesh_info.all.min_max([mine], f"comparison of edits of unit '{unit.name}'")[1][0] > 0
 
 
 @torch.no_grad()
@@ -174,7 +191,12 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
         value = value.to(device).contiguous()
         comm.broadcast([value, has_gradient] if with_grads else [value], f"edits of '{managed.fqn}'")
         if with_grads and bool(has_gradient):
-            gradient = torch.empty_like(value) if comm.rank or gradient is None else gradient.to(device).contiguous()
+            dtype = value.dtype if at_rest.grad is None else at_rest.grad.dtype
+            gradient = (
+                torch.empty_like(value, dtype=dtype)
+                if gradient is None or comm.rank
+                else gradient.to(device, dtype).contiguous()
+            )
             comm.broadcast([gradient], f"edited gradient of '{managed.fqn}'")
         else:
             gradient = None

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.engine.loading import shard_like
-from composable.engine.param import ManagedParam, gradient_like, is_unreduced
+from composable.engine.param import ManagedParam, gradient_like
 from composable.engine.unit import Unit
 from composable.errors import PhaseError
 from composable.memory.torch_private import in_backward, local_of
@@ -70,15 +70,9 @@ def managed_in(verb: str, model: nn.Module) -> Iterator[Managed]:
                 yield Managed(found[0], unit, param)
 
 
-def refuse_while_running(verb: str, units: list[Unit]) -> None:
-    """At-rest parameters are registered, and gradients are reduced, or there is an error."""
+def require_at_rest(verb: str, units: list[Unit]) -> None:
+    """Let modules hold their at-rest parameters; inside of a forward or backward that is an error."""
     for unit in units:
         if unit.depth or in_backward():
             raise PhaseError(f"{verb} was called inside of the forward or backward of unit '{unit.name}'; call it outside")
-        for param in unit.params:
-            if is_unreduced(param.at_rest.grad):
-                raise PhaseError(
-                    f"{verb}: the gradient of '{param.fqn}' (unit '{unit.name}') was accumulated under no_sync and is not reduced. "
-                    "Call reduce_gradients(model) first, on all ranks, or zero_grad()"
-                )
         unit.swap_out()

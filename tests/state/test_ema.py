@@ -6,11 +6,13 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from composable import EMA, full_state_dict, fully_shard
+from composable.comm import ledger_of
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.world import Pool, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
@@ -82,6 +84,12 @@ def test_an_exception_inside_the_scope_gives_the_values_back() -> None:
 def test_averages_are_shards_and_need_no_message() -> None:
     model = fully_shard(plain(), policy={Block})
     ema = EMA(model, decay=0.5)
+    _steps(model, ema, 1)
+    before = ledger_of(dist.group.WORLD).count
+    ema.update()
+    with ema.swap():
+        pass
+    assert ledger_of(dist.group.WORLD).count == before
     averages = ema.state_dict()["averages"]
     assert isinstance(averages["blocks.0.up.weight"], DTensor)
     assert "head.weight" not in averages, "a tied parameter has one average"

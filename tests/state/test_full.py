@@ -114,7 +114,7 @@ def _exported(folder: Path) -> dict[str, Tensor]:
 def _export(plan: str, folder: str, monkeypatched: bool) -> None:
     model = _annotated(plan)
     before = full.SMALLEST_FILE
-    full.SMALLEST_FILE = 400 if monkeypatched else before  # type: ignore[misc]
+    full.SMALLEST_FILE = 100 if monkeypatched else before  # type: ignore[misc]
     try:
         export(model, folder, dtype=torch.bfloat16)
     finally:
@@ -137,7 +137,7 @@ def test_an_exported_folder_is_read_by_safetensors(
     need_devices(device, 2)
     folder = tmp_path / "model"
     pool.run(2, _export, plan, str(folder), in_many_files, device=device)
-    assert len(list(folder.glob("*.safetensors"))) == (2 if in_many_files else 1) or in_many_files
+    assert (len(list(folder.glob("*.safetensors"))) > 1) is in_many_files
     assert not folder.with_name("model.partial").exists()
 
 
@@ -149,7 +149,7 @@ def _killed(folder: str) -> None:
 
     if dist.get_rank() == 1:
         safetensors.torch.save_file = die
-    full.SMALLEST_FILE = 400  # type: ignore[misc]
+    full.SMALLEST_FILE = 100  # type: ignore[misc]
     export(model, folder)
 
 

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composable import full_state_dict, no_sync, unsharded
+from composable import MixedPrecisionPolicy, full_state_dict, fully_shard, no_sync, unsharded
 from composable.errors import ForeignParameterError, NotAnnotatedError, PhaseError
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, need_devices, spmd
-from tests.state.models import PLANS, Net, plain, tokens
+from tests.state.models import PLANS, Block, Net, plain, tokens
 
 _CHOICES = [
     pytest.param({}, id="defaults"),
@@ -185,6 +185,34 @@ def test_accumulated_gradients_and_plain_models_are_refused() -> None:
         pass
     with pytest.raises(NotAnnotatedError, match=r"^unsharded: "), unsharded(nn.Linear(2, 2)):
         pass
+
+
+@spmd(ranks=2)
+def test_accumulated_gradients_are_in_nobodys_way_unless_they_are_shown() -> None:
+    model = _annotated("fully_shard")
+    with no_sync(model):
+        model(tokens(0)).sum().backward()
+    with torch.no_grad(), unsharded(model):
+        model.blocks[0].scale.fill_(2.0)
+    assert full_state_dict(model, rank0_only=False)["blocks.0.scale"].item() == 2.0
+    model(tokens(0)).sum().backward()
+
+
+@spmd(ranks=2)
+def test_gradients_of_another_dtype_are_sent_in_it() -> None:
+    model = plain()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16, keep_grads_in_reduce_dtype=True)
+    fully_shard(model, policy={Block}, mp_policy=policy)
+    model(tokens(0)).sum().backward()
+    with torch.no_grad(), unsharded(model, with_grads=True, rank0_only=True):
+        if dist.get_rank() == 0:
+            gradient = model.blocks[0].up.bias.grad
+            assert gradient is not None
+            assert gradient.dtype == torch.bfloat16
+            gradient.fill_(3.0)
+    assert model.blocks[0].up.bias.grad is not None
+    assert model.blocks[0].up.bias.grad.dtype == torch.bfloat16
+    assert (full(model.blocks[0].up.bias.grad) == 3).all()
 
 
 @spmd(ranks=2)
