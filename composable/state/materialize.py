@@ -89,16 +89,18 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     _give_memory(model, device)
     refresh(model)
     state = _Materialization(model, fresh)
+    around = _transformers_around(model) if init is None else {}
     try:
         for module in modules:
-            initialise = _initialiser(model, module) if init is None else partial(init, module)
+            initialise = _own_initialiser(module, around.get(id(module))) if init is None else partial(init, module)
             if initialise is not None:
                 state.run(module, initialise)
     finally:
         state.finish()
-    if state.missing:
+    missing = state.missing()
+    if missing:
         raise PhaseError(
-            f"materialize: no initialiser wrote to {few(list(map(repr, state.missing)))}, so that it holds what was in memory "
+            f"materialize: no initialiser wrote to {few(list(map(repr, missing)))}, so that it holds what was in memory "
             "before. Pass init= with a function that fills it, also buffers that __init__ computes (rotary embeddings), or build "
             "that module on a real device"
         )
@@ -153,15 +155,18 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
 
 
 class _Materialization:
-    """Registers whole parameters of the units that an initialiser writes to, and stand-ins on the meta device for all others.
-
-    Attributes:
-        missing: by name, what was on the meta device and has not been written to.
-    """
+    """Registers whole parameters of the units that an initialiser writes to, and stand-ins on the meta device for all others."""
 
     def __init__(self, model: nn.Module, fresh: Sequence[str]) -> None:
-        self.missing = {name: _tensor_at(model, name) for name in fresh}
+        self._fresh = {name: _tensor_at(model, name) for name in fresh}  # what was on the meta device
+        self._written: dict[int, None] = {}  # storages of those of them that every rank has whole
+        self._kept: dict[str, None] = {}  # names of parameters whose shards have values
         self._model = model
+        self._devices = [*dict.fromkeys(tensor.device for tensor in (*model.parameters(), *model.buffers()))]
+        self._unit_at: dict[int, Unit] = {}  # by the storage of what is registered
+        self._storage_of: dict[str, int] = {}  # the same, by name
+        plain = [tensor for tensor in self._fresh.values() if tensor is not None and not isinstance(tensor, DTensor)]
+        self._plain = dict.fromkeys(map(_storage, plain))
         self._managed: dict[Unit, list[Managed]] = {}
         self._unit_of: dict[int, Unit] = {}  # by module: the innermost unit around it
         self._shown: dict[Unit, list[nn.Parameter]] = {}  # the whole parameters that are registered
@@ -178,17 +183,15 @@ class _Materialization:
         for other in [*self._shown]:
             if other not in needed:
                 self._hide(other)
-        before = _random_state(self._model)
+        before = _random_state(self._devices)
         while True:
             for each in needed:
                 if each not in self._shown:
                     self._show(each)
             with _Writes() as writes:
                 initialise()
-            more = [
-                each for each, members in self._managed.items()
-                if each not in needed and any(r in writes.storages for m in members for r in _registered(m))
-            ]  # fmt: skip
+            found = dict.fromkeys(self._unit_at[each] for each in writes.storages if each in self._unit_at)
+            more = [each for each in found if each not in needed]
             if not more:
                 break
             _set_random_state(before)
@@ -197,26 +200,19 @@ class _Materialization:
             needed += more
         for each in needed:
             self._keep(each, writes.storages)
-        for name, tensor in [*self.missing.items()]:
-            now = _tensor_at(self._model, name)
-            if (
-                tensor is not None
-                and not isinstance(tensor, DTensor)
-                and (now is not tensor or _storage(now) in writes.storages)
-            ):
-                del self.missing[name]
+        self._written.update(dict.fromkeys(each for each in writes.storages if each in self._plain))
 
     def _show(self, unit: Unit) -> None:
         self._shown[unit] = []
         for each in self._managed[unit]:
             at_rest = each.param.at_rest
-            unset = each.fqn in self.missing  # nothing to gather yet
+            unset = each.fqn in self._fresh and each.fqn not in self._kept  # nothing to gather yet
             value = (
                 torch.empty(at_rest.shape, dtype=at_rest.dtype, device=unit.mesh_info.device) if unset else whole_of(at_rest)
             )
             whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
             self._shown[unit].append(whole)
-            each.param.register(whole)
+            self._register(each, whole)
 
     def _keep(self, unit: Unit, written: Mapping[int, None]) -> None:
         for each, whole in zip(self._managed[unit], self._shown[unit], strict=True):
@@ -224,24 +220,35 @@ class _Materialization:
             assert registered is not None
             if registered is not whole or _storage(whole) in written:
                 write_whole(registered, each.param.at_rest)
-                self.missing.pop(each.fqn, None)
+                self._kept[each.fqn] = None
 
     def _hide(self, unit: Unit) -> None:
         self._shown.pop(unit, None)
         for each in self._managed[unit]:
             at_rest = each.param.at_rest
             stand_in = torch.empty(at_rest.shape, dtype=at_rest.dtype, device="meta")
-            each.param.register(nn.Parameter(stand_in, requires_grad=at_rest.requires_grad))
+            self._register(each, nn.Parameter(stand_in, requires_grad=at_rest.requires_grad))
+
+    def _register(self, managed: Managed, parameter: nn.Parameter) -> None:
+        # A storage that was freed must not be found again: another tensor may get its number, on one rank only.
+        self._unit_at.pop(self._storage_of.get(managed.fqn, 0), None)
+        managed.param.register(parameter)
+        self._storage_of[managed.fqn] = key = _storage(parameter)
+        self._unit_at[key] = managed.unit
+
+    def missing(self) -> list[str]:
+        """Names of what was on the meta device and was not written to."""
+        return [
+            name
+            for name, tensor in self._fresh.items()
+            if tensor is not None and name not in self._kept and _tensor_at(self._model, name) is tensor
+            and (isinstance(tensor, DTensor) or _storage(tensor) not in self._written)
+        ]  # fmt: skip
 
     def finish(self) -> None:
         for members in self._managed.values():
             for each in members:
                 each.param.register(each.param.at_rest)
-
-
-def _registered(managed: Managed) -> list[int]:
-    registered = managed.param.registered
-    return [] if registered is None else [_storage(registered)]
 
 
 def _tensor_at(model: nn.Module, name: str) -> Tensor | None:
@@ -264,13 +271,17 @@ def _children_first(model: nn.Module) -> Iterator[nn.Module]:
     return visit(model)
 
 
-def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | None:
+def _transformers_around(model: nn.Module) -> dict[int, nn.Module]:
+    """By module, the innermost model of transformers around it, whose `_init_weights` fills it."""
+    whole = [each for each in model.modules() if hasattr(each, "_init_weights") and hasattr(each, "config")]
+    return {id(below): each for each in whole for below in each.modules()}
+
+
+def _own_initialiser(module: nn.Module, around: nn.Module | None) -> Callable[[], object] | None:
     """Find what a module is initialised by: the method of the transformers model around it, or its own."""
-    around = [each for each in model.modules() if hasattr(each, "_init_weights") and hasattr(each, "config")]
-    for each in reversed(around):
-        if any(below is module for below in each.modules()):
-            whole_models: Callable[[nn.Module], object] = each._init_weights  # type: ignore[assignment]
-            return partial(whole_models, module)
+    if around is not None:
+        fill: Callable[[nn.Module], object] = around._init_weights  # type: ignore[assignment]
+        return partial(fill, module)
     for name in ("reset_parameters", "_reset_parameters"):
         method: Callable[[], object] | None = getattr(module, name, None)
         if callable(method):
@@ -281,10 +292,10 @@ def _initialiser(model: nn.Module, module: nn.Module) -> Callable[[], object] | 
 # --- random states ----------------------------------------------------------------------------------------------------
 
 
-def _random_state(model: nn.Module) -> list[tuple[Any, Tensor]]:
+def _random_state(devices: Sequence[torch.device]) -> list[tuple[Any, Tensor]]:
     """Of the host, and of the devices that the model is on, with what sets each."""
     states: list[tuple[Any, Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
-    for device in dict.fromkeys(tensor.device for tensor in (*model.parameters(), *model.buffers())):
+    for device in devices:
         if device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device)
             states.append((partial(module.set_rng_state, device=device), module.get_rng_state(device)))
