@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim import Optimizer
 
 from composable import CPUOffloadPolicy, fully_shard, replicate
 from tests.helpers.world import current_device
@@ -76,6 +77,18 @@ def plain(seed: int = 0) -> Net:
 
 def tokens(seed: int) -> Tensor:
     return torch.randint(7, (6,), generator=torch.Generator().manual_seed(seed)).to(current_device())
+
+
+def train(model: nn.Module, optimizer: Optimizer, steps: Iterable[int]) -> list[float]:
+    """The losses of these steps. Every rank has the same batch, so that one process's losses are those of all."""
+    losses = []
+    for step in steps:
+        loss = nn.functional.cross_entropy(model(tokens(step)), tokens(step + 100))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def _hybrid(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from composable import EMA, full_state_dict, fully_shard, materialize
 from tests.helpers.world import Pool, need_devices, spmd
-from tests.state.models import PLANS, Block, Net, plain, tokens
+from tests.state.models import PLANS, Block, Net, plain, train
 
 # What torch's checkpoints warn of by themselves.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -39,20 +39,13 @@ def _optimizer(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05)
 
 
-def _train(model: nn.Module, optimizer: Optimizer, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        loss = nn.functional.cross_entropy(model(tokens(step)), tokens(step + 100))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _annotated(plan: str | None, seed: int = 0) -> Net:
     model = plain(seed)
-    if plan is not None:
+    if plan == "fsdp2":
+        for block in model.blocks:
+            fsdp2(block)
+        fsdp2(model)
+    elif plan is not None:
         PLANS[plan](model)
     return model
 
@@ -60,10 +53,10 @@ def _annotated(plan: str | None, seed: int = 0) -> Net:
 def _save(plan: str, folder: str) -> list[float]:
     model = _annotated(plan)
     optimizer = _optimizer(model)
-    _train(model, optimizer, range(2))
+    train(model, optimizer, range(2))
     weights, state = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    return _train(model, optimizer, range(2, 4))
+    return train(model, optimizer, range(2, 4))
 
 
 def _resume(plan: str | None, folder: str) -> list[float]:
@@ -73,7 +66,7 @@ def _resume(plan: str | None, folder: str) -> list[float]:
     loaded: dict[str, Any] = {"model": weights, "optimizer": state}
     dcp.load(loaded, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    return _train(model, optimizer, range(2, 4))
+    return train(model, optimizer, range(2, 4))
 
 
 @pytest.mark.parametrize("saved", ["fully_shard", "hybrid", "replicate inside fully_shard"])
@@ -91,40 +84,17 @@ def test_another_number_of_ranks_and_another_plan_train_on(pool: Pool, saved: st
                 torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-6, msg=f"{plan} on {ranks} ranks")
 
 
-def _written_by_torch(folder: str) -> list[float]:
-    model = plain()
-    for block in model.blocks:
-        fsdp2(block)
-    fsdp2(model)
-    optimizer = _optimizer(model)
-    _train(model, optimizer, range(2))
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    return _train(model, optimizer, range(2, 4))
-
-
-def _read_by_torch(folder: str) -> list[float]:
-    model = plain(9)
-    for block in model.blocks:
-        fsdp2(block)
-    fsdp2(model)
-    optimizer = _optimizer(model)
-    weights, state = get_state_dict(model, optimizer)
-    loaded: dict[str, Any] = {"model": weights, "optimizer": state}
-    dcp.load(loaded, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-    return _train(model, optimizer, range(2, 4))
-
-
 def test_checkpoints_go_to_and_from_fsdp2(pool: Pool, device: str, tmp_path: Path) -> None:
     need_devices(device, 2)
-    theirs = pool.run(2, _written_by_torch, str(tmp_path / "theirs"), device=device)
-    ours = pool.run(2, _save, "fully_shard", str(tmp_path / "ours"), device=device)
-    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(
-        pool.run(2, _resume, "fully_shard", str(tmp_path / "theirs"), device=device), theirs, rtol=1e-4, atol=1e-6
-    )
-    torch.testing.assert_close(pool.run(2, _read_by_torch, str(tmp_path / "ours"), device=device), theirs, rtol=1e-4, atol=1e-6)
+    theirs, ours = str(tmp_path / "theirs"), str(tmp_path / "ours")
+    expected = pool.run(2, _save, "fsdp2", theirs, device=device)
+    losses = [
+        pool.run(2, _save, "fully_shard", ours, device=device),
+        pool.run(2, _resume, "fully_shard", theirs, device=device),
+        pool.run(2, _resume, "fsdp2", ours, device=device),
+    ]
+    for each in losses:
+        torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-6)
 
 
 def _plain_file(folder: str) -> None:
@@ -209,7 +179,7 @@ def _optimizer_state_by_name() -> None:
     model = _annotated("fully_shard")
     model.blocks[0].up.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
-    _train(model, optimizer, range(1))
+    train(model, optimizer, range(1))
     state = get_optimizer_state_dict(model, optimizer)
     assert "blocks.1.up.weight" in state["state"]
     assert "blocks.0.up.weight" not in state["state"]
@@ -223,7 +193,7 @@ def test_optimizer_state_goes_by_name_and_leaves_frozen_parameters_out() -> None
 def _asynchronous(folder: str, process: bool) -> None:
     model = _annotated("fully_shard")
     optimizer = _optimizer(model)
-    _train(model, optimizer, range(1))
+    train(model, optimizer, range(1))
     weights = get_model_state_dict(model)
     expected = full_state_dict(model, rank0_only=False)
     kind = AsyncCheckpointerType.PROCESS if process else AsyncCheckpointerType.THREAD
@@ -235,7 +205,7 @@ def _asynchronous(folder: str, process: bool) -> None:
         {"model": weights}, checkpoint_id=folder, async_checkpointer_type=kind, async_stager=stager, process_group=group
     )
     response.staging_completion.result()  # before parameters change
-    _train(model, optimizer, range(1, 3))
+    train(model, optimizer, range(1, 3))
     response.upload_completion.result()
     stager.close()
     other = _annotated("fully_shard", seed=1)
@@ -282,7 +252,7 @@ def test_safetensors_of_hugging_face_are_written_and_read(pool: Pool, consolidat
 def _save_averages(folder: str) -> dict[str, Tensor]:
     model = _annotated("fully_shard")
     ema, optimizer = EMA(model, decay=0.5), _optimizer(model)
-    _train(model, optimizer, range(2))
+    train(model, optimizer, range(2))
     ema.update()
     dcp.save({"ema": ema.state_dict()}, checkpoint_id=folder)
     with ema.swap():

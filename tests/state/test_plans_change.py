@@ -15,7 +15,7 @@ from composable import fully_shard, rebind_optimizer, refresh, registry, remove,
 from composable.errors import OptimizerError
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, need_devices, spmd
-from tests.state.models import PLANS, Block, Net, plain, tokens
+from tests.state.models import PLANS, Block, Net, plain, train
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.05),
@@ -30,18 +30,6 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 }
 
 
-def _train(model: nn.Module, optimizer: Optimizer, steps: int, start: int = 0) -> list[float]:
-    """Every rank has the same batch, so that one process's losses are those of all."""
-    losses = []
-    for step in range(start, start + steps):
-        loss = nn.functional.cross_entropy(model(tokens(step)), tokens(step + 100))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _undo(model: Net) -> None:
     for module in reversed(list(model.modules())):
         for verb in (fully_shard, replicate):
@@ -52,16 +40,16 @@ def _undo(model: Net) -> None:
 def _goes_on(plans: list[str], kind: str) -> None:
     expected = plain()
     reference = OPTIMIZERS[kind](expected)
-    wanted = _train(expected, reference, 2 * (len(plans) + 1))
+    wanted = train(expected, reference, range(2 * (len(plans) + 1)))
     model = plain()
     optimizer = OPTIMIZERS[kind](model)
-    losses = _train(model, optimizer, 2)
+    losses = train(model, optimizer, range(2))
     for number, plan in enumerate(plans, start=1):
         if number > 1:
             _undo(model)
         PLANS[plan](model)
         rebind_optimizer(optimizer, model)
-        losses += _train(model, optimizer, 2, start=2 * number)
+        losses += train(model, optimizer, range(2 * number, 2 * number + 2))
     torch.testing.assert_close(losses, wanted, rtol=1e-4, atol=1e-5)
     for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(full(parameter.detach()).cpu(), other.detach().cpu(), rtol=1e-3, atol=1e-4, msg=name)
@@ -94,7 +82,7 @@ def test_training_under_one_plan_goes_on_under_another(pool: Pool, first: str, s
 def test_state_is_cut_like_the_parameter() -> None:
     model = plain()
     optimizer = torch.optim.AdamW(model.parameters())
-    _train(model, optimizer, 1)
+    train(model, optimizer, range(1))
     fully_shard(model, policy={Block})
     rebind_optimizer(optimizer, model)
     for parameter in model.parameters():
@@ -105,7 +93,7 @@ def test_state_is_cut_like_the_parameter() -> None:
         assert average.to_local().shape == parameter.to_local().shape
         assert average.to_local().untyped_storage().nbytes() == average.to_local().nbytes, "the whole is freed"
     rebind_optimizer(optimizer, model)  # again: nothing to do
-    _train(model, optimizer, 1)
+    train(model, optimizer, range(1))
 
 
 @spmd(ranks=2)
@@ -129,7 +117,7 @@ def test_frozen_replaced_and_moved_parameters_are_adopted_at_once() -> None:
     assert full(model.blocks[0].scale.detach()).item() == 2.0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     frozen = full(model.blocks[1].up.weight.detach()).clone()
-    _train(model, optimizer, 1)
+    train(model, optimizer, range(1))
     assert torch.equal(full(model.blocks[1].up.weight.detach()), frozen)
     model.double()
     refresh(model)
