@@ -68,6 +68,7 @@ def _tests(*arguments: str) -> tuple[str, ...]:
     return ("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
 
 
+_ON_CUDA = ("--device", "cuda", "-k", "cuda")
 # Ranks share a device where there is one only, and everything takes longer there.
 _PATIENT = {"COMPOSABLE_TEST_TIMEOUT": "240"}
 _OURS = ("--contenders", "composable,composable-keep,composable-replicate")
@@ -78,21 +79,21 @@ CHECKS = (
     Check(
         "host-waits",
         "no step makes the host wait for the device (`torch.cuda.set_sync_debug_mode`)",
-        _tests("tests/whole/test_host_waits.py"),
+        _tests(*_ON_CUDA, "tests/whole/test_host_waits.py"),
         _PATIENT,
         rehearsal=_tests("tests/whole/test_host_waits.py", "--collect-only"),
     ),
     Check(
         "parity",
         "training agrees with one process, two and four ranks over NCCL",
-        _tests("-k", "cuda", "tests/whole/test_parity.py"),
+        _tests(*_ON_CUDA, "tests/whole/test_parity.py"),
         _PATIENT,
         rehearsal=_tests("-k", "cpu", "tests/whole/test_parity.py", "--collect-only"),
     ),
     Check(
         "tests",
         "every test that a device can run passes there",
-        _tests("-k", "cuda", "tests"),
+        _tests(*_ON_CUDA, "tests"),
         _PATIENT,
         rehearsal=_tests("-k", "cpu", "tests/engine", "--collect-only"),
     ),

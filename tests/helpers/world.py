@@ -234,7 +234,7 @@ class _environment:
 def spmd(ranks: int | Iterable[int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a module-level test into one whose body runs on every rank, for one world size or several.
 
-    The body's parameters are filled by pytest and must be picklable. The test also runs on CUDA where there is one.
+    The body's parameters are filled by pytest and must be picklable. The body runs on the session's device (`--device`).
 
     Example:
         >>> @spmd(ranks=[1, 2])
