@@ -114,6 +114,8 @@ class Unit:
         within, found: the units that were annotated around this one, and those that its annotation found below it.
         beside: for a replicated unit in a tree with shards, the mesh of those shards; otherwise None.
         rest_mesh: `beside`, if it has the same ranks as the unit: then parameters rest on it as DTensors. Otherwise None.
+        reduces_by_arrival: autograd accumulates on the parameters that users see, and the root reduces them in buckets of all its
+            units.
         readers: units whose modules read parameters of this one.
         model_group: of all ranks of an annotation around it, for an expert on a mesh of its own.
         shown_by: the scope, if any, in which modules hold whole parameters for the user to edit; they are not computed with.
@@ -153,7 +155,7 @@ class Unit:
         self.sparse: list[SparseGradients] = []
         self.unhooked: dict[ManagedParam, None] = {}
         self.around: dict[Unit, None] = {}
-        self.trains = self.fed = self.starved = False
+        self.trains = self.fed = self.starved = self.reduces_by_arrival = False
         self._calls: list[_Call] = []  # that are under way
         self._to_run: list[nn.Module] = []  # of several modules, those that have not run in this forward
         self._swap = ParameterSwap(())
@@ -237,6 +239,7 @@ class Unit:
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
             alike.setdefault((precision, device, sparse), []).append(param)
+        self.reduces_by_arrival = not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
         self.groups = [
             ParamGroup(
                 members, precision, device, self.mesh_info,
@@ -250,19 +253,12 @@ class Unit:
         self.rename(self.name)
 
     @property
-    def reduces_by_arrival(self) -> bool:
-        """Autograd accumulates on the parameters that users see, and the root reduces them in buckets of all its units."""
-        return not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
-
-    @property
     def grad_factor(self) -> float:
         """What each gradient is multiplied by, so that the mean over the ranks is what `grad_reduce` asks for."""
         return 1.0 if self.spec.divisor is None else self.mesh_info.all.size / self.spec.divisor
 
     def _build_buckets(self) -> None:
         factor = self.grad_factor
-        for param in self.params:
-            self._hear_of_gradients(param)
         self.buckets, self.sparse = [], []
         for group in self.groups:
             in_place = all(param.compute is param.at_rest for param in group.params)
@@ -278,6 +274,8 @@ class Unit:
                 self.buckets.append(
                     GradBucket(members, group.precision, group.device, self.mesh_info, factor=factor, home=group.home)
                 )
+        for param in self.params:
+            self._hear_of_gradients(param)
         attach_hooks(self, self.buckets)
         self.follow()
 
@@ -301,6 +299,7 @@ class Unit:
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
         alone = self.mesh_info.all.size == 1 and param.compute is param.at_rest
+        to_sparse = next((ref(each) for each in self.sparse if param in each.params), None)
         # Weak: torch holds the hook where the garbage collector does not look, and the unit holds the parameter.
         to_unit, to_param = ref(self), ref(param)
 
@@ -311,9 +310,9 @@ class Unit:
                 return
             if alone:
                 unit.unhooked[param] = None
-            for each in unit.sparse:
-                if param in each.params:
-                    each.arrived(param)
+            sparse = None if to_sparse is None else to_sparse()
+            if sparse is not None:
+                sparse.arrived(param)
             (unit.root or Root.plan(unit, unit.modules[0])).on_gradient(unit, param)
 
         if param.compute is param.at_rest:
