@@ -353,6 +353,25 @@ def is_unreduced(gradient: Tensor | None) -> bool:
     return isinstance(gradient, DTensor) and any(placement.is_partial() for placement in gradient.placements)
 
 
+@torch.no_grad()
+def whole_of(tensor: Tensor) -> Tensor:
+    """Gather a whole copy of a parameter, gradient or optimizer state; all ranks of its mesh call this.
+
+    One all-gather of one tensor, torch's own, which knows uneven shards and every placement.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    local = local_of(tensor)
+    if local.is_meta:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if local.device.type != tensor.device_mesh.device_type:  # at rest on the host
+        moved = gradient_like(local.to(tensor.device_mesh.device_type), tensor)
+        assert isinstance(moved, DTensor)
+        tensor = moved
+    whole = tensor.full_tensor()
+    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole  # replicated, or one rank
+
+
 def describe_mesh(mesh: DeviceMesh) -> str:
     """Like `the (2,) cpu mesh of ranks 0, 1`."""
     return f"the {tuple(mesh.shape)} {mesh.device_type} mesh of ranks {few([str(r) for r in mesh.mesh.flatten().tolist()])}"

@@ -38,13 +38,13 @@ from composable.engine.param import (
     copy_attributes,
     defer_hooks,
     drop_label,
-    gradient_like,
     holds_unreduced,
     is_unreduced,
     keep_gradients_in,
     move_hooks,
     run_post_accumulate_hooks,
     set_label,
+    whole_of,
 )
 from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
@@ -576,7 +576,8 @@ class Unit:
                 unit.root.reset()
             unit.swap_out()
             unit.reshard()
-            unit._whole = [_whole_of(param.at_rest, unit.mesh_info.device) for param in unit.params] if unit.is_sharded else []
+            parameters = [param.at_rest for param in unit.params] if unit.is_sharded else []
+            unit._whole = [(whole_of(each), None if each.grad is None else whole_of(each.grad)) for each in parameters]
 
     def restore(self) -> None:
         """Undo the annotation: whole plain parameters are registered again, the original objects where they still exist."""
@@ -683,24 +684,6 @@ def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None
                 f"unit '{others[0].name}' computes in {others[0].param_dtype}, and unit '{unit.name}' does not. What one returns to "
                 "the other is cast by MixedPrecisionPolicy(output_dtype=...) of the unit that returns it"
             )
-
-
-@torch.no_grad()
-def _whole_of(parameter: nn.Parameter, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """The whole value and gradient of a sharded parameter. All ranks of its mesh call it."""
-
-    def whole(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, DTensor):
-            return tensor
-        local = local_of(tensor)
-        if local.device != device and local.device.type != "meta":  # at rest on the host
-            tensor = gradient_like(local.to(device), tensor)
-            assert isinstance(tensor, DTensor)
-        return tensor.full_tensor()
-
-    if local_of(parameter).device.type == "meta":  # type: ignore[arg-type]
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), None
-    return whole(parameter), None if parameter.grad is None else whole(parameter.grad)
 
 
 def _laid_out(whole: Tensor, parameter: nn.Parameter) -> Tensor:

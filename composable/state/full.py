@@ -17,8 +17,9 @@ from composable.api.scopes import units_in
 from composable.comm import Comm
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
+from composable.engine.param import whole_of
 from composable.errors import RanksDisagreeError, first_line
-from composable.state.whole import require_at_rest, whole_of
+from composable.state.whole import require_at_rest
 
 SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
-from composable.engine.param import unit_of
+from composable.engine.param import unit_of, whole_of
 from composable.engine.root import Root
 from composable.engine.unit import Unit
 from composable.errors import PhaseError, RanksDisagreeError, few
-from composable.state.whole import Managed, managed_in, require_at_rest, whole_of, write_whole
+from composable.state.whole import Managed, managed_in, require_at_rest, write_whole
 
 Init = Callable[[nn.Module], object]
 

@@ -11,10 +11,9 @@ from torch.optim import Optimizer
 
 from composable.compilation import unwrapped
 from composable.engine.loading import shard_like
-from composable.engine.param import label_of, unit_of
+from composable.engine.param import label_of, unit_of, whole_of
 from composable.errors import OptimizerError, few, unit_name
 from composable.memory.torch_private import local_of
-from composable.state.whole import whole_of
 
 
 @torch.no_grad()

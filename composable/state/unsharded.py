@@ -15,11 +15,11 @@ from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
 from composable.engine.loading import shard_like
-from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in
+from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in, whole_of
 from composable.engine.unit import Unit
 from composable.errors import ForeignParameterError, PhaseError
 from composable.memory.torch_private import local_of
-from composable.state.whole import Managed, managed_in, require_at_rest, whole_of, write_whole
+from composable.state.whole import Managed, managed_in, require_at_rest, write_whole
 
 _SCOPE: Final = "unsharded()"
 

@@ -12,29 +12,10 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.engine.loading import shard_like
-from composable.engine.param import ManagedParam, gradient_like
+from composable.engine.param import ManagedParam
 from composable.engine.unit import Unit
 from composable.errors import PhaseError
 from composable.memory.torch_private import in_backward, local_of
-
-
-def whole_of(tensor: Tensor) -> Tensor:
-    """Gather a whole copy of a parameter, gradient or optimizer state; all ranks of its mesh call this.
-
-    One all-gather of one tensor, torch's own, which knows uneven shards and every placement.
-    """
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    local = local_of(tensor)
-    if local.is_meta:
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    if local.device.type != tensor.device_mesh.device_type:  # at rest on the host
-        moved = gradient_like(local.to(tensor.device_mesh.device_type), tensor)
-        assert isinstance(moved, DTensor)
-        tensor = moved
-    with torch.no_grad():
-        whole: Tensor = tensor.full_tensor()
-    return whole.clone() if whole.data_ptr() == local.data_ptr() else whole  # replicated, or one rank
 
 
 @torch.no_grad()
