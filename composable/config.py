@@ -116,6 +116,11 @@ class MixedPrecisionPolicy:
             said["full_precision_classes"] = [each.__name__ for each in self.full_precision_classes]
         return ", ".join(f"{name}={value}".replace("torch.", "") for name, value in said.items())
 
+    @property
+    def exact_classes(self) -> tuple[type[nn.Module], ...]:
+        """The classes that keep their dtype; none if nothing is cast."""
+        return self.full_precision_classes if self.param_dtype is not None else ()
+
     def in_full_precision(self) -> MixedPrecisionPolicy:
         """Return the same policy for a module that computes, and reduces gradients, in its own dtype."""
         return replace(self, param_dtype=None, reduce_dtype=None, buffer_dtype=None)

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, fields, replace
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
-from torch.nn.parameter import UninitializedBuffer
 
 from composable.config import DTYPES_BY_NAME, CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter, NamedPlace, walk
-from composable.engine.param import Place
+from composable.contract.traversal import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.precision import BufferHolder
 from composable.errors import AnnotationError, closest, few
 from composable.memory.streams import has_streams
@@ -75,20 +72,16 @@ def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
 
 def exact_modules(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> tuple[nn.Module, ...]:
     """The modules of a unit that keep their dtype (`full_precision_classes`), without those inside of others."""
-    if not precision.full_precision_classes or precision.param_dtype is None:
-        return ()
-    walks = [walk(module, stop=(SHARD, REPLICATE)) for module in modules]
-    found = {id(each): each for _, each in chain(*walks) if isinstance(each, precision.full_precision_classes)}
-    inside = {id(below) for each in found.values() for below in each.modules() if below is not each}
-    return tuple(module for key, module in found.items() if key not in inside)
+    below = [each for module in modules for _, each in walk(module, stop=(SHARD, REPLICATE))]
+    found = dict.fromkeys(each for each in below if isinstance(each, precision.exact_classes))
+    inside = {id(each) for module in found for each in module.modules() if each is not module}
+    return tuple(module for module in found if id(module) not in inside)
 
 
-def ids_of_exact(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> dict[int, None]:
+def ids_of_exact(modules: Sequence[nn.Module], precision: MixedPrecisionPolicy) -> set[int]:
     """The ids of all modules in and below `modules` that keep their dtype, in any unit."""
-    if not precision.full_precision_classes or precision.param_dtype is None:
-        return {}
-    kept = [each for module in modules for each in module.modules() if isinstance(each, precision.full_precision_classes)]
-    return {id(below): None for module in kept for below in module.modules()}
+    kept = [each for module in modules for each in module.modules() if isinstance(each, precision.exact_classes)]
+    return {id(below) for module in kept for below in module.modules()}
 
 
 def inherited_policies(
@@ -104,7 +97,7 @@ def inherited_policies(
     return {unit: policy.in_full_precision() if id(unit) in within else policy for unit in picked}
 
 
-def is_exact(verb: str, managed: ManagedParameter, exact: Collection[int]) -> bool:
+def is_exact(verb: str, managed: Managed[nn.Parameter], exact: Collection[int]) -> bool:
     """Whether a parameter keeps its dtype, because it is in one of the modules with the ids `exact`.
 
     Raises:
@@ -210,13 +203,13 @@ def bucket_bytes_of(mib: Any) -> int:
     return max(1, int(mib * (1 << 20)))
 
 
-def shard_dim_of(managed: ManagedParameter, choose: Placement | None) -> int | None:
+def shard_dim_of(managed: Managed[nn.Parameter], choose: Placement | None) -> int | None:
     """The dimension along which a parameter is sharded; None for one without dimensions.
 
     Args:
         choose: the user's `shard_placement_fn`.
     """
-    parameter = managed.parameter
+    parameter = managed.tensor
     if parameter.ndim == 0:
         return None
     placement = choose(parameter) if choose is not None else None
@@ -237,60 +230,21 @@ def shard_dim_of(managed: ManagedParameter, choose: Placement | None) -> int | N
 # --- buffers and devices ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ManagedBuffer:
-    """A buffer, and every place where it is registered."""
-
-    buffer: Tensor
-    places: tuple[NamedPlace, ...]
-
-    @property
-    def fqn(self) -> str:
-        return self.places[0].fqn
-
-
-def places_of(managed: ManagedParameter | ManagedBuffer) -> tuple[Place, ...]:
-    return tuple(Place(place.module, place.name) for place in managed.places)
-
-
-def buffers_of(modules: Sequence[nn.Module]) -> list[ManagedBuffer]:
-    """The buffers of `modules`, persistent or not, that are in no annotated module below them.
-
-    Raises:
-        AnnotationError: one is uninitialised.
-    """
-    found: dict[int, tuple[Tensor, list[NamedPlace]]] = {}
-    for index, root in enumerate(modules):
-        prefix = "" if len(modules) == 1 else str(index)
-        for fqn, below in walk(root, prefix, stop=(SHARD, REPLICATE)):
-            for name, buffer in below._buffers.items():
-                if buffer is None:
-                    continue
-                place = NamedPlace(below, name, f"{fqn}.{name}" if fqn else name)
-                if isinstance(buffer, UninitializedBuffer):
-                    raise AnnotationError(f"buffer '{place.fqn}' is uninitialised; run a lazy module once before annotating it")
-                places = found.setdefault(id(buffer), (buffer, []))[1]
-                if not any(known.module is below and known.name == name for known in places):
-                    places.append(place)
-    return [ManagedBuffer(buffer, tuple(places)) for buffer, places in found.values()]
-
-
-def refuse_elsewhere(verb: str, named: Sequence[tuple[str, Tensor]], device: torch.device) -> None:
+def refuse_elsewhere(verb: str, tensors: Sequence[Managed[Any]], device: torch.device) -> None:
     """Raise for tensors that are neither on `device` nor on the meta device."""
-    for fqn, tensor in named:
-        index: int | None = tensor.device.index  # torch's stubs say int
-        is_there = tensor.device.type == device.type and index in (None, device.index)
-        if not (is_there or tensor.is_meta):
+    for managed in tensors:
+        here = managed.tensor.device
+        if here.type != "meta" and (here.type != device.type or here.index not in (None, device.index)):
             raise AnnotationError(
-                f"{verb}: '{fqn}' is on {tensor.device}, and the ranks of the mesh communicate on {device}; call "
+                f"{verb}: '{managed.fqn}' is on {here}, and the ranks of the mesh communicate on {device}; call "
                 f"module.to('{device}') before annotating it"
             )
 
 
 def move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Move buffers to the device of the sharded parameters."""
-    for managed in buffers_of(modules):
-        if managed.buffer.device.type not in ("meta", device.type):
-            moved = managed.buffer.to(device)
+    for managed in managed_buffers(modules):
+        if managed.tensor.device.type not in ("meta", device.type):
+            moved = managed.tensor.to(device)
             for place in managed.places:
                 place.module._buffers[place.name] = moved

@@ -13,13 +13,14 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from composable.comm import is_distributed
 from composable.contract.contract import on_undo
 from composable.contract.naming import find_fqn, module_name
-from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter
-from composable.engine.param import ParamInfo, Place, label_of
+from composable.contract.traversal import REPLICATE, SHARD, Managed
+from composable.engine.param import ParamInfo, label_of
 from composable.engine.sparse import is_sparse_lookup
 from composable.engine.unit import Unit
 from composable.errors import AnnotationError, ClashError, TiedParametersError, describe_module, few
@@ -45,7 +46,7 @@ def _owner_of(parameter: nn.Parameter) -> tuple[Unit, ParamInfo] | None:
     return None
 
 
-def full_name(managed: ManagedParameter) -> str:
+def full_name(managed: Managed[Any]) -> str:
     """The parameter's FQN in the whole model, as far as it is known."""
     place = managed.places[0]
     owner = find_fqn(place.module)
@@ -53,8 +54,8 @@ def full_name(managed: ManagedParameter) -> str:
 
 
 def tied_to_replicated(
-    verb: str, modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter], mesh: DeviceMesh | None
-) -> list[tuple[Unit, ManagedParameter]]:
+    verb: str, modules: Sequence[nn.Module], parameters: Sequence[Managed[nn.Parameter]], mesh: DeviceMesh | None
+) -> list[tuple[Unit, Managed[nn.Parameter]]]:
     """The parameters that stay with a replicated unit which has them already, under a tie.
 
     `replicate` leaves to it what any other replicated unit has, `fully_shard` what a unit inside `modules` has.
@@ -66,7 +67,7 @@ def tied_to_replicated(
     below = {id(each) for module in modules for each in module.modules()}
     tied = []
     for managed in parameters:
-        owner = _owner_of(managed.parameter)
+        owner = _owner_of(managed.tensor)
         if owner is None:
             continue
         unit, info = owner
@@ -77,7 +78,7 @@ def tied_to_replicated(
             outer = f"'{unit.name}'" if unit.spec.verb == SHARD else module_name(unit.modules[0])
             policy = ", or use policy=" if unit.spec.verb == SHARD or verb == REPLICATE else ""
             raise AnnotationError(f"{inner} is inside already-{_DONE[unit.spec.verb]} {outer}; annotate children first{policy}")
-        shared = next((place for place in managed.places if Place(place.module, place.name) in info.places), None)
+        shared = next((place for place in managed.places if place in info.places), None)
         if shared is not None:
             fqn = next(fqn for module in modules for fqn, each in module.named_modules() if each is shared.module)
             raise AnnotationError(
@@ -115,15 +116,24 @@ def _is_stepped_in_backward(parameter: nn.Parameter) -> bool:
     return ours or hasattr(parameter, "_in_backward_optimizers")  # torch's `_apply_optimizer_in_backward`
 
 
-def refuse_unfit(verb: str, parameters: Sequence[ManagedParameter]) -> None:
+def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
+    for managed in tensors:
+        if is_lazy(managed.tensor):
+            kind = "parameter" if isinstance(managed.tensor, nn.Parameter) else "buffer"
+            raise AnnotationError(
+                f"{kind} '{full_name(managed)}' is uninitialised; run a lazy module once before annotating it"
+            )
+
+
+def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None:
     """Raise for parameters that `verb` cannot manage.
 
     Raises:
-        AnnotationError: one is uninitialised, a DTensor, of TorchScript, or stepped by an optimizer in backward; or it would be
+        AnnotationError: one is a DTensor, of TorchScript, or stepped by an optimizer in backward; or it would be
             sharded and has a class of its own or sparse gradients.
     """
     for managed in parameters:
-        parameter = managed.parameter
+        parameter = managed.tensor
         if _is_stepped_in_backward(parameter):
             raise AnnotationError(
                 f"parameter '{full_name(managed)}' is stepped in backward since apply_optimizer_in_backward, which would go on "
@@ -133,10 +143,6 @@ def refuse_unfit(verb: str, parameters: Sequence[ManagedParameter]) -> None:
             raise AnnotationError(
                 f"parameter '{full_name(managed)}' is a DTensor already ({parameter.placements}); only plain "
                 f"parameters can be {_DONE[verb]}. Leave it out with ignored_params"
-            )
-        if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise AnnotationError(
-                f"parameter '{full_name(managed)}' is uninitialised; run a lazy module once before annotating it"
             )
         for place in managed.places:
             if not isinstance(place.module._parameters, dict):
@@ -161,9 +167,9 @@ def refuse_unfit(verb: str, parameters: Sequence[ManagedParameter]) -> None:
             )
 
 
-def warn_of_gradients(parameters: Sequence[ManagedParameter]) -> None:
+def warn_of_gradients(parameters: Sequence[Managed[nn.Parameter]]) -> None:
     """Log that gradients from before the annotation are dropped: they may be one rank's, or a mean."""
-    found = [f"'{full_name(managed)}'" for managed in parameters if managed.parameter.grad is not None]
+    found = [f"'{full_name(managed)}'" for managed in parameters if managed.tensor.grad is not None]
     if found:
         logger.warning(
             "fully_shard: %s had gradients from before the annotation, which are dropped: nothing tells whether they were "
@@ -179,9 +185,9 @@ _applied_by_torch: Final[Any] = getattr(sys.modules.get("torch.distributed._comp
 _IGNORED_BY_DDP: Final = "_ddp_params_and_buffers_to_ignore"
 
 
-def refuse_wrapped(verb: str, modules: Sequence[nn.Module], parameters: Sequence[ManagedParameter]) -> None:
+def refuse_wrapped(verb: str, modules: Sequence[nn.Module], parameters: Sequence[Managed[nn.Parameter]]) -> None:
     """Raise if DDP, FSDP1 or a verb of torch manages some of `parameters`, on or below `modules`."""
-    managed = {id(each.parameter) for each in parameters}
+    managed = {id(each.tensor) for each in parameters}
     for fqn, below in [named for module in modules for named in module.named_modules()]:
         is_ddp = isinstance(below, DistributedDataParallel)
         applied = (_applied_by_torch and _applied_by_torch(below)) or ()

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from composable.contract.naming import module_name, require_callable
-from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter, managed_parameters, walk
+from composable.contract.traversal import REPLICATE, SHARD, Managed, Place, walk
 from composable.errors import AnnotationError, PolicyError, closest
 from composable.policies import PolicyLike, select_modules
 
@@ -105,15 +105,9 @@ def _is_read_by_parent(module: nn.Module) -> bool:
 # --- units ------------------------------------------------------------------------------------------------------------
 
 
-def managed_by(modules: Sequence[nn.Module], ignored: Mapping[int, None]) -> list[ManagedParameter]:
-    """The parameters that an annotation of `modules` manages. Names of modules in a list begin with their index."""
-    prefixes = [""] if len(modules) == 1 else [str(index) for index in range(len(modules))]
-    return managed_parameters(list(zip(prefixes, modules, strict=True)), ignored=ignored)
-
-
 def by_unit(
-    modules: Sequence[nn.Module], picked: Sequence[nn.Module], everything: Sequence[ManagedParameter]
-) -> list[list[ManagedParameter]]:
+    modules: Sequence[nn.Module], picked: Sequence[nn.Module], everything: Sequence[Managed[nn.Parameter]]
+) -> list[list[Managed[nn.Parameter]]]:
     """The parameters of the unit `modules`, then those of each unit in `picked`, with FQNs relative to their unit.
 
     A parameter that is tied across units goes to the innermost unit that contains all its places: it is unsharded whenever
@@ -123,15 +117,15 @@ def by_unit(
         return [list(everything)]
     chains = enclosing_units(modules[0], picked)
     names = {id(m): name for name, m in modules[0].named_modules()}
-    shares: list[list[ManagedParameter]] = [[] for _ in range(len(picked) + 1)]
+    shares: list[list[Managed[nn.Parameter]]] = [[] for _ in range(len(picked) + 1)]
     for managed in everything:
         common = chains[id(managed.places[0].module)]
         for place in managed.places[1:]:
             common = tuple(unit for unit in common if unit in chains[id(place.module)])
         owner = common[-1] if common else 0
         prefix = names[id(picked[owner - 1])] + "." if owner else ""
-        places = tuple(type(place)(place.module, place.name, place.fqn.removeprefix(prefix)) for place in managed.places)
-        shares[owner].append(ManagedParameter(managed.parameter, places))
+        places = tuple(Place(place.module, place.name, place.fqn.removeprefix(prefix)) for place in managed.places)
+        shares[owner].append(Managed(managed.tensor, places))
     return shares
 
 

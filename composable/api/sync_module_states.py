@@ -21,15 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from composable.api.arguments import ManagedBuffer
 from composable.comm import Comm
 from composable.config import SYNC_MODES
-from composable.contract.traversal import ManagedParameter, NamedPlace
+from composable.contract.traversal import Managed
 from composable.engine.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 
 _CHUNK: Final = 1 << 18  # words that are digested at once
-_MESSAGE: Final = 64 << 20  # bytes that are received at once
 _NUMBERS: Final = 8  # that are compared; see `synchronise`
 _LABEL: Final = "check of an annotation across ranks"  # without the verb: labels pair messages, and verbs may differ
 _AS_FLAGS: Final = {"True": "broadcast", "False": "off"}  # what FSDP1 and DDP mean by them
@@ -60,19 +58,16 @@ def failures_told(verb: str, comm: Comm) -> Iterator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    kind: str  # "parameter" or "buffer"
-    fqn: str
-    tensor: Tensor
-    places: tuple[NamedPlace, ...]
+def _kind(entry: Managed[Tensor]) -> str:
+    return "parameter" if isinstance(entry.tensor, nn.Parameter) else "buffer"
 
-    def describe(self) -> str:
-        """All that must be the same on all ranks but the values."""
-        dtype = str(self.tensor.dtype).removeprefix("torch.")
-        frozen = ", frozen" if self.kind == "parameter" and not self.tensor.requires_grad else ""
-        tied = f", tied to {', '.join(repr(place.fqn) for place in self.places[1:])}" if len(self.places) > 1 else ""
-        return f"'{self.fqn}' {tuple(self.tensor.shape)} {dtype}{frozen}{tied}"
+
+def _describe(entry: Managed[Tensor]) -> str:
+    """All that must be the same on all ranks but the values."""
+    dtype = str(entry.tensor.dtype).removeprefix("torch.")
+    frozen = ", frozen" if _kind(entry) == "parameter" and not entry.tensor.requires_grad else ""
+    tied = f", tied to {', '.join(repr(place.fqn) for place in entry.places[1:])}" if len(entry.places) > 1 else ""
+    return f"'{entry.fqn}' {tuple(entry.tensor.shape)} {dtype}{frozen}{tied}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +87,13 @@ def synchronise(
     verb: str,
     comm: Comm,
     mode: str,
-    parameters: Sequence[ManagedParameter],
-    buffers: Sequence[ManagedBuffer],
+    parameters: Sequence[Managed[nn.Parameter]],
+    buffers: Sequence[Managed[Tensor]],
     treatment: Sequence[str],
 ) -> None:
     """Check that the ranks agree, and in mode "broadcast" give all of them rank 0's values.
 
-    Values arrive in the tensors that users hold; tensors that have them already are not written to. A tensor on the meta device
-    is replaced by a new one at all its places.
+    Values arrive in the tensors that users hold. A tensor on the meta device is replaced by a new one at all its places.
 
     Args:
         comm: of all ranks that call the verb, on the device where they train.
@@ -111,9 +105,8 @@ def synchronise(
     """
     if comm.size == 1:
         return
-    entries = [_Entry("parameter", each.fqn, each.parameter, each.places) for each in parameters]
-    entries += [_Entry("buffer", each.fqn, each.buffer, each.places) for each in buffers]
-    described, count = [entry.describe() for entry in entries], len(parameters)
+    entries: list[Managed[Any]] = [*parameters, *buffers]
+    described, count = list(map(_describe, entries)), len(parameters)
     values = fingerprints([entry.tensor for entry in entries]) if mode == "check" else []
     on_meta = [entry.tensor.is_meta for entry in entries]
     built = [count, len(buffers), _digest(described), _digest(treatment)]
@@ -137,7 +130,7 @@ def _first(rows: Sequence[Sequence[Any]]) -> tuple[int, int] | None:
     return next(((index, rank) for index, each in columns for rank, value in enumerate(each) if value != each[0]), None)
 
 
-def _difference(verb: str, entries: Sequence[_Entry], said: Sequence[_Report | str]) -> str:
+def _difference(verb: str, entries: Sequence[Managed[Any]], said: Sequence[_Report | str]) -> str:
     """In which of the checks a rank differs from rank 0 first. A rank that failed has said why."""
     reports = []
     for rank, row in enumerate(said):
@@ -172,7 +165,7 @@ def _difference(verb: str, entries: Sequence[_Entry], said: Sequence[_Report | s
         index, rank = found
         on_meta, elsewhere = (0, rank) if mine.on_meta[index] else (rank, 0)
         return (
-            f"{verb}: {entries[index].kind} '{entries[index].fqn}' is on the meta device on rank {on_meta}, and has values on "
+            f"{verb}: {_kind(entries[index])} '{entries[index].fqn}' is on the meta device on rank {on_meta}, and has values on "
             f"rank {elsewhere}. If rank 0 has the values of all, pass sync_module_states='broadcast', which gives them to the "
             "others; or build the module alike on every rank"
         )
@@ -180,7 +173,7 @@ def _difference(verb: str, entries: Sequence[_Entry], said: Sequence[_Report | s
     assert found is not None
     index, rank = found
     return (
-        f"{verb}: {entries[index].kind} '{entries[index].fqn}' differs across ranks (fingerprint rank0={mine.values[index]:x}, "
+        f"{verb}: {_kind(entries[index])} '{entries[index].fqn}' differs across ranks (fingerprint rank0={mine.values[index]:x}, "
         f"rank{rank}={reports[rank].values[index]:x}); pass sync_module_states='broadcast' or seed equally"
     )
 
@@ -238,7 +231,7 @@ def _plain_parts(tensor: Any) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _broadcast(verb: str, entries: Sequence[_Entry], comm: Comm, *, some_on_meta: bool) -> None:
+def _broadcast(verb: str, entries: Sequence[Managed[Any]], comm: Comm, *, some_on_meta: bool) -> None:
     tensors = [entry.tensor for entry in entries]
     on_meta = [tensor.is_meta for tensor in tensors]
     if some_on_meta:
@@ -248,7 +241,7 @@ def _broadcast(verb: str, entries: Sequence[_Entry], comm: Comm, *, some_on_meta
         for entry, home, column in zip(entries, rows[0], zip(*rows, strict=True), strict=True):
             if not home and any(column):
                 raise RanksDisagreeError(
-                    f"{verb}: {entry.kind} '{entry.fqn}' is on the meta device on rank 0, whose values "
+                    f"{verb}: {_kind(entry)} '{entry.fqn}' is on the meta device on rank 0, whose values "
                     "sync_module_states='broadcast' gives to all ranks, and has values on rank "
                     f"{next(rank for rank, other in enumerate(column) if other)}. Build the module with values on rank 0"
                 )
@@ -256,11 +249,12 @@ def _broadcast(verb: str, entries: Sequence[_Entry], comm: Comm, *, some_on_meta
             if home and on_meta[index]:
                 tensors[index] = _materialise(entries[index], torch.device("cpu") if home == 1 else comm.device)
             on_meta[index] = not home
-    sent = [tensor for tensor, left_out in zip(tensors, on_meta, strict=True) if not left_out]
-    _receive([part for tensor in sent for part in _plain_parts(tensor)], comm, f"broadcast of rank 0's values by {verb}()")
+    sent = [part for tensor, left_out in zip(tensors, on_meta, strict=True) if not left_out for part in _plain_parts(tensor)]
+    with torch.inference_mode():  # which may write to tensors that were made in it, too
+        comm.broadcast(sent, f"broadcast of rank 0's values by {verb}()")
 
 
-def _materialise(entry: _Entry, device: torch.device) -> Tensor:
+def _materialise(entry: Managed[Any], device: torch.device) -> Tensor:
     """A tensor with memory in place of one on the meta device, registered at all its places."""
     with torch.inference_mode(False):
         tensor = torch.empty_like(entry.tensor, dtype=entry.tensor.dtype, device=device)
@@ -273,34 +267,3 @@ def _materialise(entry: _Entry, device: torch.device) -> Tensor:
     for place in entry.places:
         setattr(place.module, place.name, parameter)  # recurrent modules keep a list of their parameters, too
     return parameter
-
-
-def _receive(tensors: Sequence[Tensor], comm: Comm, label: str) -> None:
-    """Write rank 0's values into `tensors`, where they differ: version counters tell autograd of every write."""
-    flat = [tensor.reshape(-1) for tensor in tensors]  # a copy of what is not contiguous
-    pieces = [piece for each in flat if each.numel() for piece in each.split(max(1, _MESSAGE // each.element_size()))]
-    start = 0
-    while start < len(pieces):
-        stop, nbytes = start + 1, pieces[start].nbytes
-        while stop < len(pieces) and nbytes + pieces[stop].nbytes <= _MESSAGE:
-            nbytes += pieces[stop].nbytes
-            stop += 1
-        targets, start = pieces[start:stop], stop
-        if comm.rank == 0:
-            comm.broadcast(targets, label)
-            continue
-        received = [torch.empty(each.shape, dtype=each.dtype, device=each.device) for each in targets]
-        comm.broadcast(received, label)
-        for target, values in zip(targets, received, strict=True):
-            _write(target, values)
-    if comm.rank:
-        for tensor, values in zip(tensors, flat, strict=True):
-            if values.data_ptr() != tensor.data_ptr():
-                _write(tensor, values.view(tensor.shape))
-
-
-def _write(target: Tensor, values: Tensor) -> None:
-    one, other = (each.reshape(-1).view(torch.uint8) for each in (target, values))  # bytes: NaN is equal to itself
-    if not torch.equal(one, other):
-        with torch.inference_mode(target.is_inference()):
-            target.copy_(values)

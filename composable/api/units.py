@@ -18,14 +18,12 @@ from torch import nn
 from composable.api.arguments import (
     bucket_bytes_of,
     buffer_holders,
-    buffers_of,
     exact_modules,
     ids_of_exact,
     inherited_policies,
     is_exact,
     move_buffers,
     offload_policy_of,
-    places_of,
     precision_policy,
     refuse_elsewhere,
     refuse_unknown_buffers,
@@ -34,6 +32,7 @@ from composable.api.arguments import (
 )
 from composable.api.checks import (
     refuse_ddp_around,
+    refuse_lazy,
     refuse_unfit,
     refuse_wrapped,
     tied_to_replicated,
@@ -48,15 +47,24 @@ from composable.api.mesh import (
     device_of,
     spread_over,
 )
-from composable.api.selection import by_unit, enclosing_units, ids_of_ignored, managed_by, picked_units, refuse_read_by_parent
+from composable.api.selection import by_unit, enclosing_units, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.comm import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import Verb, on_undo
 from composable.contract.hooks import attach, detach
 from composable.contract.naming import modules_of, require_callable
-from composable.contract.traversal import REPLICATE, SHARD, ManagedParameter, names_below, registered_parameters
-from composable.engine.param import ParamInfo, Place
+from composable.contract.traversal import (
+    REPLICATE,
+    SHARD,
+    Managed,
+    Place,
+    managed_buffers,
+    managed_parameters,
+    names_below,
+    registered_parameters,
+)
+from composable.engine.param import ParamInfo
 from composable.engine.unit import Unit, UnitSpec, settle
 from composable.errors import AnnotationError, unit_name
 from composable.policies import PolicyLike
@@ -79,7 +87,7 @@ class UnitPlan:
     modules: tuple[nn.Module, ...]
     top: tuple[nn.Module, ...]
     options: Mapping[str, Any]
-    parameters: list[ManagedParameter]
+    parameters: list[Managed[nn.Parameter]]
     precision: MixedPrecisionPolicy
     spread: Spread | None
     device: torch.device
@@ -116,7 +124,7 @@ def annotate(
         refuse_unknown_mode(sync_module_states)
         plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
         parameters = [managed for plan in plans for managed in plan.parameters]
-        buffers = buffers_of(modules)
+        buffers = managed_buffers(modules)
     treatment = [text for plan in plans for text in plan.treatment]
     synchronise(name, comm, sync_module_states, parameters, buffers, treatment)
     if name == SHARD and spread is not None:
@@ -128,7 +136,7 @@ def annotate(
         finally:
             _planned.reset(token)
     unit = _attach(verb, plans[0])
-    settle(modules, unit, [(owner, managed.parameter, places_of(managed)) for owner, managed in tied])
+    settle(modules, unit, [(owner, managed.tensor, managed.places) for owner, managed in tied])
     if any(plan.settings.get("offload") for plan in plans):
         warn_of_no_offload(comm.device)
 
@@ -140,7 +148,7 @@ def _planned_units(
     ignored_params: Iterable[Any] | None,
     spread: Spread | None,
     options: dict[str, Any],
-) -> tuple[list[UnitPlan], list[tuple[Unit, ManagedParameter]]]:
+) -> tuple[list[UnitPlan], list[tuple[Unit, Managed[nn.Parameter]]]]:
     """The plans of the annotated modules and of each one that the policy picks, in order; and what stays with another unit.
 
     Makes all checks, and changes nothing.
@@ -151,11 +159,12 @@ def _planned_units(
         require_callable(module)
     picked = picked_units(verb, modules, policy, tuple(options))
     ignored = ids_of_ignored(modules, ignored_params)
-    managed = managed_by(modules, ignored)
+    managed = managed_parameters(modules, ignored=ignored)
     tied = tied_to_replicated(verb, modules, managed, None if spread is None else spread.mesh)
-    left_out = {id(each.parameter) for _, each in tied}
-    managed = [each for each in managed if id(each.parameter) not in left_out]
+    left_out = {id(each.tensor) for _, each in tied}
+    managed = [each for each in managed if id(each.tensor) not in left_out]
     refuse_wrapped(verb, modules, managed)
+    refuse_lazy([*managed, *managed_buffers(modules)])
     refuse_unfit(verb, managed)
     inherited = inherited_policies(modules, picked, precision_policy(verb, options["mp_policy"]))
     units = [modules, *((unit,) for unit in picked)]
@@ -180,7 +189,7 @@ def _plan(
     top_mesh: Mesh,
     modules: tuple[nn.Module, ...],
     options: dict[str, Any],
-    share: list[ManagedParameter],
+    share: list[Managed[nn.Parameter]],
     ignored: Mapping[int, None],
 ) -> UnitPlan:
     """The plan of one unit, after the checks of its arguments."""
@@ -203,26 +212,25 @@ def _plan(
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
         if spread is not None:
-            refuse_elsewhere(verb, [(each.fqn, each.parameter) for each in share], communication_device(spread.mesh, device))
+            refuse_elsewhere(verb, share, communication_device(spread.mesh, device))
     exact = ids_of_exact(modules, precision)
     settings["params"] = tuple(
-        ParamInfo(managed.fqn, places_of(managed), dim, is_exact(verb, managed, exact))
+        ParamInfo(managed.fqn, managed.places, dim, is_exact(verb, managed, exact))
         for managed, dim in zip(share, dims, strict=True)
     )
-    left_alone = [place for each in modules for place, p in registered_parameters(each) if id(p) in ignored]
-    settings["left_alone"] = tuple(Place(place.module, place.name) for place in left_alone)
+    settings["left_alone"] = tuple(place for each in modules for place, p in registered_parameters(each) if id(p) in ignored)
     return UnitPlan(modules, top, options, share, precision, spread, device, settings, [])
 
 
 def _plan_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> None:
     """`replicate`: which buffers follow rank 0 before training forwards."""
-    buffers, top = buffers_of(modules), plans[0]
+    buffers, top = managed_buffers(modules), plans[0]
     if top.spread is not None:
         on = communication_device(top.spread.mesh, top.device)
-        refuse_elsewhere(REPLICATE, [(each.fqn, each.buffer) for each in buffers], on)
+        refuse_elsewhere(REPLICATE, buffers, on)
     chains = enclosing_units(modules[0], [plan.modules[0] for plan in plans[1:]]) if plans[1:] else {}
     places: list[list[Place]] = [[] for _ in plans]
-    for place in [place for each in buffers for place in places_of(each)]:
+    for place in [place for each in buffers for place in each.places]:
         places[(chains.get(id(place.module)) or (0,))[-1]].append(place)
     for plan, own in zip(plans, places, strict=True):
         follow = plan.options["broadcast_buffers"]

@@ -7,33 +7,45 @@ hand and by a policy. Every function visits each module once, also in trees with
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from composable.contract.contract import registry
 
 SHARD: Final = "fully_shard"
 REPLICATE: Final = "replicate"
 
+T = TypeVar("T", bound=Tensor)
+
 
 @dataclass(frozen=True, slots=True)
-class NamedPlace:
-    """One registration of a parameter: the module, the name in it, and the FQN."""
+class Place:
+    """One registration of a parameter or a buffer: the module, the name in it, and the FQN."""
 
     module: nn.Module
     name: str
-    fqn: str
+    fqn: str = field(default="", compare=False)
+
+    @property
+    def registered(self) -> nn.Parameter | None:
+        """The parameter that is registered here now."""
+        return self.module._parameters.get(self.name)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Register `parameter`, unless the place was deleted or set to None."""
+        if self.registered is not None:
+            setattr(self.module, self.name, parameter)
 
 
 @dataclass(frozen=True, slots=True)
-class ManagedParameter:
-    """A parameter that an annotation manages, with all its registrations: several if it is tied."""
+class Managed(Generic[T]):
+    """A parameter or a buffer that an annotation manages, with all its registrations: several if it is tied."""
 
-    parameter: nn.Parameter
-    places: tuple[NamedPlace, ...]
+    tensor: T
+    places: tuple[Place, ...]
 
     @property
     def fqn(self) -> str:
@@ -68,25 +80,37 @@ def names_below(root: nn.Module) -> Mapping[int, str]:
 
 def registered_parameters(
     root: nn.Module, prefix: str = "", stop: Collection[str] = (REPLICATE,)
-) -> Iterator[tuple[NamedPlace, nn.Parameter]]:
+) -> Iterator[tuple[Place, nn.Parameter]]:
     """Every registration of a parameter in `root` and below, except in subtrees annotated with one of `stop`."""
+    return _registered("_parameters", root, prefix, stop)
+
+
+def _registered(table: str, root: nn.Module, prefix: str, stop: Collection[str]) -> Iterator[tuple[Place, Any]]:
     for fqn, module in walk(root, prefix, stop=stop):
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                yield NamedPlace(module, name, f"{fqn}.{name}" if fqn else name), parameter
+        for name, tensor in getattr(module, table).items():
+            if tensor is not None:
+                yield Place(module, name, f"{fqn}.{name}" if fqn else name), tensor
 
 
-def managed_parameters(modules: Sequence[tuple[str, nn.Module]], *, ignored: Collection[int] = ()) -> list[ManagedParameter]:
-    """Return the parameters below `modules`, given as (prefix, module), that no annotation below them manages.
+def managed_parameters(modules: Sequence[nn.Module], *, ignored: Collection[int] = ()) -> list[Managed[nn.Parameter]]:
+    """Return the parameters below `modules` that no annotation below them manages, without those whose ids are `ignored`.
 
-    Without those whose ids are `ignored`.
+    Names in one of several modules begin with its index.
     """
-    found: dict[int, tuple[nn.Parameter, list[NamedPlace]]] = {}
-    for prefix, root in modules:
-        for place, parameter in registered_parameters(root, prefix, (SHARD, REPLICATE)):
-            if id(parameter) not in ignored:
-                found.setdefault(id(parameter), (parameter, []))[1].append(place)
-    return [ManagedParameter(parameter, tuple(places)) for parameter, places in found.values()]
+    return [managed for managed in _managed("_parameters", modules) if id(managed.tensor) not in ignored]
+
+
+def managed_buffers(modules: Sequence[nn.Module]) -> list[Managed[Tensor]]:
+    """Return the buffers of `modules`, persistent or not, that are in no annotated module below them."""
+    return _managed("_buffers", modules)
+
+
+def _managed(table: str, modules: Sequence[nn.Module]) -> list[Managed[Any]]:
+    found: dict[int, tuple[Any, dict[Place, None]]] = {}
+    for index, root in enumerate(modules):
+        for place, tensor in _registered(table, root, "" if len(modules) == 1 else str(index), (SHARD, REPLICATE)):
+            found.setdefault(id(tensor), (tensor, {}))[1].setdefault(place)
+    return [Managed(tensor, tuple(places)) for tensor, places in found.values()]
 
 
 # --- units ------------------------------------------------------------------------------------------------------------
@@ -112,21 +136,9 @@ def get_handles(root: nn.Module) -> list[Any]:
 
 def get_root_states(root: nn.Module) -> list[Any]:
     """Return the units of the topmost fully sharded modules in `root`: its own, or those of the subtrees if it has none."""
-    states: dict[int, Any] = {}
-    seen: set[int] = set()
-    pending = [root]
-    while pending:
-        module = pending.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        annotations = registry(module)
-        if SHARD in annotations:
-            state = annotations[SHARD].state
-            states.setdefault(id(state), state)
-        elif REPLICATE not in annotations or module is root:
-            pending.extend(reversed(list(module.children())))
-    return list(states.values())
+    units = get_states(root)
+    inside = {key for unit in units for module in unit.modules for key in names_below(module) if key != id(module)}
+    return [unit for unit in units if id(unit.modules[0]) not in inside]
 
 
 def get_replicated_states(root: nn.Module) -> list[Any]:

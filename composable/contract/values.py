@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict, UserDict, UserList, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import is_dataclass
-from functools import lru_cache
 from itertools import chain
 from operator import is_
 from types import ModuleType
@@ -119,10 +118,7 @@ def _map_container(value: Any, change: Callable[[Tensor], Tensor], done: dict[in
         elif base is not object:
             base.__init__(twin, new)
     for name, item in after.items():
-        if name in getattr(value, "__dict__", ()):
-            vars(twin)[name] = item
-        else:
-            object.__setattr__(twin, name, item)  # a slot; the class may be a frozen dataclass
+        object.__setattr__(twin, name, item)  # the class may be a frozen dataclass
     return twin
 
 
@@ -132,22 +128,6 @@ def _base_of(value: Any) -> Any:
 
 def _attributes(value: Any) -> dict[str, Any]:
     """The attributes in `value.__dict__` and in its slots."""
-    found = dict(getattr(value, "__dict__", ()))
-    kind: Any = type(value)
-    for name in _slots(kind):
-        if hasattr(value, name):
-            found[name] = getattr(value, name)
-    return found
-
-
-@lru_cache(maxsize=1024)
-def _slots(kind: type) -> tuple[str, ...]:
-    """The names of all slots of a class, as `getattr` takes them."""
-    names: list[str] = []
-    for cls in kind.__mro__:
-        own = cls.__dict__.get("__slots__", ())
-        prefix = f"_{cls.__name__.lstrip('_')}"
-        for name in (own,) if isinstance(own, str) else own:
-            if name not in ("__dict__", "__weakref__"):
-                names.append(prefix + name if name.startswith("__") and not name.endswith("__") else name)
-    return tuple(names)
+    state: Any = object.__getstate__(value)  # a dict, a pair of dicts, or None
+    attributes, slots = state if isinstance(state, tuple) else (state, None)
+    return {**(attributes or {}), **(slots or {})}

@@ -29,6 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
 from composable.compilation import untraced
+from composable.contract.traversal import Place
 from composable.engine.layout import Route, Slot
 from composable.errors import few
 from composable.memory.torch_private import (
@@ -45,23 +46,6 @@ if TYPE_CHECKING:
 
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
 trainability: Final = attrgetter("requires_grad")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a parameter or a buffer is registered."""
-
-    module: nn.Module
-    name: str
-
-    @property
-    def registered(self) -> nn.Parameter | None:
-        return self.module._parameters.get(self.name)
-
-    def register(self, parameter: nn.Parameter) -> None:
-        """A place that was deleted, or set to None, stays so."""
-        if self.registered is not None:
-            setattr(self.module, self.name, parameter)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
-from composable.contract.traversal import get_all_sharded_states, get_replicated_states, registered_parameters
-from composable.engine.param import ManagedParam, Place, describe_mesh, set_label, trainability, unit_of
+from composable.contract.traversal import Place, get_all_sharded_states, get_replicated_states, registered_parameters
+from composable.engine.param import ManagedParam, describe_mesh, set_label, trainability, unit_of
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -161,7 +161,7 @@ class Preparation:
                 if id(parameter) in self._owners:
                     owner, param = self._owners[id(parameter)]
                     _refuse_late_tie(f"'{place.fqn}' below unit '{unit.name}'", owner, param)
-                    param.set_info(replace(param.info, places=(*param.info.places, Place(place.module, place.name))))
+                    param.set_info(replace(param.info, places=(*param.info.places, place)))
                 elif unit_of(parameter) is not None:
                     continue  # of a unit elsewhere, which reduces its gradient
                 elif parameter.requires_grad:

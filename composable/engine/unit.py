@@ -24,7 +24,7 @@ from composable.comm.mesh import MeshInfo
 from composable.compilation import untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import on_undo
-from composable.contract.traversal import SHARD, names_below
+from composable.contract.traversal import SHARD, Place, names_below
 from composable.engine.accumulation import Accumulation
 from composable.engine.comm_hooks import CommHook, attach_hooks
 from composable.engine.grad_bucket import GradBucket
@@ -34,7 +34,6 @@ from composable.engine.param import (
     ManagedParam,
     ParameterSwap,
     ParamInfo,
-    Place,
     copy_attributes,
     defer_hooks,
     drop_label,

@@ -241,7 +241,7 @@ def _placements_of(parameter: nn.Parameter) -> str:
 def _unmanaged(module: nn.Module, *, named: bool) -> list[UnitRow]:
     """Make a row for the parameters of no unit; `named`: verbs that make no unit were applied."""
     annotations = registry(module)
-    rest = [managed.parameter for managed in managed_parameters([("", module)])]
+    rest = [managed.tensor for managed in managed_parameters([module])]
     if SHARD in annotations or REPLICATE in annotations or not rest:
         return []
     name = "(rest)" if named else "(not annotated)"

@@ -301,10 +301,10 @@ def test_a_tree_deeper_than_the_stack_is_walked() -> None:
 def test_a_parameter_belongs_to_the_innermost_annotation_around_it() -> None:
     root = tree()
     every = ["weight", "submod1.weight", "submod2.weight", "submod2.subsubmod.weight"]
-    assert [managed.fqn for managed in managed_parameters([("", root)])] == every
+    assert [managed.fqn for managed in managed_parameters([root])] == every
     fully_shard(root.get_submodule("submod2"))
-    assert [managed.fqn for managed in managed_parameters([("", root)])] == every[:2]
-    assert [managed.fqn for managed in managed_parameters([("", root)], ignored=[id(root.weight)])] == every[1:2]
+    assert [managed.fqn for managed in managed_parameters([root])] == every[:2]
+    assert [managed.fqn for managed in managed_parameters([root], ignored=[id(root.weight)])] == every[1:2]
     assert [place.fqn for place, _ in registered_parameters(root)] == every
     replicate(root.get_submodule("submod1"))
     assert [place.fqn for place, _ in registered_parameters(root)] == ["weight", *every[2:]]
@@ -313,7 +313,7 @@ def test_a_parameter_belongs_to_the_innermost_annotation_around_it() -> None:
 def test_a_tied_parameter_is_one_with_all_its_registrations() -> None:
     root = Leaf(a=Leaf(), b=Leaf())
     root.get_submodule("b").weight = root.get_submodule("a").weight  # type: ignore[assignment]
-    own, tied = managed_parameters([("", root)])
+    own, tied = managed_parameters([root])
     assert own.fqn == "weight"
     assert tied.fqn == "a.weight"
     assert [place.fqn for place in tied.places] == ["a.weight", "b.weight"]

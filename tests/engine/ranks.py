@@ -11,9 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm import LocalComm, MeshInfo, Traits
+from composable.contract.traversal import Place
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.layout import ParamShape
-from composable.engine.param import ManagedParam, ParamInfo, Place
+from composable.engine.param import ManagedParam, ParamInfo
 from composable.engine.param_group import ParamGroup
 from composable.engine.precision import Precision
 from tests.comm.in_process import seats

@@ -15,8 +15,9 @@ from torch.utils.checkpoint import checkpoint
 
 from composable import replicate
 from composable.comm import LocalComm, MeshInfo
+from composable.contract.traversal import Place
 from composable.engine.bucketing import FIRST_BYTES, Buckets
-from composable.engine.param import ParamInfo, Place
+from composable.engine.param import ParamInfo
 from composable.engine.unit import Unit, UnitSpec
 from composable.errors import PhaseError
 from tests.engine.layouts import SETTINGS

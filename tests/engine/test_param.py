@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from composable.contract.traversal import Place
 from composable.engine.param import (
     ManagedParam,
     ParameterSwap,
     ParamInfo,
-    Place,
     defer_hooks,
     memory_order,
     move_hooks,

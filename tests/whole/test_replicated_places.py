@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
@@ -12,6 +14,7 @@ from torch import Tensor, nn
 
 from composable import NamePolicy, fully_shard, replicate
 from composable.api.arguments import move_buffers, refuse_elsewhere
+from composable.contract.traversal import Managed, managed_buffers, managed_parameters
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -111,7 +114,7 @@ def test_what_stands_for_broadcast_buffers_is_true_or_false() -> None:
 
 def test_tensors_on_another_device_than_the_ranks_communicate_on_are_refused_by_name() -> None:
     model = nn.BatchNorm1d(3)
-    tensors = list(model.named_parameters()) + list(model.named_buffers())
+    tensors: list[Managed[Any]] = [*managed_parameters([model]), *managed_buffers([model])]
     elsewhere = torch.device("cuda", 0)
     assert_text(
         refusal(lambda: refuse_elsewhere("replicate", tensors, elsewhere)),
@@ -123,7 +126,7 @@ def test_tensors_on_another_device_than_the_ranks_communicate_on_are_refused_by_
     )
     refuse_elsewhere("replicate", tensors, torch.device("cpu"))
     model.to("meta")
-    refuse_elsewhere("replicate", list(model.named_buffers()), elsewhere)
+    refuse_elsewhere("replicate", managed_buffers([model]), elsewhere)
 
 
 def test_buffers_go_where_the_parameters_of_a_sharded_module_go() -> None:
