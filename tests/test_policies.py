@@ -78,16 +78,6 @@ def test_a_shared_module_is_picked_once_at_its_first_place(index: int):
     assert fqns(model, _all_policies(model)[index].select(model)) == ["first.0", "second"]
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_what_is_ignored_is_left_alone_with_all_below_it(index: int):
-    model = nn.Module()
-    model.first = nn.Sequential(nn.Linear(2, 2))
-    model.second = nn.Linear(2, 2)
-    model.third = nn.Linear(2, 2)
-    policy = _all_policies(model)[index]
-    assert fqns(model, policy.select(model, ignored=[model.first])) == ["second", "third"]
-
-
 def test_overrides_come_with_the_modules_and_are_the_callers_to_change():
     model = GPT()
     shared = {"reshard_after_forward": False}

@@ -59,7 +59,7 @@ def check_keywords(verb: str, picked: Mapping[nn.Module, Mapping[str, Any]], all
     for module, overrides in picked.items():
         for keyword in overrides:
             if keyword not in allowed:
-                near = closest(keyword, allowed)
+                near = closest(str(keyword), allowed)
                 hint = f"; did you mean '{near[0]}'? A" if near else "; a"
                 raise PolicyError(
                     f"{verb}: the policy overrides '{keyword}' for {module_name(module)}{hint} policy may override: "

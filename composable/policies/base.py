@@ -1,9 +1,10 @@
-"""What a policy is, and what all policies share: the walk over the tree and its checks."""
+"""What a policy is, and what all policies share."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -20,12 +21,11 @@ class Policy(ABC):
     """
 
     @abstractmethod
-    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
+    def select(self, root: nn.Module) -> Selection:
         """Pick the modules below and including `root` to annotate.
 
         Args:
             root: the module that the verb was called with; it is a candidate itself.
-            ignored: modules that are not picked, nor anything below them.
 
         Returns:
             For each picked module, the keyword arguments in which its annotation differs from the verb's call.
@@ -35,31 +35,12 @@ class Policy(ABC):
         """
 
 
-def walk(root: nn.Module, ignored: Collection[nn.Module] = ()) -> Iterator[tuple[str, nn.Module]]:
-    """FQN and module for `root` and what is below it, except for `ignored`, each once, in the order of `.modules()`."""
-    # A module that is reached past an ignored one too is not ignored: it is used elsewhere.
-    seen = {id(module) for module in ignored}
-
-    def visit(fqn: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-        if id(module) in seen:
-            return
-        seen.add(id(module))
-        yield fqn, module
-        for name, child in module.named_children():
-            yield from visit(f"{fqn}.{name}" if fqn else name, child)
-
-    return visit("", root)
-
-
-def not_empty(picked: Selection, root: nn.Module, ignored: Collection[nn.Module]) -> Selection:
+def not_empty(picked: Selection, root: nn.Module) -> Selection:
     """Return `picked`, or raise an error that lists the classes present."""
     if picked:
         return picked
-    counts: dict[type, int] = {}
-    for _, module in walk(root, ignored):
-        counts[type(module)] = counts.get(type(module), 0) + 1
-    present = few([f"{cls.__name__} x{count}" for cls, count in counts.items()], limit=12)
-    raise PolicyError(f"policy matched 0 modules; classes present: {present or 'none that is not ignored'}")
+    present = [f"{cls.__name__} x{count}" for cls, count in Counter(map(type, root.modules())).items()]
+    raise PolicyError(f"policy matched 0 modules; classes present: {few(present, limit=12)}")
 
 
 def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
@@ -75,13 +56,6 @@ def as_classes(value: Any, takes: str) -> tuple[type[nn.Module], ...]:
             raise PolicyError(f"{takes}, and got {kind_of(item)}{hint}")
     # A set has no order of its own; sorted, messages are the same on every rank.
     return tuple(sorted(dict.fromkeys(found), key=lambda cls: (cls.__module__, cls.__qualname__)))
-
-
-def check_overrides(overrides: Mapping[Any, Any], who: str) -> None:
-    """Raise if a keyword is not a string."""
-    for key in overrides:
-        if not isinstance(key, str):
-            raise PolicyError(f"{who} gave an override whose name is {kind_of(key)}; names of keywords are strings")
 
 
 def kind_of(value: Any) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from torch import nn
 from typing_extensions import override
 
 from composable.errors import PolicyError, closest, describe_module, few
-from composable.policies.base import Policy, Selection, as_classes, check_overrides, kind_of, not_empty, walk
+from composable.policies.base import Policy, Selection, as_classes, kind_of, not_empty
 
 
 class ModuleWrapPolicy(Policy):
@@ -32,13 +32,11 @@ class ModuleWrapPolicy(Policy):
 
     def __init__(self, classes: type[nn.Module] | Iterable[type[nn.Module]]) -> None:
         self.classes = as_classes(classes, "ModuleWrapPolicy takes classes of modules")
-        if not self.classes:
-            raise PolicyError("ModuleWrapPolicy got no class at all; give it the classes to pick")
 
     @override
-    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
-        picked: Selection = {module: {} for _, module in walk(root, ignored) if isinstance(module, self.classes)}
-        return not_empty(picked, root, ignored)
+    def select(self, root: nn.Module) -> Selection:
+        picked: Selection = {module: {} for module in root.modules() if isinstance(module, self.classes)}
+        return not_empty(picked, root)
 
     def __repr__(self) -> str:
         return f"ModuleWrapPolicy({', '.join(cls.__name__ for cls in self.classes)})"
@@ -81,12 +79,11 @@ class CustomPolicy(Policy):
         self.decide = decide
 
     @override
-    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
+    def select(self, root: nn.Module) -> Selection:
         picked: Selection = {}
-        for fqn, module in walk(root, ignored):
+        for fqn, module in root.named_modules():
             answer: Any = self.decide(module)
             if isinstance(answer, dict):
-                check_overrides(answer, f"the policy's function, for {describe_module(module, fqn)},")
                 picked[module] = dict(answer)
             elif not isinstance(answer, bool):
                 raise PolicyError(
@@ -95,7 +92,7 @@ class CustomPolicy(Policy):
                 )
             elif answer:
                 picked[module] = {}
-        return not_empty(picked, root, ignored)
+        return not_empty(picked, root)
 
     def __repr__(self) -> str:
         return f"CustomPolicy({getattr(self.decide, '__qualname__', type(self.decide).__name__)})"
@@ -141,16 +138,15 @@ class SizePolicy(Policy):
         self.exclude = as_classes(exclude, "exclude= takes classes of modules")
 
     @override
-    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
-        waiting = {id(module) for _, module in walk(root, ignored)}  # each counts once, at its first place
+    def select(self, root: nn.Module) -> Selection:
         large: set[int] = set()
-        counted: set[int] = set()
+        counted: set[int] = set()  # modules and parameters: each counts once, at its first place
 
         def left_over(module: nn.Module) -> int:
             """Count the elements at or below `module` that it leaves to the module above."""
-            if id(module) not in waiting:
+            if id(module) in counted:
                 return 0
-            waiting.remove(id(module))
+            counted.add(id(module))
             is_leaf = isinstance(module, self.force_leaf)
             elements = 0
             for parameter in module.parameters(recurse=is_leaf):
@@ -166,7 +162,7 @@ class SizePolicy(Policy):
             return 0
 
         total = left_over(root)
-        picked: Selection = {module: {} for _, module in walk(root, ignored) if id(module) in large}
+        picked: Selection = {module: {} for module in root.modules() if id(module) in large}
         if not picked:
             raise PolicyError(
                 f"policy matched 0 modules; SizePolicy({self.min_num_params}) found none that large, and "
@@ -203,8 +199,6 @@ class NamePolicy(Policy):
         if not isinstance(patterns, Iterable):
             raise PolicyError(f"NamePolicy takes a dict of globs, and got {kind_of(patterns)}")
         given: Mapping[Any, Any] = patterns if isinstance(patterns, Mapping) else dict.fromkeys(patterns)
-        if not given:
-            raise PolicyError("NamePolicy got no glob at all; give it the names to pick, as in {'blocks.*': {}}")
         self.patterns: dict[str, dict[str, Any]] = {}
         for pattern, overrides in given.items():
             if not isinstance(pattern, str):
@@ -216,13 +210,11 @@ class NamePolicy(Policy):
                 overrides = {}
             if not isinstance(overrides, Mapping):
                 raise PolicyError(f"NamePolicy got {kind_of(overrides)} for '{pattern}'; it takes a dict of overrides, or True")
-            check_overrides(overrides, f"NamePolicy, for '{pattern}',")
             self.patterns[pattern] = dict(overrides)
 
     @override
-    def select(self, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
-        candidates = {id(module) for _, module in walk(root, ignored)}
-        named = [(n, m) for n, m in root.named_modules(remove_duplicate=False) if id(m) in candidates]
+    def select(self, root: nn.Module) -> Selection:
+        named = list(root.named_modules(remove_duplicate=False))
         matches: dict[str, set[int]] = {}
         for pattern in self.patterns:
             parts = _parts(pattern)
@@ -232,7 +224,7 @@ class NamePolicy(Policy):
                 hint = f"close to it: {', '.join(near)}" if near else f"there is: {few([n for n, _ in named if n])}"
                 raise PolicyError(f"pattern '{pattern}' matched no module; {hint}")
         picked: Selection = {}
-        for _, module in walk(root, ignored):
+        for module in root.modules():
             for pattern, overrides in self.patterns.items():
                 if id(module) in matches[pattern]:
                     picked.setdefault(module, {}).update(overrides)

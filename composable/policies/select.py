@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import wrap as torch_wrap
 
 from composable.errors import PolicyError, describe_module
-from composable.policies.base import Policy, Selection, check_overrides, kind_of, not_empty, walk
+from composable.policies.base import Policy, Selection, kind_of, not_empty
 from composable.policies.rules import CustomPolicy, ModuleWrapPolicy, NamePolicy
 
 PolicyLike = (
@@ -42,25 +42,18 @@ def as_policy(value: PolicyLike) -> Policy:
     )
 
 
-def select_modules(policy: PolicyLike, root: nn.Module, *, ignored: Collection[nn.Module] = ()) -> Selection:
+def select_modules(policy: PolicyLike, root: nn.Module) -> Selection:
     """What `policy` picks among `root` and what is below it, checked, in the order of `.modules()`: this is what verbs call."""
     rule = as_policy(policy)
-    answer: Any = rule.select(root, ignored=ignored)
-    source = type(rule).__name__
+    answer: Any = rule.select(root)
+    source = f"{type(rule).__name__}.select"
     if not isinstance(answer, Mapping):
-        raise PolicyError(f"{source}.select returned {kind_of(answer)}; it must return a dict of modules and overrides")
-    names = {id(module): fqn for fqn, module in walk(root, ignored)}
+        raise PolicyError(f"{source} returned {kind_of(answer)}; it must return a dict of modules and overrides")
+    names = {id(module): fqn for fqn, module in root.named_modules()}
     for module, overrides in answer.items():
-        if not isinstance(module, nn.Module):
-            raise PolicyError(f"{source}.select returned {kind_of(module)} where a module is expected")
         if id(module) not in names:
-            raise PolicyError(
-                f"{source}.select returned a {type(module).__name__} that is not in the {type(root).__name__} "
-                "it was asked about, or that is ignored"
-            )
-        what = describe_module(module, names[id(module)])
+            raise PolicyError(f"{source} returned {kind_of(module)}, which is no module of the {type(root).__name__}")
         if not isinstance(overrides, Mapping):
-            raise PolicyError(f"{source}.select returned {kind_of(overrides)} for {what}, not a dict of overrides")
-        check_overrides(overrides, f"{source}.select, for {what},")
-    picked = {module: dict(answer[module]) for _, module in walk(root, ignored) if module in answer}
-    return not_empty(picked, root, ignored)
+            what = describe_module(module, names[id(module)])
+            raise PolicyError(f"{source} returned {kind_of(overrides)} for {what}, not a dict of overrides")
+    return not_empty({module: dict(answer[module]) for module in root.modules() if module in answer}, root)
