@@ -1,4 +1,4 @@
-"""How an accelerator's collectives are launched: several at once, on streams, in the memory of the compute stream."""
+"""How an accelerator's collectives are launched: several at once, over one group or two."""
 
 from __future__ import annotations
 
@@ -19,13 +19,12 @@ from composable.errors import CommunicationError
 from composable.memory.streams import Streams
 from composable.memory.torch_private import launchers
 from tests.helpers.world import Pool, spmd
-from tests.memory.races import ClockedStreams, watched
 
 CPU: Final = torch.device("cpu")
 
 
-def _comm(streams: Any = None) -> AcceleratorComm:
-    return AcceleratorComm(world_group(), CPU, streams or Streams())
+def _comm() -> AcceleratorComm:
+    return AcceleratorComm(world_group(), CPU, Streams())
 
 
 def _gather(comm: AcceleratorComm, count: int = 3, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -130,37 +129,6 @@ def test_what_failed_is_said_with_what_to_do_about_it() -> None:
         "rank 0: the sum of unit 'x' failed: this rank has destroyed its process group",
         "destroy_process_group() ends the training of all models over the group; call it after the last step.",
     ]
-
-
-# --- streams ----------------------------------------------------------------------------------------------------------
-
-
-def _step(streams: ClockedStreams) -> None:
-    """Collectives whose inputs are written before, and whose results are read and freed after the wait."""
-    comm = _comm(streams)
-    shard, whole, out = torch.ones(2), torch.zeros(2 * comm.size), torch.zeros(2)
-    shard.mul_(2.0)
-    work = comm.all_gather([(whole, shard)], "")
-    del shard
-    work.wait()
-    whole.add_(1.0)
-    work = comm.reduce_scatter([(out, whole)], "", 0.5)
-    del whole
-    work.wait()
-    out.add_(1.0)
-    work = comm.all_reduce([out], "", 0.5)
-    work.wait()
-    out.add_(1.0)
-
-
-@pytest.mark.parametrize("missing", ["nothing", "forks", "joins"])
-@spmd(ranks=2)
-def test_collectives_start_after_what_they_read_and_waits_come_before_what_reads_them(missing: str) -> None:
-    streams = ClockedStreams(deaf_forks=missing == "forks", deaf_joins=missing == "joins")
-    with watched(streams) as watch:
-        _step(streams)
-    assert bool(watch.found) == (missing != "nothing"), watch.found
-    assert list(streams.used) == ["all_gather", "reduce_scatter", "all_reduce"]
 
 
 # --- a group for reductions -------------------------------------------------------------------------------------------

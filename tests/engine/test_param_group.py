@@ -272,17 +272,6 @@ def test_after_a_write_at_rest_parameters_are_gathered_anew_and_graphs_of_before
         loss.backward()
 
 
-def test_a_write_that_is_lost_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    ranks = _some()
-    for _ in range(2):
-        unshard(ranks)
-        with torch.no_grad():
-            ranks[0].compute[1].add_(1.0)
-        each(ranks, lambda rank: rank.group.reshard())
-    (record,) = caplog.records
-    assert record.getMessage().startswith("unit 'u': 'p1' was written to in place while it was unsharded; the write is lost")
-
-
 # --- identity ---------------------------------------------------------------------------------------------------------
 
 

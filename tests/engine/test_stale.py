@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Final
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import fully_shard, keep_unsharded, reshard, unshard
@@ -49,6 +47,13 @@ def _in_their_local_part(model: nn.Module, parameters: Parameters) -> None:
             parameter.to_local().mul_(2.0)  # type: ignore[attr-defined]
 
 
+def _through_a_state_dict(model: nn.Module, parameters: Parameters) -> None:
+    """As checkpoints are loaded in place."""
+    with torch.no_grad():
+        for value in model.state_dict().values():
+            value.mul_(2.0)
+
+
 def _by_loading(model: nn.Module, parameters: Parameters) -> None:
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
 
@@ -62,6 +67,7 @@ CHANGES: Final = {
         _by_one_parameter_after_the_other,
         _in_place,
         _in_their_local_part,
+        _through_a_state_dict,
         _by_loading,
     )
 }
@@ -222,31 +228,6 @@ def _cast_while_kept() -> None:
 def test_parameters_cast_while_they_are_kept_are_gathered_again(pool: Pool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _cast_while_kept, device=device)
-
-
-def _a_step_of_something_else_on_one_rank(scope: str) -> None:
-    model, x = _model(reshard_after_forward=scope != "kept by the unit")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    private = nn.Linear(2, 2, device=x.device)
-    early = torch.optim.SGD(private.parameters(), lr=0.1)
-    with keep_unsharded(model) if scope == "scope" else nullcontext():
-        for _ in range(3):
-            expected = _expected(model, x)
-            for _ in range(3):
-                output = model(x)
-                torch.testing.assert_close(output.detach(), expected)
-                if dist.get_rank() == 0:
-                    private(torch.ones(1, 2, device=x.device)).sum().backward()
-                    early.step()
-            output.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("scope", ["scope", "kept by the unit"])
-def test_one_rank_may_step_an_optimizer_of_its_own_while_parameters_are_kept(pool: Pool, scope: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _a_step_of_something_else_on_one_rank, scope, device=device)
 
 
 def _labels_after_a_step(whose: str) -> list[str]:

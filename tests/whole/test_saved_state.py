@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from composable import fully_shard, step_on_shards
-from tests.helpers.compare import full
+from composable import fully_shard
 from tests.helpers.world import Pool, current_device, need_devices
 
 
@@ -67,13 +64,6 @@ def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(_local(value), _local(other[name])), name
 
 
-def _saved(thing: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(thing, file)
-    file.seek(0)
-    return file
-
-
 def _save_and_load(folder: str, mmap: bool) -> None:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -97,84 +87,6 @@ def _save_and_load(folder: str, mmap: bool) -> None:
 def test_a_saved_state_dict_goes_on_where_it_was_saved(pool: Pool, tmp_path: Path, mmap: bool, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _save_and_load, str(tmp_path), mmap, device=device)
-
-
-def _sizes() -> None:
-    model = nn.Sequential(nn.Linear(200, 200), nn.Linear(200, 2)).to(current_device())
-    torch.manual_seed(0)
-    fully_shard(model, sync_module_states="broadcast")
-    for name, parameter in model.named_parameters():
-        payload = _local(parameter).numel() * 4
-        for held in (parameter.detach(), parameter.data, parameter, model.state_dict()[name]):
-            assert _local(held).storage_offset() == 0
-            assert _local(held).untyped_storage().nbytes() == payload, name
-            assert len(_saved(held).getbuffer()) < payload + 4000, name
-
-
-def test_a_saved_shard_is_as_large_as_the_shard(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _sizes, device=device)
-
-
-def _copies() -> None:
-    model = _model()
-    model(_batch()).sum().backward()
-    for name, parameter in model.named_parameters():
-        for twin in (copy.deepcopy(parameter), copy.deepcopy(parameter.detach()), torch.load(_saved(parameter.detach()))):
-            assert isinstance(twin, DTensor), name
-            assert torch.equal(twin.to_local(), _local(parameter))
-            with torch.no_grad():
-                twin.add_(1)
-            assert not torch.equal(twin.to_local(), _local(parameter)) or not _local(parameter).numel()
-        assert parameter.grad is not None
-        assert torch.equal(_local(copy.deepcopy(parameter).grad), _local(parameter.grad))
-
-
-def test_single_parameters_are_copied_and_saved(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _copies, device=device)
-
-
-def _write_into_a_state_dict() -> None:
-    model = _model(reshard_after_forward=False)
-    before = model(_batch())
-    with torch.no_grad():
-        for value in model.state_dict().values():
-            if isinstance(value, DTensor):
-                value.mul_(2)
-    plain = Small().to(current_device())
-    plain.load_state_dict({name: full(value) for name, value in model.state_dict().items()})
-    after = model(_batch())
-    assert not torch.allclose(after, before)
-    torch.testing.assert_close(after, plain(_batch()))
-
-
-def test_what_is_written_into_a_state_dict_is_computed_with(pool: Pool, device: str) -> None:
-    """Checkpoints are loaded that way; parameters that were kept after forward are gathered anew."""
-    need_devices(device, 2)
-    pool.run(2, _write_into_a_state_dict, device=device)
-
-
-def _checkpoint(folder: str, runs: bool) -> None:
-    model = _model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    if not runs:
-        step_on_shards(optimizer).remove()
-    _train(model, optimizer)
-    before = copy.deepcopy(model.state_dict())
-    pending = dcp.async_save({"model": model.state_dict()}, checkpoint_id=folder)
-    _train(model, optimizer)  # what is saved is what it was
-    pending.result()  # type: ignore[union-attr]
-    target = _model().state_dict()
-    dcp.load({"model": target}, checkpoint_id=folder)
-    _assert_same(before, target)
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("runs", [False, True], ids=["step by parameter", "step on shards"])
-def test_an_asynchronous_checkpoint_holds_the_model_of_its_time(pool: Pool, tmp_path: Path, runs: bool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _checkpoint, str(tmp_path), runs, device=device)
 
 
 # --- full state of a parameter without dimensions ---------------------------------------------------------------------
