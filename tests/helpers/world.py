@@ -231,10 +231,16 @@ class _environment:
                 os.environ[name] = value
 
 
-def spmd(ranks: int | Iterable[int]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def spmd(
+    ranks: int | Iterable[int] | None = None, *, everywhere: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Turn a module-level test into one whose body runs on every rank, for one world size or several.
 
     The body's parameters are filled by pytest and must be picklable. The body runs on the session's device (`--device`).
+
+    Args:
+        ranks: None: the test is parametrised with it.
+        everywhere: the body says nothing of devices; it runs on that of the session alone.
 
     Example:
         >>> @spmd(ranks=[1, 2])
@@ -243,19 +249,21 @@ def spmd(ranks: int | Iterable[int]) -> Callable[[Callable[..., None]], Callable
         ...     dist.all_reduce(total)
         ...     assert total.item() == dist.get_world_size()
     """
-    sizes = [ranks] if isinstance(ranks, int) else list(ranks)
+    sizes = [ranks] if isinstance(ranks, int) else ranks
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
-        def test(*, pool: Pool, ranks: int, device: str, **kwargs: Any) -> None:
-            need_devices(device, ranks)
+        def test(*, pool: Pool, ranks: int, device: str | None = None, **kwargs: Any) -> None:
+            if device is not None:
+                need_devices(device, ranks)
             pool.run(ranks, test, device=device, **kwargs)
 
         own = list(inspect.signature(body).parameters.values())
-        added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in ("pool", "ranks", "device")]
+        names = ("pool", "ranks") if everywhere else ("pool", "ranks", "device")
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
         test.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
         test.body = body  # type: ignore[attr-defined]
-        return pytest.mark.parametrize("ranks", sizes)(test)
+        return test if sizes is None else pytest.mark.parametrize("ranks", list(sizes))(test)
 
     return decorate
 

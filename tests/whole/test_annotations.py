@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
-    ModuleWrapPolicy,
     checkpoint,
     describe,
     fully_shard,
@@ -22,16 +21,15 @@ from composable import (
     remove,
     replicate,
     reshard,
-    traversal,
     unshard,
 )
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
-from tests.helpers.battery.odd import Layer, Nested
+from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import anatomy, assert_same_training, full_parameters
 from tests.helpers.logged import logged
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import current_device, spmd
 
 VERBS: Final[dict[str, Callable[..., Any]]] = {
     "fully_shard": fully_shard,
@@ -52,62 +50,6 @@ def test_types_names_and_forward_are_unchanged_and_the_argument_comes_back(verb:
         assert anatomy(model) == before, case.name
         assert [id(module) for module in model.modules()] == identities
         assert list(registry(model)) == [verb]
-
-
-@spmd(ranks=2)
-def test_a_list_of_modules_is_one_unit_and_comes_back() -> None:
-    model = Nested(1).to(current_device())
-    pair = [model.plain, model.layer]
-    assert fully_shard(pair) is pair
-    fully_shard(model)
-    assert len(traversal.get_handles(model)) == 2
-    assert [*map(id, traversal.get_fully_sharded_modules(model))] == [id(model), id(model.plain)]
-    model(torch.randn(3, 6, device=current_device())).sum().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def _units(how: str) -> list[dict[str, Any]]:
-    model = Nested(2).to(current_device())
-    if how == "by hand":
-        for module in reversed(list(model.modules())):
-            if isinstance(module, (Layer, Nested)):
-                fully_shard(module)
-    else:
-        classes = {Layer, Nested}
-        fully_shard(model, policy=ModuleWrapPolicy(classes) if how == "by policy" else classes)
-    units: list[dict[str, Any]] = describe(model).to_dict()["units"]
-    named = {id(module): name for name, module in model.named_modules()}
-    order = [named[id(module)] for module in traversal.get_fully_sharded_modules(model)]
-    assert order == [unit["unit"] for unit in units]
-    return units
-
-
-def test_a_policy_and_manual_annotation_build_the_same_units_in_the_order_of_modules(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    by_hand = pool.run(2, _units, "by hand", device=device)
-    assert by_hand == pool.run(2, _units, "by policy", device=device)
-    assert by_hand == pool.run(2, _units, "by classes", device=device)
-    names = ["", "inner", "inner.inner", "inner.inner.layer", "inner.layer", "layer"]
-    assert [unit["unit"] for unit in by_hand[0]] == names
-
-
-@spmd(ranks=2)
-def test_sharded_parameters_are_dtensors_whose_shards_make_up_the_whole() -> None:
-    case = BATTERY["odd sizes"]
-    plain, model = case.model(0, 0, current_device()), case.model(0, 0, current_device())
-    fully_shard(model)
-    for (name, parameter), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
-        assert isinstance(parameter, DTensor), name
-        assert isinstance(parameter, nn.Parameter), name
-        assert parameter.placements == ((Replicate() if whole.ndim == 0 else Shard(0)),)
-        expected = whole if whole.ndim == 0 else _chunk(whole, dist.get_rank())
-        assert torch.equal(parameter.to_local(), expected), name
-        assert torch.equal(parameter.full_tensor(), whole), name
-
-
-def _chunk(whole: Tensor, rank: int) -> Tensor:
-    chunks = whole.detach().chunk(dist.get_world_size())
-    return chunks[rank] if rank < len(chunks) else whole.detach()[:0]
 
 
 @spmd(ranks=[2, 3])

@@ -1,15 +1,12 @@
-"""Frozen parameters cost no gradient, no memory for one and no reduction."""
+"""Frozen parameters cost no gradient, no memory for one and no reduction. Their parity is in test_compositions and the battery."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from composable import checkpoint, fully_shard, no_sync, replicate
+from composable import fully_shard
 from composable.engine.param_group import ShardedState
 from composable.engine.root import units_below
 from composable.traversal import get_handles
@@ -44,66 +41,15 @@ def _model() -> nn.Sequential:
     return nn.Sequential(Adapted(), base[0], Adapted(), base[1], nn.Linear(WIDTH, 2)).to(current_device())
 
 
-def _sharded(model: nn.Module) -> None:
-    fully_shard(model, policy={Adapted, Base})
-
-
-def _kept(model: nn.Module, **options: Any) -> None:
-    fully_shard(model, policy={Adapted, Base}, reshard_after_forward=False, **options)
-
-
-def _hybrid(model: nn.Module, **options: Any) -> None:
-    shape = (2, dist.get_world_size() // 2)
-    mesh = init_device_mesh(current_device().type, shape, mesh_dim_names=("replicate", "shard"))
-    fully_shard(model, policy={Adapted, Base}, mesh=mesh, **options)
-
-
-def _checkpointed(model: nn.Module) -> None:
-    checkpoint(model[2])  # type: ignore[index]
-    checkpoint(model[1])  # type: ignore[index]
-    fully_shard(model, policy={Adapted, Base})
-
-
-def _adapters_replicated(model: nn.Module) -> None:
-    for block in (model[0], model[2]):  # type: ignore[index]
-        replicate(block.down)
-        replicate(block.up)
-    _kept(model)
-
-
-def _replicated(model: nn.Module, **options: Any) -> None:
-    replicate(model, **options)
-
-
 def _batch(rank: int, turn: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * rank + turn)
     return torch.randn(3, WIDTH, generator=generator).to(current_device())
 
 
-@spmd(ranks=[2, 4])
-def test_adapters_train_as_in_one_process() -> None:
-    size, rank = dist.get_world_size(), dist.get_rank()
-    drawn = (_sharded, _kept, _checkpointed, _adapters_replicated, _replicated) if size == 2 else (_kept, _hybrid)
-    for annotate in drawn:
-        plain, model = _model(), _model()
-        annotate(model)
-        optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (plain, model)]
-        for turn in range(2):
-            (sum(plain(_batch(r, turn)).square().mean() for r in range(size)) / size).backward()  # type: ignore[union-attr]
-            with no_sync(model):
-                (model(_batch(rank, turn)).square().mean() / 2).backward()
-            (model(_batch(rank, turn)).square().mean() / 2).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        for (name, expected), actual in zip(plain.named_parameters(), model.named_parameters(), strict=True):
-            torch.testing.assert_close(full(actual[1]), expected.detach(), msg=f"{name} of {annotate}")
-
-
 @spmd(ranks=2)
 def test_frozen_parameters_have_no_gradient_no_memory_for_one_and_no_reduction() -> None:
     model = _model()
-    _sharded(model)
+    fully_shard(model, policy={Adapted, Base})
     for turn in range(2):
         model(_batch(dist.get_rank(), turn)).sum().backward()
     for groups in get_handles(model):
@@ -126,7 +72,7 @@ def test_frozen_parameters_have_no_gradient_no_memory_for_one_and_no_reduction()
 @spmd(ranks=2)
 def test_a_frozen_unit_that_is_kept_after_forward_sees_what_is_written_to_it() -> None:
     model, plain = _model(), _model()
-    _kept(model)
+    fully_shard(model, policy={Adapted, Base}, reshard_after_forward=False)
     for each in (model, plain):
         each(_batch(0, 0)).sum().backward()
         with torch.no_grad():

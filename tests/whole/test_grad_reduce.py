@@ -145,24 +145,6 @@ def test_sums_are_divided_as_asked_for(pool: Pool, ranks: int, device: str) -> N
     assert compared == [len(VALUES) * len(SCHEMES) * (5 + 6 + 6 + 6)] * ranks
 
 
-def _sums_in(dtype: torch.dtype, verb: str, value: float, grad_reduce: str | float) -> list[float]:
-    model = nn.Linear(512, 512, bias=False, dtype=dtype).to(current_device())
-    (replicate if verb == "replicate" else fully_shard)(model, grad_reduce=grad_reduce)
-    model(torch.full((1, 512), value, dtype=dtype, device=current_device())).sum().backward()
-    (gradient,) = full_gradients(model).values()
-    assert gradient is not None
-    return torch.unique(gradient).tolist()  # type: ignore[no-any-return]
-
-
-@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
-def test_float16_is_divided_by_a_number_of_the_users_in_two_steps(pool: Pool, verb: str, device: str) -> None:
-    need_devices(device, 4)
-    # Four times this is more than float16 knows; the second smallest number divided by four is nothing.
-    assert pool.run(4, _sums_in, torch.float16, verb, 2.0**14, 4.0, device=device) == [[2.0**14]] * 4
-    assert pool.run(4, _sums_in, torch.float16, verb, 2.0**-23, 4.0, device=device) == [[2.0**-23]] * 4
-    assert pool.run(4, _sums_in, torch.float16, verb, 2.0**-24, "sum", device=device) == [[2.0**-22]] * 4
-
-
 def test_on_one_process_there_is_nothing_to_sum_and_a_number_divides_all_the_same() -> None:
     found = {}
     for verb, options in ((fully_shard, {}), (fully_shard, {"mp_policy": "bf16"}), (replicate, {})):

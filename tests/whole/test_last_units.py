@@ -1,9 +1,13 @@
-"""By default only those units stay unsharded after forward that backward needs first: who ran last, and the units around it."""
+"""By default only those units stay unsharded after forward that backward needs first: who ran last, and the units around it.
+
+What stays is nobody else's: who comes out of turn gathers anew, as all other ranks do.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -11,14 +15,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
 
-from composable import describe, fully_shard, keep_unsharded, unshard
+from composable import checkpoint, describe, fully_shard, keep_unsharded, remove, unshard
 from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
-from tests.helpers.world import Pool
+from tests.helpers.compare import assert_mean_gradients, full
+from tests.helpers.world import Pool, spmd
 
 WIDTH: Final = 7  # no number of ranks divides it
 LAYERS: Final = 4
+FORWARD: Final = ["(root)", "0", "1", "2", "3"]
 
 
 class Layer(nn.Module):
@@ -80,9 +87,13 @@ def gathers(log: Log) -> list[str]:
 # --- what is gathered -------------------------------------------------------------------------------------------------
 
 
-def _steps(options: dict[str, Any]) -> list[list[str]]:
+def _steps(after: bool | None, checkpoints: str) -> list[list[str]]:
     model = layers_and_head()
-    log = recorded(model, **options)
+    if checkpoints == "first":
+        checkpoint(model, policy={Layer})
+    log = recorded(model, reshard_after_forward=after)
+    if checkpoints == "last":
+        checkpoint(model, policy={Layer})
     found = []
     for number in range(2):
         loss = model(batch(number)).sum()
@@ -93,42 +104,47 @@ def _steps(options: dict[str, Any]) -> list[list[str]]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_root_and_the_unit_that_ran_last_are_gathered_once_a_step_from_the_first_one_on(pool: Pool, ranks: int) -> None:
-    forward = ["(root)", "0", "1", "2", "3"]
-    assert pool.run(ranks, _steps, {}) == [[forward, ["2", "1", "0"], forward, ["2", "1", "0"]]] * ranks
+@pytest.mark.parametrize(
+    ("ranks", "after", "checkpoints", "backward"),
+    [
+        (2, None, "", ["2", "1", "0"]),
+        (4, None, "", ["2", "1", "0"]),
+        (2, True, "", ["(root)", "3", "2", "1", "0"]),
+        (2, True, "first", ["(root)", "3", "2", "1", "0"]),
+        (2, True, "last", ["(root)", "3", "2", "1", "0"]),
+        (2, False, "", []),
+    ],
+)
+def test_each_unit_is_gathered_once_in_forward_and_once_in_backward_if_it_did_not_stay(
+    pool: Pool, ranks: int, after: bool | None, checkpoints: str, backward: list[str]
+) -> None:
+    assert pool.run(ranks, _steps, after, checkpoints) == [[FORWARD, backward] * 2] * ranks
 
 
-def test_with_true_they_are_gathered_again(pool: Pool) -> None:
-    forward = ["(root)", "0", "1", "2", "3"]
-    options = {"reshard_after_forward": True}
-    assert pool.run(2, _steps, options) == [[forward, ["(root)", "3", "2", "1", "0"]] * 2] * 2
-
-
-def _nested() -> tuple[list[str], list[str], list[str]]:
+@spmd(ranks=2, everywhere=True)
+def test_with_units_in_units_all_that_are_around_the_last_one_stay() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Pair(), Pair(), nn.Linear(WIDTH, 3))
     log = recorded(model)
     loss = model(batch()).sum()
     gathers(log)
-    left = unsharded_units(model)
+    assert unsharded_units(model) == ["", "1", "1.layers.1"]
     loss.backward()
-    return left, gathers(log), unsharded_units(model)
+    assert gathers(log) == ["1.layers.0", "0", "0.layers.1", "0.layers.0"]
+    assert unsharded_units(model) == []
 
 
-def test_with_units_in_units_all_that_are_around_the_last_one_stay(pool: Pool) -> None:
-    left, gathered, after = pool.run(2, _nested)[0]
-    assert left == ["", "1", "1.layers.1"]
-    assert gathered == ["1.layers.0", "0", "0.layers.1", "0.layers.0"]
-    assert after == []
-
-
-def _order_changes() -> list[tuple[list[str], list[str]]]:
-    """Which unit runs last is another one in every forward."""
+@spmd(ranks=2, everywhere=True)
+def test_who_ran_last_is_known_in_the_forward_that_runs_whatever_ran_before() -> None:
     model = layers_and_head()
     log = recorded(model)
-    found = []
-    for order in ([0, 1, 2], [0, 2, 1], [0, 1], [1, 1], [1, 0, 1]):
+    for order, last, backward in (
+        ([0, 1, 2], "2", ["1", "0"]),
+        ([0, 2, 1], "1", ["2", "0"]),
+        ([0, 1], "1", ["0"]),
+        ([1, 1], "1", []),
+        ([1, 0, 1], "1", ["0", "1"]),
+    ):
 
         def forward(x: Tensor, order: list[int] = order) -> Tensor:
             for each in order:
@@ -138,26 +154,16 @@ def _order_changes() -> list[tuple[list[str], list[str]]]:
         model.forward = forward  # type: ignore[method-assign]
         loss = model(batch()).sum()
         gathers(log)
-        left = unsharded_units(model)
+        assert unsharded_units(model) == ["", last]
         loss.backward()
-        found.append((left, gathers(log)))
-    return found
-
-
-def test_who_ran_last_is_known_in_the_forward_that_runs_whatever_ran_before(pool: Pool) -> None:
-    assert pool.run(2, _order_changes)[0] == [
-        (["", "2"], ["1", "0"]),
-        (["", "1"], ["2", "0"]),
-        (["", "1"], ["0"]),
-        (["", "1"], []),
-        (["", "1"], ["0", "1"]),
-    ]
+        assert gathers(log) == backward
 
 
 # --- when they are freed ------------------------------------------------------------------------------------------------
 
 
-def _memory() -> tuple[list[list[str]], list[str], list[list[str]], list[str]]:
+@spmd(ranks=2, everywhere=True)
+def test_no_moment_needs_more_memory_than_two_units_and_the_root() -> None:
     model = layers_and_head()
     seen: list[list[str]] = []
 
@@ -171,17 +177,10 @@ def _memory() -> tuple[list[list[str]], list[str], list[list[str]], list[str]]:
     model(batch().requires_grad_()).sum().backward()
     seen.clear()  # who comes next is known from here on
     loss = model(batch().requires_grad_()).sum()
-    left = unsharded_units(model)
+    assert unsharded_units(model) == ["", "3"]
     loss.backward()
-    return seen[:LAYERS], left, seen[LAYERS:], unsharded_units(model)
-
-
-def test_no_moment_needs_more_memory_than_two_units_and_the_root(pool: Pool) -> None:
-    forward, left, backward, after = pool.run(2, _memory)[0]
-    assert forward == [["", "0", "1"], ["", "1", "2"], ["", "2", "3"], ["", "3"]]
-    assert left == ["", "3"]
-    assert backward == [["", "2", "3"], ["", "1", "2"], ["", "0", "1"], ["", "0"]]
-    assert after == []
+    assert seen[:LAYERS] == [["", "0", "1"], ["", "1", "2"], ["", "2", "3"], ["", "3"]]
+    assert seen[LAYERS:] == [["", "2", "3"], ["", "1", "2"], ["", "0", "1"], ["", "0"]]
 
 
 def _another(model: nn.Module) -> Tensor:
@@ -222,9 +221,6 @@ def _then(follow: Callable[[nn.Module], Tensor | None]) -> tuple[list[str], list
     return gathered, left, gathers(log)
 
 
-FORWARD: Final = ["(root)", "0", "1", "2", "3"]
-
-
 @pytest.mark.parametrize(
     ("follow", "gathered", "left", "backward"),
     [
@@ -245,34 +241,27 @@ def test_a_forward_that_follows_frees_them_before_it_gathers(
     assert pool.run(2, _then, follow) == [(gathered, left, backward)] * 2
 
 
-def _hook_raises() -> tuple[list[str], list[str]]:
-    """A hook of the user that is called after the root's forward."""
+@spmd(ranks=2, everywhere=True)
+def test_where_a_hook_raises_after_the_outermost_forward_the_next_one_frees_them() -> None:
     model = layers_and_head()
     log = recorded(model)
     with model.register_forward_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
         model(batch())
     gathers(log)
-    left = unsharded_units(model)
+    assert unsharded_units(model) == ["", "3"]
     model(batch()).sum().backward()
-    return left, gathers(log)
+    assert gathers(log) == [*FORWARD, "2", "1", "0"]
 
 
-def test_where_a_hook_raises_after_the_outermost_forward_the_next_one_frees_them(pool: Pool) -> None:
-    assert pool.run(2, _hook_raises) == [(["", "3"], [*FORWARD, "2", "1", "0"])] * 2
-
-
-def _frozen() -> tuple[list[str], list[str]]:
+@spmd(ranks=2, everywhere=True)
+def test_nothing_stays_where_no_backward_can_come() -> None:
     model = layers_and_head().requires_grad_(False)
     fully_shard(model, policy={Layer})
     model(batch())
-    first = unsharded_units(model)
+    assert unsharded_units(model) == []
     model(batch().requires_grad_()).sum().backward()  # asks for the gradients of inputs
     model(batch())
-    return first, unsharded_units(model)
-
-
-def test_nothing_stays_where_no_backward_can_come(pool: Pool) -> None:
-    assert pool.run(2, _frozen) == [([], [])] * 2
+    assert unsharded_units(model) == []
 
 
 class Routed(nn.Module):
@@ -288,7 +277,8 @@ class Routed(nn.Module):
         return self.expert(x) if dist.get_rank() < 2 else x + 0 * x.sum()
 
 
-def _experts() -> float:
+@spmd(ranks=4, everywhere=True)
+def test_units_over_other_ranks_which_not_all_ranks_run_free_nothing() -> None:
     torch.manual_seed(0)
     model = Routed()
     plain = copy.deepcopy(model)
@@ -299,14 +289,205 @@ def _experts() -> float:
         model.zero_grad()
         model(batch()).sum().backward()
     plain(batch()).sum().backward()
-    expected = plain.layer.linear.weight.grad
-    actual = model.layer.linear.weight.grad
-    assert expected is not None
-    assert actual is not None
-    dist.all_reduce(expected)
-    return float((expected / dist.get_world_size() - actual.full_tensor()).abs().max())  # type: ignore[attr-defined]
+    assert_mean_gradients(plain.layer, model.layer, rtol=0.0, atol=1e-6)
 
 
-def test_units_over_other_ranks_which_not_all_ranks_run_free_nothing(pool: Pool) -> None:
-    for difference in pool.run(4, _experts):
-        assert difference < 1e-6
+# --- who comes out of turn ------------------------------------------------------------------------------------------------
+
+Reshard = bool | None
+
+
+def _pair(reshard: Reshard) -> tuple[nn.Sequential, nn.Sequential]:
+    """A sharded model, and the same one as it was."""
+    model = layers_and_head()
+    plain = copy.deepcopy(model)
+    fully_shard(model, policy={Layer}, reshard_after_forward=reshard)
+    return model, plain
+
+
+def _same_outputs(model: nn.Module, plain: nn.Module) -> None:
+    torch.testing.assert_close(model(batch(7)), plain(batch(7)))
+
+
+def _same_gradients(model: nn.Module, plain: nn.Module) -> None:
+    assert_mean_gradients(plain, model, rtol=1.3e-6, atol=1e-5)
+
+
+def _double(*models: nn.Module, traceless: bool = False) -> None:
+    for model in models:
+        for parameter in model.parameters():
+            (parameter.data if traceless else parameter.detach()).mul_(2)
+
+
+def _removed_after_a_write(reshard: Reshard) -> None:
+    model, plain = _pair(reshard)
+    model(batch())
+    _double(model, plain)
+    remove(model, fully_shard)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(full(one), other)
+
+
+def _written_to(reshard: Reshard) -> tuple[nn.Sequential, nn.Sequential]:
+    """In a way that leaves no trace, after a forward to which no backward comes."""
+    model, plain = _pair(reshard)
+    model(batch())
+    _double(model, plain, traceless=True)
+    return model, plain
+
+
+def _kept_by_a_scope(reshard: Reshard) -> None:
+    model, plain = _written_to(reshard)
+    with keep_unsharded(model), torch.no_grad():
+        _same_outputs(model, plain)
+
+
+def _computed_with(reshard: Reshard) -> None:
+    _same_outputs(*_written_to(reshard))
+
+
+def _unsharded_by_the_user(reshard: Reshard) -> None:
+    model, plain = _written_to(reshard)
+    unshard(model)
+    _same_outputs(model, plain)
+
+
+def _recomputed(reshard: Reshard) -> None:
+    model, plain = _pair(reshard)
+    for each in (model, plain):
+        loss = recomputed(each, batch(), use_reentrant=False).sum()
+        with torch.no_grad():
+            _double(each)
+        loss.backward()
+    _same_gradients(model, plain)
+
+
+# Ranks of which one alone comes by.
+
+
+class _Looking(nn.Module):
+    """Looks once more at what `eye` says, on some ranks."""
+
+    def __init__(self, eye: nn.Module) -> None:
+        super().__init__()
+        self.eye, self.trunk, self.looks = eye, Layer(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.trunk(self.eye(x))
+        if self.looks:
+            with torch.no_grad():
+                self.eye(y)
+        return y
+
+
+class _WithoutParameters(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def _looked_at(reshard: Reshard, eye: nn.Module, **options: Any) -> None:
+    torch.manual_seed(0)
+    model = _Looking(eye)
+    plain = copy.deepcopy(model)
+    fully_shard(model.eye, **options)
+    fully_shard(model, policy={Layer}, reshard_after_forward=reshard)
+    for number in range(3):
+        model.looks = number > 0 and dist.get_rank() == 0
+        for each in (model, plain):
+            each.zero_grad()
+            each(batch(number)).sum().backward()
+    _same_gradients(model, plain)
+
+
+def _kept_one_looked_at(reshard: Reshard) -> None:
+    _looked_at(reshard, Layer(), reshard_after_forward=False)
+
+
+def _one_without_parameters_looked_at(reshard: Reshard) -> None:
+    _looked_at(reshard, _WithoutParameters(), reshard_after_forward=reshard)
+
+
+class _Gate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _one_that_each_rank_has_whole_looked_at(reshard: Reshard) -> None:
+    model, plain = _pair(reshard)
+    gate = fully_shard(_Gate())
+    gate(batch())
+    for _ in range(2):
+        model.zero_grad()
+        loss = model(batch()).sum()
+        if dist.get_rank() == 0:
+            gate(batch(1))
+        loss.backward()
+    plain(batch()).sum().backward()
+    _same_gradients(model, plain)
+
+
+def _teacher_looked_at(reshard: Reshard, *, in_a_scope: bool = False) -> None:
+    student, plain = _pair(reshard)
+    teacher, _ = _pair(reshard if in_a_scope else False)
+    teacher.requires_grad_(False)
+    for model in (student, teacher):
+        model(batch())
+    with keep_unsharded(teacher) if in_a_scope else nullcontext():
+        if in_a_scope:
+            teacher(batch())
+        else:
+            unshard(teacher)
+        loss = student(batch()).sum()
+        if dist.get_rank() == 0:
+            (teacher if in_a_scope else teacher[0])(batch(1).requires_grad_())
+        loss.backward()
+    plain(batch()).sum().backward()
+    _same_gradients(student, plain)
+
+
+def _with_grad_on_one_rank(reshard: Reshard) -> None:
+    model, plain = _pair(reshard)
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        model(batch())
+    unshard(model)
+    _same_outputs(model, plain)
+
+
+_PROGRAMS: Final[dict[str, Callable[[Reshard], None]]] = {
+    "removed after a write": _removed_after_a_write,
+    "kept by a scope after a write": _kept_by_a_scope,
+    "computed with after a write": _computed_with,
+    "unsharded by the user after a write": _unsharded_by_the_user,
+    "recomputed after a write": _recomputed,
+    "a unit that stays, looked at by one rank": _kept_one_looked_at,
+    "a unit without parameters, looked at by one rank": _one_without_parameters_looked_at,
+    "a unit that each rank has whole, looked at by one rank": _one_that_each_rank_has_whole_looked_at,
+    "another model that is unsharded, looked at by one rank": _teacher_looked_at,
+    "another model in a scope, looked at by one rank": partial(_teacher_looked_at, in_a_scope=True),
+    "unsharded after a forward with grad on one rank": _with_grad_on_one_rank,
+}
+_ALL: Final = [*((name, reshard) for name in _PROGRAMS for reshard in (True, None)), ("removed after a write", False)]
+
+
+@pytest.mark.parametrize(("name", "reshard"), _ALL)
+@spmd(ranks=2, everywhere=True)
+def test_whoever_comes_out_of_turn_computes_as_in_one_process_and_keeps_no_rank_waiting(name: str, reshard: Reshard) -> None:
+    _PROGRAMS[name](reshard)
+
+
+@spmd(ranks=1, everywhere=True)
+def test_what_is_left_of_a_root_is_freed_when_units_are_planned_anew() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer(), Layer())
+    plain = copy.deepcopy(model)
+    for each, written in ((model, True), (plain, False)):
+        fully_shard(each[0], mp_policy="bf16")
+        if written:
+            each[0](batch())
+        fully_shard(each, mp_policy="bf16")
+    _double(model, plain, traceless=True)
+    assert torch.equal(model(batch()), plain(batch()))
