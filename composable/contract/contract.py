@@ -7,18 +7,16 @@ of the tables of all modules restores what the callbacks do not cover. If the ve
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
-import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from composable.compilation import unwrapped
 from composable.contract.naming import (
@@ -34,7 +32,6 @@ from composable.contract.naming import (
 from composable.errors import AlreadyAnnotatedError, AnnotationError, ClashError, NotAnnotatedError, few
 
 _RECORDS: Final = "_composable_annotations"  # the attribute of a module that holds its records, by the verb's name
-_NOTHING: Final[Mapping[str, Annotation]] = MappingProxyType({})
 
 P = ParamSpec("P")
 S = TypeVar("S")
@@ -63,21 +60,15 @@ class Verb(Protocol, Generic[P, S_co]):
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class NotPickled:
-    """Replaces an argument that cannot be pickled in the record of a pickled module."""
-
-    description: str
-
-
 class Annotation:
     """The record of one call of a verb.
 
-    A copy of the module, by `copy.deepcopy` or pickling, has a copy of the record, which cannot be removed: the callbacks would
-    change the original module.
+    A copy of the module, by `copy.deepcopy` or pickling, has a copy of the record. It cannot be removed: the callbacks would change
+    the original module. Arguments that are more than a number or a string are named by their type in a copy.
 
     Attributes:
         name: the verb's name.
+        kwargs: the arguments of the call, by name, as they were given.
         call_site: file and line of the call, as in `train.py:41`.
         fqn: the FQN of the module (the first one of a list), if it was known at the call.
         state: the verb's state; see `contract`.
@@ -87,20 +78,18 @@ class Annotation:
         undo_stack: the callbacks of `on_undo` and of nested annotations.
     """
 
-    __slots__ = ("_given", "call_site", "copied", "fqn", "modules", "name", "nested", "state", "undo_stack")
+    __slots__ = ("call_site", "copied", "fqn", "kwargs", "modules", "name", "nested", "state", "undo_stack")
+
+    modules: tuple[nn.Module, ...]
 
     def __init__(
         self, name: str, kwargs: Mapping[str, Any], call_site: str, state: Any, modules: tuple[nn.Module, ...]
     ) -> None:
-        self.__setstate__((name, kwargs, call_site, None, state), modules, copied=False)
-
-    @property
-    def kwargs(self) -> Mapping[str, Any]:
-        """The arguments of the call, by name, as they were given."""
-        return MappingProxyType(self._given)
+        self.__setstate__((name, kwargs, call_site, None, state))
+        self.modules, self.copied = modules, False
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{key}={value!r}" for key, value in self._given.items() if not _holds_modules(value))
+        given = ", ".join(f"{key}={value!r}" for key, value in _in_words(self.kwargs).items())
         return f"<{self.name}({given}) at {self.call_site}>"
 
     def covers(self, name: str, module: nn.Module) -> bool:
@@ -156,42 +145,21 @@ class Annotation:
         except Exception as second:
             error.add_note(f"while {self.name} was taken back: {type(second).__name__}: {second}")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Annotation:
-        twin = Annotation.__new__(Annotation)
-        memo[id(self)] = twin  # first, because the state may refer to the module
-        # Arguments such as meshes and policies are the caller's and are shared; parts of the model are those of the copy.
-        kwargs = {key: copy.deepcopy(value, memo) if _holds_modules(value) else value for key, value in self._given.items()}
-        twin.__setstate__((self.name, kwargs, self.call_site, self.fqn, copy.deepcopy(self.state, memo)))
-        return twin
-
     def __getstate__(self) -> tuple[Any, ...]:
-        kwargs = {key: _picklable(value) for key, value in self._given.items()}
-        return self.name, kwargs, self.call_site, self.fqn, self.state
+        return self.name, _in_words(self.kwargs), self.call_site, self.fqn, self.state
 
-    def __setstate__(self, state: tuple[Any, ...], modules: tuple[nn.Module, ...] = (), copied: bool = True) -> None:
-        self.name, self._given, self.call_site, self.fqn, self.state = state
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.name, kwargs, self.call_site, self.fqn, self.state = state
+        self.kwargs: Mapping[str, Any] = MappingProxyType(kwargs)
         self.nested: list[tuple[nn.Module, Annotation]] = []
-        self.modules, self.copied = modules, copied
+        self.modules, self.copied = (), True
         self.undo_stack = ExitStack()
 
 
-def _holds_modules(value: Any) -> bool:
-    """Whether `value` is or contains parts of the model."""
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return any(map(_holds_modules, value))
-    if isinstance(value, dict):
-        return any(_holds_modules(item) for pair in value.items() for item in pair)
-    return isinstance(value, (nn.Module, Tensor))
-
-
-def _picklable(value: Any) -> Any:
-    if _holds_modules(value):
-        return value  # pickled with the model; a separate trial would pickle the whole model again, and recurse
-    try:
-        pickle.dumps(value)
-    except Exception as error:
-        return NotPickled(f"{type(value).__name__} ({error})")
-    return value
+def _in_words(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers and strings as they are. Others may hold parts of the model or process groups, or be lambdas."""
+    plain = (bool, int, float, str, torch.dtype, type(None))
+    return {key: value if isinstance(value, plain) else f"<{type(value).__name__}>" for key, value in kwargs.items()}
 
 
 def registry(module: nn.Module) -> Mapping[str, Annotation]:
@@ -205,8 +173,7 @@ def registry(module: nn.Module) -> Mapping[str, Annotation]:
         >>> registry(model.head)["fully_shard"].call_site
         'train.py:41'
     """
-    records = vars(module).get(_RECORDS)
-    return MappingProxyType(records) if records else _NOTHING
+    return MappingProxyType(vars(module).get(_RECORDS, {}))
 
 
 # --- undo -------------------------------------------------------------------------------------------------------------
@@ -350,17 +317,13 @@ def contract(
 
     def decorate(function: Callable[Concatenate[Any, P], Any]) -> Verb[P, S]:
         name = function.__name__
-        parameters = tuple(inspect.signature(function).parameters.values())
+        signature = inspect.signature(function)
 
         @functools.wraps(function)
         def verb(*args: Any, **kwargs: Any) -> Any:
-            if not args and parameters[0].name in kwargs:
-                args = (kwargs.pop(parameters[0].name),)
-            if not args:
-                raise AnnotationError(f"{name}() takes a module or a list of modules, and got nothing")
-            given, *positional = args
+            arguments = arguments_of(name, signature, args, kwargs, equivalents or {})
+            given = arguments.pop(next(iter(signature.parameters)))
             target = unwrapped(given)
-            arguments = arguments_of(name, parameters, positional, kwargs, equivalents or {})
             modules = modules_of(name, target)
             spreads = only_submodules_with is not None and arguments.get(only_submodules_with) is not None
             for module in () if spreads else modules:

@@ -110,38 +110,27 @@ def modules_of(verb: str, target: Any) -> tuple[nn.Module, ...]:
 
 
 def arguments_of(
-    verb: str,
-    parameters: Sequence[inspect.Parameter],
-    positional: Sequence[Any],
-    keywords: Mapping[str, Any],
-    equivalents: Mapping[str, str],
+    verb: str, signature: inspect.Signature, args: Sequence[Any], keywords: Mapping[str, Any], equivalents: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The arguments of one call after the target, by name. `parameters` are those of the verb's function; the first one is the
-    target. For `equivalents` see `contract`."""
-    target, *others = parameters
-    takes = [p.name for p in others if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    by_position = [p.name for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
-    if len(positional) > len(by_position):
-        example = f", {takes[len(by_position)]}=..." if len(takes) > len(by_position) else ""
-        raise UnknownArgumentError(
-            f"{verb}() got {1 + len(positional)} positional arguments; write {verb}({target.name}{example}) with keywords"
-        )
-    arguments = dict(zip(by_position, positional, strict=False))
-    if not any(p.kind is p.VAR_KEYWORD for p in others):
-        for key in keywords:
-            if key in takes:
-                continue
-            if key in equivalents:
-                here = equivalents[key]
-                advice = here if " " in here else f"use {here} instead"
-                raise UnknownArgumentError(f"{verb}() has no argument '{key}'; {advice}")
-            near = closest(key, takes)
-            hint = f"did you mean '{near[0]}'? It" if near else "it"
-            raise UnknownArgumentError(f"{verb}() has no argument '{key}'; {hint} takes: {', '.join(takes) or 'none'}")
-    for key in keywords:
-        if key in arguments:
-            raise UnknownArgumentError(f"{verb}() got '{key}' twice, by position and by keyword")
-    return {**arguments, **keywords}
+    """The arguments of one call by name, the target among them. For `equivalents` see `contract`."""
+    parameters = signature.parameters.values()
+    target, *takes = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_KEYWORD), None)
+    unknown = next((key for key in keywords if key not in (target, *takes)), None)
+    if unknown is not None and rest is None:
+        if here := equivalents.get(unknown):
+            advice = here if " " in here else f"use {here} instead"
+        else:
+            near = "".join(f"did you mean '{name}'? " for name in closest(unknown, takes))
+            advice = f"{near}{'It' if near else 'it'} takes: {', '.join(takes) or 'none'}"
+        raise UnknownArgumentError(f"{verb}() has no argument '{unknown}'; {advice}")
+    try:
+        arguments = dict(signature.bind(*args, **keywords).arguments)
+    except TypeError as error:
+        keys = "".join(f", {name}=" for name in takes)
+        raise UnknownArgumentError(f"{verb}(): {error}; call it as {verb}({target}{keys})") from None
+    more = arguments.pop(rest, {}) if rest else {}
+    return {**arguments, **more}
 
 
 def require_callable(module: nn.Module, *, so: str = "its parameters cannot be gathered around one") -> None:

@@ -2,7 +2,6 @@
 
 * An optimizer that holds parameters which were replaced: by the annotation, by an assignment, or by `remove`.
 * A gradient that was accumulated under `no_sync` and not reduced: ranks would step by different gradients.
-* A gradient of a unit that was annotated before there was a process group: every rank would train it alone.
 * A parameter that backward steps (`apply_optimizer_in_backward`).
 
 The hook also lets an optimizer that is known to step element by element step its local shards (`local_steps`). A second hook,
@@ -24,8 +23,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
-from composable.engine.param import label_of, unit_mesh_of
-from composable.errors import MeshError, OptimizerError
+from composable.engine.param import label_of
+from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.local_steps import is_stand_in, step_on_shards_unasked
@@ -75,7 +74,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             _refuse_starved(step, unit)
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:
-        _refuse_annotated_alone(step, plain)
         refuse_unreduced(step, plain, OptimizerError)
     if len(plain) < len(managed) and not step_on_shards_unasked(optimizer):  # which looks at gradients by itself
         refuse_unreduced(step, managed, OptimizerError)
@@ -106,16 +104,6 @@ def _refuse_starved(step: str, unit: Unit) -> None:
             "themselves. Such gradients are not reduced over the ranks. Use a schedule that calls backward()"
         )
     unit.fed = unit.starved = False
-
-
-def _refuse_annotated_alone(step: str, parameters: list[Tensor]) -> None:
-    for parameter in parameters:
-        if parameter.grad is not None and unit_mesh_of(parameter) is None and (label := label_of(parameter)) is not None:
-            raise MeshError(
-                f"{step}: unit '{label.unit}' was annotated before there was a process group: each of the "
-                f"{dist.get_world_size()} ranks would train it alone. Call remove() and annotate again, after "
-                f"init_process_group; to train on this rank alone, pass mesh=DeviceMesh(device, [{dist.get_rank()}])"
-            )
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -50,7 +50,7 @@ def test_a_target_that_is_not_a_module_is_refused_with_its_type(target: Any, tex
 def test_a_missing_target_and_a_module_given_twice_are_refused():
     block = Block()
     text = message(AnnotationError, lambda: mark())
-    assert_text(text, """mark() takes a module or a list of modules, and got nothing""")
+    assert_text(text, """mark(): missing a required argument: 'module'; call it as mark(module, level=, note=)""")
     text = message(AnnotationError, lambda: mark([block.up, block.norm, block.up]))
     assert_text(text, """mark() got 'up' twice in its list of modules""")
 
@@ -83,7 +83,7 @@ def test_an_unknown_argument_is_refused_with_its_equivalent():
     )
     assert_text(
         message(UnknownArgumentError, lambda: fully_shard(block, "mesh")),
-        """fully_shard() got 2 positional arguments; write fully_shard(module, mesh=...) with keywords""",
+        """fully_shard(): too many positional arguments; call it as fully_shard(module, mesh=, policy=, reshard_after_forward=)""",
     )
     assert dict(registry(block)) == {}
 
@@ -101,7 +101,7 @@ def test_an_argument_given_twice_and_a_missing_argument_are_refused():
 
     block = Block()
     text = message(UnknownArgumentError, lambda: scale(block, 2, factor=3))
-    assert_text(text, """scale() got 'factor' twice, by position and by keyword""")
+    assert_text(text, """scale(): multiple values for argument 'factor'; call it as scale(module, factor=)""")
     with pytest.raises(TypeError, match="factor"):
         scale(block)
     assert dict(registry(block)) == {}
