@@ -395,7 +395,9 @@ class Root:
                 f"a backward came to unit '{self.name}' after an earlier one of the same step had raised: what that one brought is "
                 "lost, and on some ranks more than on others. Run the forward again; it gives up the lost step"
             )
-        if iteration is None:  # its forward's iteration has ended: a second backward through one graph
+        # No forward since the last backward: other roots may take part as they did in their forwards before it.
+        alone = iteration is not None and self._last_backward is not None and not self._others_since(self._last_backward)
+        if iteration is None:  # its forward's iteration has ended: a second backward through one graph, or of one step
             iteration = self.iteration = Iteration(self._streams.here())
         self._left = []
         end = _end_of_backward(self)
@@ -403,7 +405,7 @@ class Root:
         for unit in self.units:
             unit.kept_by.pop(EXPLICIT, None)
         self._show()
-        self.buckets.open(alone=self._last_backward is not None and not self._others_since(self._last_backward))
+        self.buckets.open(alone=alone)
         return iteration
 
     def _in_backward(self) -> Iteration | None:

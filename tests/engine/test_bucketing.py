@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from composable import replicate
-from composable.comm import LocalComm, MeshInfo
+from composable import fully_shard, replicate
+from composable.comm import LocalComm, MeshInfo, ledger_of
 from composable.contract.traversal import Place
 from composable.engine.bucketing import FIRST_BYTES, Buckets
 from composable.engine.param import ParamInfo
@@ -94,3 +95,29 @@ def test_a_second_gradient_after_the_first_was_sent_is_refused_by_name() -> None
             model(x, checkpoints=True).sum().backward()
     model(x, checkpoints=False).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class Branches(nn.Module):
+    """Two layers, of which each rank reads as many as its number says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers[: 1 + dist.get_rank()]:
+            x = layer(x)
+        return x
+
+
+@spmd(ranks=2)
+def test_each_backward_of_several_forwards_launches_in_one_order_beside_another_root() -> None:
+    sharded = fully_shard(nn.Linear(3, 3).to(current_device()), reshard_after_forward=True)
+    replicated = replicate(Branches().to(current_device()), bucket_cap_mb=1e-5)
+    for _ in range(2):  # in the first step all buckets wait for the end
+        losses = [replicated(sharded(torch.ones(2, 3, device=current_device()))).sum() for _ in range(3)]
+        for loss in losses:
+            loss.backward()
+    digests: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, ledger_of(dist.group.WORLD).digest)
+    assert len(set(digests)) == 1
