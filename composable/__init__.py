@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from composable import errors, traversal
+from composable.algorithms.averaging import HierarchicalAverager, PeriodicAverager, average_parameters
 from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint
 from composable.api.comm_hooks import register_comm_hook
@@ -32,15 +33,18 @@ __all__ = [
     "EMA",
     "CPUOffloadPolicy",
     "CustomPolicy",
+    "HierarchicalAverager",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "NamePolicy",
     "OptimizerInBackward",
+    "PeriodicAverager",
     "Policy",
     "ShardStepping",
     "SizePolicy",
     "__version__",
     "apply_optimizer_in_backward",
+    "average_parameters",
     "checkpoint",
     "clip_grad_norm_",
     "contract",

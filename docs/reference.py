@@ -26,6 +26,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
         "OptimizerInBackward",
         "clip_grad_norm_",
     ),
+    "Ranks that train apart": ("average_parameters", "PeriodicAverager", "HierarchicalAverager"),
     "Verbs of your own": ("contract", "on_undo"),
 }
 MODULES: Final = ("errors", "traversal")  # the rest of the public names, with chapters of their own
@@ -88,7 +89,8 @@ def _entry(name: str, thing: Any) -> list[str]:
     kind = "class " if isinstance(thing, type) else ""
     lines = [f"### {name}", "", "```python", f"{kind}{name}{signature_of(thing)}", "```", "", *_paragraphs(thing), ""]
     if isinstance(thing, type):
-        for method, value in vars(thing).items():
+        shared = [vars(base) for base in reversed(thing.__mro__[1:]) if base.__name__.startswith("_")]
+        for method, value in {k: v for table in (*shared, vars(thing)) for k, v in table.items()}.items():
             if not method.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
                 called = signature_of(value) if inspect.isfunction(value) else ""
                 lines += [f"**`{name}.{method}{called}`**", "", *_paragraphs(getattr(thing, method)), ""]
