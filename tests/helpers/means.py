@@ -41,14 +41,3 @@ def twins(make: Callable[[], Any], annotate: Callable[..., object] = replicate, 
 def batch_of(step: int) -> Tensor:
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64).to(current_device())
-
-
-def assert_means(expected: dict[str, Tensor | None], model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        mean = expected[name]
-        if mean is None:
-            assert parameter.grad is None, name
-        else:
-            torch.testing.assert_close(
-                parameter.grad, mean, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"{name}: {text}"
-            )

@@ -10,15 +10,15 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from composable import clip_grad_norm_, fully_shard, replicate, step_on_shards
+from composable import clip_grad_norm_, fully_shard, replicate
 from composable.comm import Comm, comms_wrapped_by, reduce_numbers
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, need_devices, spmd
-from tests.optim.twins import local, stepped_by_torch
+from tests.optim.twins import local
 
 ORDERS: Final = (1, 2.0, 3, math.inf)
 Annotate = Callable[["Net"], object]
@@ -301,27 +301,6 @@ def test_the_norm_of_many_halves_does_not_overflow() -> None:
     assert norm.dtype == torch.float32
     assert norm == 128000
     assert parameter.grad.unique().tolist() == [1.0]
-
-
-@spmd(ranks=[2, 3])
-def test_steps_on_shards_see_the_clipped_gradients() -> None:
-    """Clipping leaves gradients where they are, and the steps are those of torch."""
-    models = [_net(mixed=False) for _ in range(2)]
-    for model in models:
-        _replicate_in_shards(model)
-    optimizers = [optim.AdamW(model.parameters(), lr=0.01, foreach=False) for model in models]
-    stepped_by_torch(optimizers[0])
-    step_on_shards(optimizers[1])
-    for step in range(4):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.zero_grad()
-            _backward(model, step)
-            before = [p.grad for p in model.parameters()]
-            assert clip_grad_norm_(model, 0.1) > 0.1
-            assert all(p.grad is gradient for p, gradient in zip(model.parameters(), before, strict=True))
-            optimizer.step()
-        for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(local(one), local(other)), step
 
 
 def test_without_a_process_group_it_is_torchs_to_the_bit() -> None:

@@ -24,96 +24,55 @@ def _raises(*_: object) -> Any:
     raise _Odd("as planned")
 
 
+def _differs(verb: str, usual: str, other: str) -> str:
+    return (
+        f"RanksDisagreeError: {verb}: the arguments come to different things for parameter 'weight': {usual} on rank 0; "
+        f"{other} on rank 1. Pass the same arguments on every rank."
+    )
+
+
+def _failed(verb: str, why: str) -> str:
+    return f"RanksDisagreeError: {verb}: rank 1 failed, so no rank annotates the module: {why}"
+
+
+def _is_mode(verb: str, usual: str, other: str) -> str:
+    return (
+        f"RanksDisagreeError: {verb}: sync_module_states is '{usual}' on rank 0 and '{other}' on rank 1. "
+        "Pass the same on every rank."
+    )
+
+
+_ODD: Final = "_Odd: as planned"
+_CAP: Final = "AnnotationError: bucket_cap_mb must be a positive number of MiB, got 0"
+_UNIT: Final = "unit '0', reshard_after_forward={}, dimension {}"
+_BUCKETS: Final = "bucket_cap_mb={}, 0 buffers that follow rank 0"
+
+
+def _of_unit(after: object = None, dim: int = 0, more: str = "") -> str:
+    return _differs("fully_shard", _UNIT.format(None, 0), _UNIT.format(after, dim) + more)
+
+
+def _of_buckets(cap: float = 25.0, more: str = "") -> str:
+    return _differs("replicate", _BUCKETS.format(25.0), _BUCKETS.format(cap) + more)
+
+
 # What rank 1 passes, where rank 0 passes a policy only, and what the two end with.
 _SHARDED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
-    "a policy raises": (
-        {"policy": _raises},
-        "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: _Odd: as planned",
-        "_Odd: as planned",
-    ),
-    "a placement raises": (
-        {"shard_placement_fn": _raises},
-        "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: _Odd: as planned",
-        "_Odd: as planned",
-    ),
-    "keeps": (
-        {"reshard_after_forward": False},
-        "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
-        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
-        "unit '0', reshard_after_forward=False, dimension 0 on rank 1. Pass the same arguments on every rank.",
-        "",
-    ),
-    "frees": (
-        {"reshard_after_forward": True},
-        "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
-        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
-        "unit '0', reshard_after_forward=True, dimension 0 on rank 1. Pass the same arguments on every rank.",
-        "",
-    ),
-    "regroups": (
-        {"reshard_after_forward": 2},
-        "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
-        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
-        "unit '0', reshard_after_forward=2, dimension 0 on rank 1. Pass the same arguments on every rank.",
-        "",
-    ),
-    "computes otherwise": (
-        {"mp_policy": "bf16"},
-        "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
-        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
-        "unit '0', reshard_after_forward=None, dimension 0, param_dtype=bfloat16 on rank 1. Pass the same arguments on every "
-        "rank.",
-        "",
-    ),
-    "places otherwise": (
-        {"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)},
-        "RanksDisagreeError: fully_shard: the arguments come to different things for parameter 'weight': "
-        "unit '0', reshard_after_forward=None, dimension 0 on rank 0; "
-        "unit '0', reshard_after_forward=None, dimension 1 on rank 1. Pass the same arguments on every rank.",
-        "",
-    ),
-    "trusts": (
-        {"sync_module_states": "off"},
-        "RanksDisagreeError: fully_shard: sync_module_states is 'check' on rank 0 and 'off' on rank 1. "
-        "Pass the same on every rank.",
-        "",
-    ),
+    "a policy raises": ({"policy": _raises}, _failed("fully_shard", _ODD), _ODD),
+    "a placement raises": ({"shard_placement_fn": _raises}, _failed("fully_shard", _ODD), _ODD),
+    "keeps": ({"reshard_after_forward": False}, _of_unit(False), ""),
+    "frees": ({"reshard_after_forward": True}, _of_unit(True), ""),
+    "regroups": ({"reshard_after_forward": 2}, _of_unit(2), ""),
+    "computes otherwise": ({"mp_policy": "bf16"}, _of_unit(more=", param_dtype=bfloat16"), ""),
+    "places otherwise": ({"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}, _of_unit(dim=1), ""),
+    "trusts": ({"sync_module_states": "off"}, _is_mode("fully_shard", "check", "off"), ""),
 }
-
-
 _REPLICATED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
-    "a policy raises": (
-        {"policy": _raises},
-        "RanksDisagreeError: replicate: rank 1 failed, so no rank annotates the module: _Odd: as planned",
-        "_Odd: as planned",
-    ),
-    "an argument is wrong": (
-        {"bucket_cap_mb": 0},
-        "RanksDisagreeError: replicate: rank 1 failed, so no rank annotates the module: "
-        "AnnotationError: bucket_cap_mb must be a positive number of MiB, got 0",
-        "AnnotationError: bucket_cap_mb must be a positive number of MiB, got 0",
-    ),
-    "has smaller buckets": (
-        {"bucket_cap_mb": 1.0},
-        "RanksDisagreeError: replicate: the arguments come to different things for parameter 'weight': "
-        "bucket_cap_mb=25.0, 0 buffers that follow rank 0 on rank 0; "
-        "bucket_cap_mb=1.0, 0 buffers that follow rank 0 on rank 1. Pass the same arguments on every rank.",
-        "",
-    ),
-    "computes otherwise": (
-        {"mp_policy": "bf16"},
-        "RanksDisagreeError: replicate: the arguments come to different things for parameter 'weight': "
-        "bucket_cap_mb=25.0, 0 buffers that follow rank 0 on rank 0; "
-        "bucket_cap_mb=25.0, 0 buffers that follow rank 0, param_dtype=bfloat16 on rank 1. Pass the same arguments on every "
-        "rank.",
-        "",
-    ),
-    "trusts": (
-        {"sync_module_states": "off"},
-        "RanksDisagreeError: replicate: sync_module_states is 'broadcast' on rank 0 and 'off' on rank 1. "
-        "Pass the same on every rank.",
-        "",
-    ),
+    "a policy raises": ({"policy": _raises}, _failed("replicate", _ODD), _ODD),
+    "an argument is wrong": ({"bucket_cap_mb": 0}, _failed("replicate", _CAP), _CAP),
+    "has smaller buckets": ({"bucket_cap_mb": 1.0}, _of_buckets(1.0), ""),
+    "computes otherwise": ({"mp_policy": "bf16"}, _of_buckets(more=", param_dtype=bfloat16"), ""),
+    "trusts": ({"sync_module_states": "off"}, _is_mode("replicate", "broadcast", "off"), ""),
 }
 _CASES: Final = {"fully_shard": _SHARDED, "replicate": _REPLICATED}
 
@@ -153,8 +112,7 @@ def test_all_ranks_raise_and_nothing_is_annotated(pool: Pool, verb: Callable[...
 @pytest.mark.parametrize("mode", ["check", "off"])
 def test_a_rank_that_fails_is_told_of_whatever_is_compared(pool: Pool, mode: str) -> None:
     ours, theirs = pool.run(2, _fail_in_mode, mode)
-    assert ours == "RanksDisagreeError: fully_shard: rank 1 failed, so no rank annotates the module: _Odd: as planned"
-    assert theirs == "_Odd: as planned"
+    assert (ours, theirs) == (_failed("fully_shard", _ODD), _ODD)
 
 
 def _fail_in_mode(mode: str) -> str:

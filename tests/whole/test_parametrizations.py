@@ -1,8 +1,7 @@
-"""Weight norm, spectral norm and other parametrizations: part of a model before it is annotated, refused by name afterwards."""
+"""Weight norm and other parametrizations that come after an annotation are refused by name. Those of before: the battery."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ from torch.nn.utils.parametrize import register_parametrization
 from composable import fully_shard, remove, replicate
 from composable.errors import AnnotationError, ForeignParameterError
 from tests.helpers.compare import full_gradients
-from tests.helpers.world import Pool, current_device, spmd
+from tests.helpers.world import current_device, spmd
 
 
 class Doubled(nn.Module):
@@ -25,8 +24,6 @@ class Doubled(nn.Module):
 
 _KINDS: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "weight norm": parametrizations.weight_norm,
-    "spectral norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
     "one of the user's": lambda module: register_parametrization(module, "weight", Doubled()),
 }
 
@@ -45,6 +42,7 @@ _SCHEMES: Final[dict[str, Callable[[nn.Module], Any]]] = {
     "sharded": fully_shard,
     "units": lambda model: fully_shard(model, policy={nn.Linear}),
     "next to shards": _next_to_shards,
+    "replicated": replicate,
 }
 
 
@@ -52,38 +50,12 @@ def _step(model: nn.Module) -> None:
     model(torch.ones(3, 4, device=current_device())).square().mean().backward()
 
 
-def _before() -> None:
-    for kind, parametrize in _KINDS.items():
-        plain = _model()
-        parametrize(plain[0])
-        for annotate in (fully_shard, replicate, _next_to_shards):
-            model = _model()
-            parametrize(model[0])
-            model.load_state_dict(plain.state_dict())
-            annotate(model)
-            reference = copy.deepcopy(plain)
-            for each in (model, reference):
-                _step(each)
-                torch.optim.SGD(each.parameters(), lr=0.1).step()
-                each.zero_grad()
-                _step(each)
-            wanted = {name: parameter.grad for name, parameter in reference.named_parameters()}
-            torch.testing.assert_close(full_gradients(model), wanted, msg=lambda text, kind=kind: f"{kind}: {text}")
-
-
-def test_what_is_parametrized_before_annotating_trains_as_in_one_process(pool: Pool) -> None:
-    pool.run(2, _before)
-
-
-_AFTERWARDS: Final[dict[str, Callable[[nn.Module], Any]]] = {**_SCHEMES, "replicated": replicate}
-
-
-@pytest.mark.parametrize("scheme", _AFTERWARDS)
-@pytest.mark.parametrize("kind", ["weight norm", "one of the user's"])
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize("kind", _KINDS)
 @spmd(ranks=2)
 def test_what_is_parametrized_after_annotating_is_refused_at_the_next_forward(scheme: str, kind: str) -> None:
     model = _model()
-    _AFTERWARDS[scheme](model)
+    _SCHEMES[scheme](model)
     _KINDS[kind](model[0])
     if (scheme, kind) == ("replicated", "one of the user's"):  # it is the same parameter, at another place
         model.double().float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -22,7 +22,6 @@ from composable import (
     replicate,
     step_on_shards,
 )
-from tests.helpers import compiled
 from tests.helpers.compare import full, full_gradients
 from tests.helpers.world import Pool
 from tests.whole.test_precision import Block, loss_of, model_of, tokens_of
@@ -60,39 +59,10 @@ def test_removal_gives_parameters_back_where_there_is_no_group() -> None:
     _what_rests_is_as_it_was()
 
 
-def _whole_state_dicts_load_and_what_was_loaded_is_computed_with() -> None:
-    source, model = model_of(2), model_of(3)
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", output_dtype="fp32"))
-    model(tokens_of(0, 0))
-    for assign in (False, True):
-        state = {name: value * (2 if assign else 1) for name, value in source.state_dict().items()}
-        model.load_state_dict(state, assign=assign)
-        for name, parameter in model.named_parameters():
-            assert torch.equal(full(parameter), state[name])
-        twin = model_of(4)
-        twin.load_state_dict(state)
-        fully_shard(twin, policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", output_dtype="fp32"))
-        assert torch.equal(model(tokens_of(1, 0)), twin(tokens_of(1, 0)))
-
-
-def _frozen_parameters_are_cast_and_those_that_are_unfrozen_get_gradients_of_their_own_dtype() -> None:
-    rank = dist.get_rank()
-    model = model_of(5)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    fully_shard(model, policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32"))
-    assert model(tokens_of(0, rank)).dtype is BF16
-    for name in ("blocks.0.low", "blocks.0.scale", "head.weight"):
-        model.get_parameter(name).requires_grad_()
-    loss_of(model(tokens_of(0, rank))).backward()
-    brought = {name: p.grad.dtype for name, p in model.named_parameters() if p.grad is not None}
-    assert brought == {"blocks.0.low": BF16, "blocks.0.scale": torch.float64, "head.weight": torch.float32}
-
-
-def _gradients_stay_in_the_dtype_of_the_sum_where_that_is_asked_for() -> None:
+def _gradients_stay_in_the_dtype_of_the_sum(verb: Callable[..., Any]) -> None:
     rank = dist.get_rank()
     kept, landed = (
-        fully_shard(model_of(6).to(BF16), policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32", **kept))
+        verb(model_of(6).to(BF16), policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32", **kept))
         for kept in ({"keep_grads_in_reduce_dtype": True}, {})
     )
     for model in (kept, landed):
@@ -104,13 +74,18 @@ def _gradients_stay_in_the_dtype_of_the_sum_where_that_is_asked_for() -> None:
             assert gradient.dtype is torch.float32
             torch.testing.assert_close(gradient.to(BF16), twice_rounded[name], rtol=2**-7, atol=1e-6)
     torch.optim.SGD(kept.parameters(), lr=0.1).step()
-    remove(kept, fully_shard)
+    remove(kept, verb)
     for parameter in kept.parameters():
         assert parameter.grad is None or parameter.grad.dtype is BF16
         parameter.grad = torch.zeros_like(parameter)
 
 
-def _clipping_and_steps_on_shards_see_the_parameters_at_rest() -> None:
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_gradients_stay_in_the_dtype_of_the_sum_where_that_is_asked_for(pool: Pool, verb: Callable[..., Any]) -> None:
+    pool.run(2, _gradients_stay_in_the_dtype_of_the_sum, verb)
+
+
+def _clipping_and_steps_on_shards() -> None:
     rank = dist.get_rank()
     models = [fully_shard(model_of(7), policy={Block}, mp_policy=MixedPrecisionPolicy("bf16", "fp32")) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
@@ -128,22 +103,11 @@ def _clipping_and_steps_on_shards_see_the_parameters_at_rest() -> None:
         assert torch.equal(full(one), full(other))
 
 
-def _a_gradient_that_overflows_in_float16_is_infinite_at_rest_and_its_step_is_left_out() -> None:
-    for verb in (fully_shard, replicate):
-        model = verb(nn.Linear(4, 4, bias=False), mp_policy="float16")
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17)
-        before = full(model.weight)
-        for scale in (2.0**17, 2.0**16):
-            assert scaler.get_scale() == scale
-            scaler.scale(model(torch.ones(1, 4)).float().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        assert torch.equal(full(model.weight), before)
+def test_clipping_and_steps_on_shards_see_the_parameters_at_rest(pool: Pool) -> None:
+    pool.run(2, _clipping_and_steps_on_shards)
 
 
-def _parameters_that_are_kept_unsharded_are_cast_anew_after_a_step() -> None:
+def _cast_anew() -> None:
     model = fully_shard(nn.Linear(4, 4, bias=False), mp_policy="bf16")
     ones = torch.ones(1, 4)
     with keep_unsharded(model), torch.no_grad():
@@ -152,29 +116,8 @@ def _parameters_that_are_kept_unsharded_are_cast_anew_after_a_step() -> None:
             assert model(ones).tolist() == [[4 * value] * 4]
 
 
-def _compiled_modules_cast_as_others_do_and_nothing_of_ours_is_compiled() -> None:
-    precision = MixedPrecisionPolicy("bf16", "fp32", buffer_dtype="bf16", output_dtype="fp32")
-    with compiled.fresh_compiler():
-        for compiler in ("each block", "the model"):
-            models = []
-            for _ in range(2):
-                torch.manual_seed(0)
-                models.append(fully_shard(compiled.Model(), policy={compiled.Block}, mp_policy=precision))
-            eager, other = models
-            called = compiled.COMPILERS[compiler](other, backend="aot_eager")
-            for step in range(3):
-                torch._dynamo.config.error_on_recompile = step == 2
-                x = torch.randn(3, 12, generator=torch.Generator().manual_seed(step))
-                outputs = [eager(x), called(x)]
-                torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
-                for output in outputs:
-                    output.square().mean().backward()
-            torch._dynamo.config.error_on_recompile = False
-            for one, two in zip(eager.parameters(), other.parameters(), strict=True):
-                assert one.grad is not None
-                assert two.grad is not None
-                torch.testing.assert_close(full(two.grad), full(one.grad), rtol=5e-2, atol=5e-2)
-        assert compiled.ours_compiled() == []
+def test_parameters_that_are_kept_unsharded_are_cast_anew_after_a_step(pool: Pool) -> None:
+    pool.run(2, _cast_anew)
 
 
 def _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit() -> None:
@@ -201,22 +144,6 @@ def _torchs_own_fully_shard_brings_the_same_gradients_bit_by_bit() -> None:
             assert one is not None
             assert other is not None
             assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        _compiled_modules_cast_as_others_do_and_nothing_of_ours_is_compiled,
-        _whole_state_dicts_load_and_what_was_loaded_is_computed_with,
-        _frozen_parameters_are_cast_and_those_that_are_unfrozen_get_gradients_of_their_own_dtype,
-        _gradients_stay_in_the_dtype_of_the_sum_where_that_is_asked_for,
-        _clipping_and_steps_on_shards_see_the_parameters_at_rest,
-        _a_gradient_that_overflows_in_float16_is_infinite_at_rest_and_its_step_is_left_out,
-        _parameters_that_are_kept_unsharded_are_cast_anew_after_a_step,
-    ],
-)
-def test_two_ranks(pool: Pool, body: Callable[[], None]) -> None:
-    pool.run(2, body)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

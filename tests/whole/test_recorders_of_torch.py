@@ -10,12 +10,9 @@ import pickle
 import re
 import subprocess
 import sys
-import traceback
-from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Final
-from unittest import mock
 
 import pytest
 import torch
@@ -25,9 +22,7 @@ from torch._C import _distributed_c10d as c10d
 
 from composable import fully_shard, replicate
 from composable.comm import AcceleratorComm, Comm, comms_wrapped_by
-from composable.memory import elastic
 from composable.memory.streams import Streams
-from tests.helpers.communicators import Around, all_accelerators
 from tests.helpers.world import Pool
 
 pytestmark = pytest.mark.beyond_sim("its groups are not recorded")
@@ -160,45 +155,6 @@ def test_torchs_analysis_finds_where_a_rank_has_not_come_and_shows_size_and_stac
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
-
-
-def _blocks(alone: bool, keep: bool | None) -> tuple[int, int]:
-    """How many blocks of a unit's size are taken in a forward, and how many are there at once."""
-
-    def accelerators(comm: Comm) -> Comm:
-        twin = Around(all_accelerators(comm))
-        twin.traits = replace(twin.traits, **({"direct_bytes": 64} if alone else {}))  # alone: as large parameters are
-        return twin
-
-    model = nn.Sequential(*[nn.Linear(32, 32, bias=False) for _ in range(5)])
-    with comms_wrapped_by(accelerators), mock.patch.object(elastic, "CAN_SWAP", False):  # memory is the allocator's
-        fully_shard(model, policy={nn.Linear}, reshard_after_forward=keep)
-    x, size = torch.ones(2, 32), 4 * 32 * 32
-    model(x).sum().backward()
-    held: set[int] = set()
-    taken = most = 0
-    resize = torch.UntypedStorage.resize_
-
-    def noted(storage: torch.UntypedStorage, nbytes: int) -> Any:
-        nonlocal taken, most
-        held.discard(storage._cdata)
-        if nbytes >= size:
-            assert "elastic.py" in [Path(frame.filename).name for frame in traceback.extract_stack()]
-            held.add(storage._cdata)
-            taken, most = taken + 1, max(most, len(held))
-        return resize(storage, nbytes)
-
-    with mock.patch.object(torch.UntypedStorage, "resize_", noted):
-        model(x)
-    return taken, most
-
-
-@pytest.mark.parametrize(("alone", "keep", "expected"), [(True, None, (5, 2)), (True, False, (5, 5)), (False, None, (10, 3))])
-def test_a_unit_takes_one_block_and_one_more_for_the_message_that_small_parameters_share_in_the_room_that_the_guide_names(
-    pool: Pool, alone: bool, keep: bool | None, expected: tuple[int, int]
-) -> None:
-    for found in pool.run(2, _blocks, alone, keep):
-        assert found == expected
 
 
 def test_the_guide_names_what_there_is_in_torch_and_in_the_library() -> None:

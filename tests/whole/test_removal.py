@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable import checkpoint, fully_shard, registry, remove, replicate
+from composable import fully_shard, registry, remove
 from composable.errors import AnnotationError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import anatomy, assert_same_training
@@ -142,31 +142,6 @@ def _annotate_again(scheme: str) -> None:
 def test_a_model_can_be_annotated_anew_after_removing(pool: Pool, scheme: str, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _annotate_again, scheme, device=device)
-
-
-def _remove_one_of_two() -> list[list[str]]:
-    case = BATTERY["transformer with tied embedding"]
-    model = case.model(0, 0, current_device())
-    block = case.units[0]
-    checkpoint(model, policy={block})
-    fully_shard(model, policy={block})
-    chosen = next(module for module in model.modules() if isinstance(module, block))
-    seen = [list(registry(chosen))]
-    remove(chosen, checkpoint)
-    seen.append(list(registry(chosen)))
-    remove(model, fully_shard)
-    seen.append(list(registry(chosen)))
-    assert not any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    replicate(model)
-    seen.append(list(registry(model)))
-    _step(model, case, 0)
-    return seen
-
-
-def test_one_annotation_can_be_removed_while_another_stays(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    expected = [["checkpoint", "fully_shard"], ["fully_shard"], [], ["replicate"]]
-    assert pool.run(2, _remove_one_of_two, device=device) == [expected, expected]
 
 
 def _remove_one_unit() -> None:

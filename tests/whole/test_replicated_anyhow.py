@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from composable import remove, replicate
+from composable import replicate
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients
 from tests.helpers.means import WIDTH, batch_of, twins
 from tests.helpers.world import spmd
@@ -74,16 +74,6 @@ def test_gradients_are_means_though_the_module_is_never_called(use: str) -> None
     annotate, loss = _USES[use]
     plain, ours = twins(Tower, annotate)
     _assert_trains_as_one(plain, ours, loss)
-
-
-@spmd(ranks=2)
-def test_nothing_is_averaged_after_remove_though_the_module_was_never_called() -> None:
-    plain, ours = twins(Tower)
-    remove(ours, replicate)
-    for model in (plain, ours):
-        model.training_step(batch_of(0)).backward()
-    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
 # --- parameters that change after the annotation ----------------------------------------------------------------------

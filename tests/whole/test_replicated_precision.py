@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -12,11 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import (
-    MixedPrecisionPolicy,
-    remove,
-    replicate,
-)
+from composable import MixedPrecisionPolicy, fully_shard, remove, replicate
+from tests.helpers import compiled
+from tests.helpers.compare import full_gradients
 from tests.helpers.world import Pool
 from tests.whole.test_precision import (
     POLICIES,
@@ -26,6 +25,7 @@ from tests.whole.test_precision import (
     trains_as_written,
     unfreezes_between_steps,
 )
+from tests.whole.test_precision_of_parts import KEPT, Part, numbers, parts
 
 BF16: Final = torch.bfloat16
 F32: Final = torch.float32
@@ -204,3 +204,63 @@ def _recurrent_modules_and_parameters_in_another_order_compute_with_casts_and_ar
 def test_casts_of_replicated_modules(pool: Pool, body: Callable[[], None]) -> None:
     body()
     pool.run(2, body)
+
+
+# --- compiled, and with errors ----------------------------------------------------------------------------------------
+
+LOW: Final = MixedPrecisionPolicy("bf16", "fp32", buffer_dtype="bf16")
+_COMPILED: Final[dict[str, tuple[Callable[[nn.Module], Any], bool]]] = {
+    "parts of a replica": (lambda model: replicate(model, mp_policy=LOW), False),
+    "a replica": (lambda model: replicate(model, mp_policy=LOW), True),
+    "units": (lambda model: fully_shard(model, policy={Part}, mp_policy=KEPT), False),
+    "a sharded model": (
+        lambda model: fully_shard(model, policy={Part}, mp_policy=replace(LOW, output_dtype=F32)), True
+    ),
+}  # fmt: skip
+
+
+def _compiled_cast_too(how: str) -> None:
+    annotate, whole = _COMPILED[how]
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    with compiled.fresh_compiler():
+        eager, other = (annotate(parts()) for _ in range(2))
+        called: Any = other
+        if whole:
+            called = torch.compile(other, backend="aot_eager")
+        else:
+            for part in other[:2]:
+                part.compile(backend="aot_eager")
+        for step in range(3):
+            # Norms that keep their dtype inside of a compiled part are given casts; Dynamo compiles anew when these are gone.
+            torch._dynamo.config.error_on_recompile = step == 2 and how != "units"
+            outputs = [model(numbers(step, rank)) for model in (eager, called)]
+            torch.testing.assert_close(*outputs, rtol=2e-2, atol=2e-2)
+            for output in outputs:
+                output.float().square().mean().backward()
+        assert other[0].seen == eager[0].seen
+        for one, two in zip(full_gradients(eager).values(), full_gradients(other).values(), strict=True):
+            assert two is not None
+            assert two.dtype is F32
+            torch.testing.assert_close(two, one, rtol=5e-2, atol=5e-2)
+        assert compiled.ours_compiled() == []
+
+
+@pytest.mark.parametrize("how", _COMPILED)
+def test_compiled_modules_cast_as_others_do(pool: Pool, how: str) -> None:
+    pool.run(2, _compiled_cast_too, how)
+
+
+@pytest.mark.parametrize("how", ["parts of a replica", "a replica"])
+def test_compiled_modules_cast_as_others_do_where_there_is_no_group(how: str) -> None:
+    _compiled_cast_too(how)
+
+
+def test_a_forward_that_raises_leaves_the_parameters_that_were_there() -> None:
+    model = parts()
+    replicate(model, policy={Part}, mp_policy=LOW)
+    weight = model[0].up.weight
+    with model[1].register_forward_pre_hook(lambda *_: 1 / 0), pytest.raises(ZeroDivisionError):
+        model(numbers(0))
+    assert model[0].up.weight is weight
+    model(numbers(0)).float().square().mean().backward()
+    assert weight.grad is not None

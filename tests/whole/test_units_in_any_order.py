@@ -6,7 +6,6 @@ Ranks run the units in orders of their own and leave out units and layers, so gr
 from __future__ import annotations
 
 from typing import Any, Final
-from unittest import mock
 
 import pytest
 import torch
@@ -143,46 +142,3 @@ def test_so_do_four_ranks(pool: Pool, form: str) -> None:
 @pytest.mark.parametrize("form", ["_by_policy", "_below_shards"])
 def test_a_unit_whose_gradients_come_in_a_backward_inside_another_one_belongs_to_the_outer_one(pool: Pool, form: str) -> None:
     pool.run(2, _parity, form, "messages", reentrant=2)
-
-
-def _after_an_error(form: str) -> None:
-    plain, model = _annotated(form, "messages")
-    _train(plain, model, 2)
-    for _ in range(2):
-
-        def fail(gradient: Tensor) -> Tensor:
-            raise ValueError("on purpose")
-
-        block: Any = model.get_submodule("blocks.1")
-        hook = block.one.register_forward_hook(lambda module, args, output: output.register_hook(fail) and None)
-        # Both ranks run the same blocks, and fail at the same one.
-        with mock.patch.object(dist, "get_rank", return_value=0):
-            loss = _loss(model, 3)
-        hook.remove()
-        with pytest.raises(ValueError, match="on purpose"):
-            loss.backward()
-    for buffers in zip(plain.buffers(), model.buffers(), strict=True):
-        buffers[0].copy_(buffers[1])
-    _train(plain, model)
-
-
-@pytest.mark.parametrize("form", ["_by_policy", "_below_shards"])
-def test_an_error_in_the_middle_of_a_backward_leaves_nothing_half_launched(pool: Pool, form: str) -> None:
-    pool.run(2, _after_an_error, form)
-
-
-def _freezing() -> None:
-    plain, model = _annotated("_by_policy", "messages")
-    for step, frozen in enumerate([[], ["blocks.2.two", "blocks.3.one"], ["blocks.0.one"], []]):
-        _follow(plain)
-        for each in (plain, model):
-            each.requires_grad_(True)
-            for name in frozen:
-                each.get_submodule(name).requires_grad_(False)
-            each.zero_grad()
-            _loss(each, step).backward()
-        compare_gradients(plain, model, step)
-
-
-def test_a_unit_that_a_rank_leaves_out_launches_what_it_launches_on_the_others_when_its_layers_are_frozen(pool: Pool) -> None:
-    pool.run(2, _freezing)

@@ -102,15 +102,6 @@ def gradients_of_inputs_then_a_step(model: nn.Module, x: Tensor) -> Tensor:
     return gradient
 
 
-def a_penalty_on_parameters(model: nn.Module, x: Tensor) -> None:
-    """A backward that reaches parameters by no output."""
-    _loss(model(x)).backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        with torch.no_grad():
-            parameter.grad.add_(parameter, alpha=0.01)
-
-
 def freezing_and_unfreezing(model: nn.Module, x: Tensor) -> None:
     first = next(model.parameters())
     first.requires_grad_(False)
@@ -162,7 +153,6 @@ PROGRAMS: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
         an_unused_output_kept_over_the_step,
         gradients_of_inputs_only,
         gradients_of_inputs_then_a_step,
-        a_penalty_on_parameters,
         freezing_and_unfreezing,
         parameters_changed_between_two_forwards,
         a_part_called_before_the_whole,

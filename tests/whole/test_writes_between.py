@@ -72,13 +72,6 @@ def test_a_backward_through_values_that_are_gone_is_refused(pool: Pool, write: s
         assert said == ["one of the variables needed for gradient computation has been modified by an inplace operation"] * 2
 
 
-def _accumulated(model: nn.Module, x: Tensor) -> None:
-    """Two forwards, two backwards, one step."""
-    first, second = model(x), model(2 * x)
-    first.sum().backward()
-    second.square().sum().backward()
-
-
 def _a_step_for_another_part(model: nn.Module, x: Tensor) -> None:
     """One optimizer holds both parts, each has its own loss; one part gets a gradient, and only it is stepped."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -99,9 +92,7 @@ def _a_step_of_weights_that_are_not_needed(model: nn.Module, x: Tensor) -> None:
     second.square().sum().backward()
 
 
-LEGAL: Final = {
-    program.__name__: program for program in (_accumulated, _a_step_for_another_part, _a_step_of_weights_that_are_not_needed)
-}
+LEGAL: Final = {program.__name__: program for program in (_a_step_for_another_part, _a_step_of_weights_that_are_not_needed)}
 
 
 def _same_gradients(program: str, after: bool | None) -> None:
