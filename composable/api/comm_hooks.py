@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -132,8 +131,16 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     mine = f"registers {name}{f' for {chosen}' if len(stages) > 1 else ''}"
     refusal: ComposableError | None = None
     try:
-        _check_hook(hook, name)
-        _check_stage(chosen, stages, unit)
+        if not callable(hook):
+            raise AnnotationError(
+                f"{_VERB}: a hook is called as hook(state, bucket), and {name} cannot be called. It stands before its state: "
+                "register_comm_hook(module, hook, state)"
+            )
+        if chosen not in stages:
+            raise AnnotationError(
+                f"{_VERB}: gradients of unit '{unit.name}' are reduced by {' and then by '.join(stages)}; stage= must name the one "
+                f"that the hook replaces, got {stage!r}"
+            )
         for each in units:
             _check_unit(each, unit, stages, str(chosen))
     except ComposableError as error:
@@ -158,41 +165,6 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     return CommHookHandle(units, chosen)
 
 
-def _check_hook(hook: Any, name: str) -> None:
-    if not callable(hook):
-        raise AnnotationError(
-            f"{_VERB}: a hook is called as hook(state, bucket), and {type(hook).__name__} cannot be called. It stands before "
-            "its state: register_comm_hook(module, hook, state)"
-        )
-    try:
-        signature = inspect.signature(hook)
-    except (TypeError, ValueError):
-        return  # a builtin that does not tell
-    try:
-        signature.bind(None, None)
-    except TypeError:
-        raise AnnotationError(
-            f"{_VERB}: a hook is called as hook(state, bucket), and {name} takes {signature}. Bind other arguments with "
-            "functools.partial"
-        ) from None
-
-
-def _check_stage(stage: Any, stages: Sequence[str], unit: Unit) -> None:
-    if stage in stages:
-        return
-    if stage is None:
-        raise AnnotationError(
-            f"{_VERB}: gradients of unit '{unit.name}' are reduced in two stages: 'reduce_scatter' among the ranks that hold "
-            "one replica together, and 'all_reduce' of shards among the replicas. Say which of them the hook replaces: "
-            "stage='all_reduce', for example. A hook for the other one is registered by itself"
-        )
-    if stage in (REDUCE_SCATTER, ALL_REDUCE):
-        kind = "replicated" if stages == (ALL_REDUCE,) else "sharded"
-        raise AnnotationError(f"{_VERB}: {kind} gradients are reduced in one stage, '{stages[0]}'; leave stage= out")
-    known = " or ".join([*map(repr, stages), *(["None"] if len(stages) == 1 else [])])
-    raise AnnotationError(f"{_VERB}: stage must be {known}, got {stage!r}")
-
-
 def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> None:
     former = unit.comm_hooks.get(stage)
     if former is not None:
@@ -215,14 +187,9 @@ def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> N
 
 
 def _refuse_moment(what: str, unit: Unit) -> None:
-    when = ""
-    if in_backward():
-        when = "inside of a backward"
-    elif unit.depth:
-        when = "inside of its forward"
-    elif unit.accumulation.now is not SyncMode.REDUCE or unit.has_unreduced:
-        when = "inside of no_sync, or has accumulated gradients, which would be reduced in another way than they were made for"
-    elif unit.root is not None and unit.root.iteration is not None:
-        when = "between a forward and its backward; what is not trained on belongs under torch.no_grad()"
-    if when:
-        raise PhaseError(f"{what}: unit '{unit.name}' is {when}. Do it between two steps")
+    accumulates = unit.accumulation.now is not SyncMode.REDUCE or unit.has_unreduced
+    if in_backward() or unit.depth or accumulates or (unit.root is not None and unit.root.iteration is not None):
+        raise PhaseError(
+            f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward, between them, or in no_sync, with "
+            "accumulated gradients. Do it between two steps; what is not trained on belongs under torch.no_grad()"
+        )

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Final
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, Final
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm import Comm, backend_of, comm_of, group_of_both, is_distributed, world_group
 from composable.contract.traversal import SHARD
-from composable.errors import AnnotationError, CommunicationError, MeshError, RanksDisagreeError
+from composable.errors import AnnotationError, MeshError, RanksDisagreeError
 from composable.policies.base import kind_of
 
 logger = logging.getLogger("composable")
@@ -30,34 +30,22 @@ _ROLES: Final = ("replicate", "shard")
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A mesh and the roles of its dimensions.
-
-    Attributes:
-        shard_dim: the dimension of the mesh that parameters are sharded over.
-        replicate_dim: the dimension along which ranks hold the same shards; None for a mesh of one dimension.
-    """
+    """A mesh, and the dimension that parameters are sharded over. Along the other one, if there is one, shards are the same."""
 
     mesh: DeviceMesh
     shard_dim: int = 0
-    replicate_dim: int | None = None
 
-    def group(self, device: torch.device) -> dist.ProcessGroup:
-        """The process group of all ranks of the mesh. The first call for a mesh of two dimensions may create it."""
-        shard = self.mesh.get_group(self.shard_dim)
-        if self.replicate_dim is None:
-            return shard
-        return group_of_both(shard, self.mesh.get_group(self.replicate_dim), _ranks_of(self.mesh), device)
+    def comm_of_all(self, device: torch.device) -> Comm:
+        """The communicator of all ranks of the mesh. The first call for a mesh of two dimensions may make a process group."""
+        at, group = communication_device(self.mesh, device), self.mesh.get_group(self.shard_dim)
+        if self.mesh.ndim == 2:
+            group = group_of_both(group, self.mesh.get_group(1 - self.shard_dim), self.mesh.mesh.flatten().tolist(), at)
+        return comm_of(group, at)
 
-    def in_words(self) -> str:
-        ranks = self.mesh.mesh
-        if self.replicate_dim is None:
-            return f", over ranks {ranks.tolist()}"
-        return f", over the replicas {ranks.movedim(self.shard_dim, -1).tolist()}"
-
-
-def _ranks_of(mesh: DeviceMesh) -> list[int]:
-    ranks: list[int] = mesh.mesh.flatten().tolist()
-    return ranks
+    @property
+    def rows(self) -> torch.Tensor:
+        """The ranks of the mesh; those of the last dimension shard together."""
+        return self.mesh.mesh.movedim(self.shard_dim, -1)
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------
@@ -68,7 +56,7 @@ def _accelerator() -> torch.device | None:
 
 
 def _real_device(modules: Sequence[nn.Module]) -> torch.device | None:
-    """The device of the first parameter that is not on the meta device; None if there is none."""
+    """The device of the first parameter that is not on the meta device."""
     parameters = chain.from_iterable(module.parameters() for module in modules)
     return next((parameter.device for parameter in parameters if parameter.device.type != "meta"), None)
 
@@ -79,11 +67,7 @@ def device_of(modules: Sequence[nn.Module]) -> torch.device:
 
 
 def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device:
-    """The device on which a mesh's parameters live and its collectives run.
-
-    Args:
-        device: that of the parameters now.
-    """
+    """The device on which a mesh's collectives run, and where parameters that are on `device` now will live."""
     if device.type == mesh.device_type:
         return device
     if mesh.device_type == "cpu":
@@ -91,50 +75,37 @@ def communication_device(mesh: DeviceMesh, device: torch.device) -> torch.device
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
+_WARNED: Final[WeakSet[dist.ProcessGroup]] = WeakSet()
+
+
 def _device_type(verb: str, modules: Sequence[nn.Module], group: dist.ProcessGroup) -> str:
     """The type of device that the ranks of a process group train on: that of their parameters.
 
-    Parameters may be on the meta device on some ranks. If the group serves several types, the ranks agree here, since what
-    they do next must not depend on where one rank's parameters are.
-
-    Raises:
-        RanksDisagreeError: parameters are on the host on some ranks, and on an accelerator on others.
+    If the group serves several types the ranks agree here, since what they do next must not depend on where one rank's
+    parameters are, which may be the meta device.
     """
     accelerator = _accelerator()
-    if accelerator is None:
+    if accelerator is None or backend_of(group, accelerator) == "undefined":
         return "cpu"
+    kind = accelerator.type
     if backend_of(group, _CPU) == "undefined":
-        return accelerator.type
-    if backend_of(group, accelerator) == "undefined":
-        return "cpu"
+        return kind
     own = _real_device(modules)
-    comm = comm_of(group, _CPU)
     flags = [int(own is not None and own.type == "cpu"), int(own is not None and own.type != "cpu")]
-    on_host, on_accelerator = comm.min_max(flags, label=f"device of {verb}() across ranks")[1]
+    on_host, on_accelerator = comm_of(group, _CPU).min_max(flags, label=f"device of {verb}() across ranks")[1]
     if on_host and on_accelerator:
         here = "on the meta device" if own is None else f"on {own}"
         raise RanksDisagreeError(
-            f"{verb}: the module's parameters are on cpu on some ranks and on {accelerator.type} on others ({here} on this one)"
-            ". Move the module to the same type of device on every rank before annotating it."
+            f"{verb}: the module's parameters are on cpu on some ranks and on {kind} on others ({here} on this one). Move the "
+            "module to the same type of device on every rank before annotating it."
         )
-    if on_host and backend_of(group, accelerator) != backend_of(group, _CPU):
-        _warn_of_host(group, accelerator)
-    return "cpu" if on_host else accelerator.type
-
-
-_warned: Final[WeakKeyDictionary[dist.ProcessGroup, None]] = WeakKeyDictionary()
-
-
-def _warn_of_host(group: dist.ProcessGroup, accelerator: torch.device) -> None:
-    """Log, once per group, that a module trains on the host though its group serves an accelerator, too."""
-    if group not in _warned:
-        _warned[group] = None
+    if on_host and backend_of(group, accelerator) != backend_of(group, _CPU) and group not in _WARNED:
+        _WARNED.add(group)
         logger.warning(
             "a module that is being annotated is on the host, and so it trains there, though its process group serves %s, too; "
-            "if it should train there, call module.to('%s') first, or pass a mesh of that device",
-            accelerator.type,
-            accelerator.type,
-        )
+            "if it should train there, call module.to('%s') first, or pass a mesh of that device", kind, kind,
+        )  # fmt: skip
+    return "cpu" if on_host else kind
 
 
 # --- from the argument to a mesh --------------------------------------------------------------------------------------
@@ -151,97 +122,88 @@ def _once(key: dist.ProcessGroup, name: str, make: Callable[[], DeviceMesh]) -> 
     return mesh
 
 
-def spread_over(verb: str, mesh: Mesh, modules: Sequence[nn.Module], device_type: str | None = None) -> Spread | None:
-    """The mesh that `mesh` stands for; None in a single process without a process group.
+def spread_over(verb: str, given: Mesh, modules: Sequence[nn.Module], device_type: str | None = None) -> Spread | None:
+    """The mesh that an argument stands for; None in a single process without a process group.
 
     All ranks call it together: what a process group does not say, they ask each other.
 
     Args:
         device_type: the type of device that a process group is used with, if the ranks have agreed on it.
-
-    Raises:
-        MeshError: the mesh has more dimensions than the verb accepts, or their names do not say what they are for; it is not a
-            mesh, does not contain this rank, or there is no process group.
-        RanksDisagreeError: ranks have their parameters on different types of devices.
     """
-    if mesh is None:
-        if not is_distributed():
-            if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-                raise MeshError(
-                    f"{verb}: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group. "
-                    "Call torch.distributed.init_process_group first."
-                )
-            return None
-        mesh = world_group()
-    hybrid = verb == SHARD
-    if hybrid and isinstance(mesh, tuple) and len(mesh) == 2:
-        for each in mesh:
-            if not isinstance(each, dist.ProcessGroup):
-                raise _not_a_mesh(verb, each)
-        spread = Spread(_mesh_of_pair(verb, modules, *mesh), shard_dim=1, replicate_dim=0)
-    elif isinstance(mesh, dist.ProcessGroup):
-        group, kind = mesh, device_type or _device_type(verb, modules, mesh)
-        spread = Spread(_once(group, kind, lambda: DeviceMesh.from_group(group, kind)))
-    elif isinstance(mesh, DeviceMesh):
-        if mesh.ndim > 1 + hybrid:
-            takes = "one dimension" + (", or of two: one to replicate over and one to shard over" if hybrid else "")
-            said = f": {mesh.mesh_dim_names}" if mesh.mesh_dim_names else ""
+    if given is None:
+        if is_distributed():
+            return spread_over(verb, world_group(), modules, device_type)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise MeshError(
-                f"{verb} takes a mesh of {takes}; this one has {mesh.ndim}{said}. To use all of its ranks "
-                "together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, "
-                "pass a slice, mesh[...]."
+                f"{verb}: WORLD_SIZE is {os.environ['WORLD_SIZE']}, but there is no process group. "
+                "Call torch.distributed.init_process_group first."
             )
-        replicate_dim, shard_dim = (None, 0) if mesh.ndim == 1 else _roles(verb, mesh)
-        if mesh.get_coordinate() is None:
-            raise MeshError(f"{verb}: this rank is not part of the mesh {mesh.mesh.tolist()}.")
-        spread = Spread(mesh, shard_dim, replicate_dim)
-    else:
-        raise _not_a_mesh(verb, mesh)
-    if verb == SHARD:
-        _refuse_unordered(verb, spread)
+        return None
+    if isinstance(given, dist.ProcessGroup):
+        group, kind = given, device_type or _device_type(verb, modules, given)
+        return Spread(_once(group, kind, lambda: DeviceMesh.from_group(group, kind)))
+    if verb == SHARD and isinstance(given, tuple) and len(given) == 2:
+        return Spread(_mesh_of_pair(verb, modules, *given), shard_dim=1)
+    if not isinstance(given, DeviceMesh):
+        raise _not_a_mesh(verb, given)
+    if given.ndim > 1 + (verb == SHARD):
+        takes = "one dimension" + (", or of two: one to replicate over and one to shard over" if verb == SHARD else "")
+        said = f": {given.mesh_dim_names}" if given.mesh_dim_names else ""
+        raise MeshError(
+            f"{verb} takes a mesh of {takes}; this one has {given.ndim}{said}. To use all of its ranks "
+            "together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, "
+            "pass a slice, mesh[...]."
+        )
+    if given.get_coordinate() is None:
+        raise MeshError(f"{verb}: this rank is not part of the mesh {given.mesh.tolist()}.")
+    spread = Spread(given, 0 if given.ndim == 1 else _shard_dim(verb, given))
+    # Process groups sort their ranks: shard i would be one rank's for collectives and another's for `DTensor`.
+    if verb == SHARD and not spread.rows.equal(spread.rows.sort(-1).values):
+        raise MeshError(
+            f"{verb}: the mesh {given.mesh.tolist()} does not list its ranks in ascending order along dimension "
+            f"{spread.shard_dim}, which is sharded over, as process groups do. Make it by init_device_mesh, or of "
+            f"mesh.mesh.sort({spread.shard_dim}).values."
+        )
     return spread
 
 
-def _mesh_of_pair(
-    verb: str, modules: Sequence[nn.Module], shard: dist.ProcessGroup, replicate: dist.ProcessGroup
-) -> DeviceMesh:
+def _mesh_of_pair(verb: str, modules: Sequence[nn.Module], shard: Any, replicate: Any) -> DeviceMesh:
     """The mesh of two dimensions, (replicate, shard), whose row and column through this rank are two process groups."""
-    device_type = _device_type(verb, modules, shard)
-    device = _CPU if device_type == "cpu" else torch.device(device_type, torch.accelerator.current_device_index())
-    row = dist.get_process_group_ranks(shard)
+    for each in (shard, replicate):
+        if not isinstance(each, dist.ProcessGroup):
+            raise _not_a_mesh(verb, each)
+    kind = _device_type(verb, modules, shard)
+    device = _CPU if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    row, column = dist.get_process_group_ranks(shard), dist.get_process_group_ranks(replicate)
     # A rank knows its own row and column only. The ranks of its column know the other rows.
-    rows = comm_of(replicate, device).all_gather_objects(row, label=f"ranks of the mesh of {verb}()")
-    column = [each[row.index(dist.get_rank())] if len(each) == len(row) else -1 for each in rows]
+    rows: list[list[int]] = comm_of(replicate, device).all_gather_objects(row, label=f"ranks of the mesh of {verb}()")
+    place = row.index(dist.get_rank())
     distinct = {rank for each in rows for rank in each}
-    if column != dist.get_process_group_ranks(replicate) or len(distinct) != len(rows) * len(row):
+    if [each[place : place + 1] for each in rows] != [[rank] for rank in column] or len(distinct) != len(rows) * len(row):
         raise MeshError(
             f"{verb}: the pair of process groups (shard, replicate) does not make a mesh: replicas are sharded over the ranks "
-            f"{rows}, and ranks {dist.get_process_group_ranks(replicate)} are to hold the same shards as this rank. Give every "
-            "rank the group of its row and the group of its column."
+            f"{rows}, and ranks {column} are to hold the same shards as this rank. Give every rank the group of its row and the "
+            "group of its column."
         )
+    ranks = torch.tensor(rows, dtype=torch.int, device="cpu")
     return _once(
         shard,
-        f"{device_type}, {rows}",
-        lambda: DeviceMesh.from_group(
-            [replicate, shard], device_type, mesh=torch.tensor(rows, dtype=torch.int, device="cpu"), mesh_dim_names=_ROLES
-        ),
+        f"{kind}, {rows}",
+        lambda: DeviceMesh.from_group([replicate, shard], kind, mesh=ranks, mesh_dim_names=_ROLES),
     )
 
 
 def _not_a_mesh(verb: str, given: object) -> MeshError:
-    if given is dist.GroupMember.NON_GROUP_MEMBER:  # new_group returns it on ranks outside of the group
-        return MeshError(
-            f"{verb}: rank {dist.get_rank()} is no member of the process group that was passed as mesh. Annotate the module on "
-            "the ranks of the group alone, or pass a group that holds this rank."
-        )
-    return MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(given).__name__}.")
+    outside = ", which new_group() returns on ranks outside of the group: annotate the module on the ranks of the group alone"
+    said = outside if given is dist.GroupMember.NON_GROUP_MEMBER else ""
+    return MeshError(f"{verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {type(given).__name__}{said}.")
 
 
-def _roles(verb: str, mesh: DeviceMesh) -> tuple[int, int]:
-    """The dimensions of a mesh of two that are replicated and sharded over."""
+def _shard_dim(verb: str, mesh: DeviceMesh) -> int:
+    """The dimension of a mesh of two that is sharded over."""
     names = mesh.mesh_dim_names
     if names is None:
-        return 0, 1
+        return 1
     said = ["".join(role for role in _ROLES if role in name.lower()) for name in names]
     if sorted(said) != sorted(_ROLES):
         raise MeshError(
@@ -249,50 +211,16 @@ def _roles(verb: str, mesh: DeviceMesh) -> tuple[int, int]:
             f"one, {names}, do not say which: let one contain 'replicate' and the other one 'shard'. To shard over one "
             f'dimension alone, pass mesh["{names[0]}"] or mesh["{names[1]}"].'
         )
-    return said.index("replicate"), said.index("shard")
-
-
-def _refuse_unordered(verb: str, spread: Spread) -> None:
-    """Raise if the mesh lists its ranks in another order than process groups, which sort them.
-
-    Shard i would be one rank's for collectives and another's for `DTensor`.
-    """
-    ranks = spread.mesh.mesh.movedim(spread.shard_dim, -1)
-    if not ranks.equal(ranks.sort(-1).values):
-        raise MeshError(
-            f"{verb}: the mesh {spread.mesh.mesh.tolist()} does not list its ranks in ascending order along dimension "
-            f"{spread.shard_dim}, which is sharded over, as process groups do. Make it by init_device_mesh, or of "
-            f"mesh.mesh.sort({spread.shard_dim}).values."
-        )
-
-
-# --- communicators ----------------------------------------------------------------------------------------------------
-
-
-def comm_of_all(verb: str, spread: Spread | None, device: torch.device) -> Comm:
-    """The communicator of all ranks that call a verb together.
-
-    Raises:
-        CommunicationError: some ranks do not call it.
-    """
-    if spread is None:
-        return comm_of(None, device)
-    at = communication_device(spread.mesh, device)
-    try:
-        return comm_of(spread.group(at), at)
-    except CommunicationError as error:
-        raise CommunicationError(
-            f"{verb}: all ranks of the mesh call it together, and connect to each other first; on this rank that ended with: "
-            f"{error}"
-        ) from error
+    return said.index("shard")
 
 
 def check_reshard_after_forward(spread: Spread | None, value: object) -> None:
+    """Raise unless it is None, True, False, or a number that divides that of the ranks that shard together."""
     if not isinstance(value, int | None):
         raise AnnotationError(f"reshard_after_forward must be None, True, False or a number of ranks, got {kind_of(value)}")
-    if spread is None or value is None or isinstance(value, bool):
-        return
-    size = spread.mesh.size(spread.shard_dim)
-    if value < 1 or size % value:
-        where = "the mesh" if spread.replicate_dim is None else "the shard dimension of the mesh"
-        raise MeshError(f"reshard_after_forward={value}: {where} has {size} ranks, which {value} does not divide.")
+    if spread is not None and value is not None and not isinstance(value, bool):
+        size = spread.mesh.size(spread.shard_dim)
+        if value < 1 or size % value:
+            raise MeshError(
+                f"reshard_after_forward={value}: parameters are sharded over {size} ranks, which {value} does not divide."
+            )

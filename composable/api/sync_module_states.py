@@ -13,7 +13,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Final
 
@@ -70,17 +69,17 @@ def _describe(entry: Managed[Tensor]) -> str:
     return f"'{entry.fqn}' {tuple(entry.tensor.shape)} {dtype}{frozen}{tied}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Report:
-    """What one rank says of its call, if the ranks differ."""
-
-    verb: str
-    mode: str
-    parameters: list[str]
-    buffers: list[str]
-    treatment: list[str]
-    values: list[int]
-    on_meta: list[bool]
+# What ranks may differ in, in the order in which it is compared, and what to do about it.
+_CURES: Final = {
+    "verbs": "Every rank must call the same verbs",
+    "modes of sync_module_states": "Pass the same arguments on every rank",
+    "parameters": "Every rank must build the same module in the same order",
+    "buffers": "Every rank must build the same module in the same order",
+    "arguments": "Pass the same arguments on every rank",
+    "devices": "If rank 0 has the values of all, pass sync_module_states='broadcast', which gives them to the others; or build the "
+    "module alike on every rank",
+    "values": "Pass sync_module_states='broadcast', or seed equally",
+}
 
 
 def synchronise(
@@ -114,8 +113,17 @@ def synchronise(
     lowest, highest = comm.min_max(numbers, _LABEL)
     alike = _NUMBERS - (mode == "broadcast")  # which gives values to what is on the meta device
     if lowest[:alike] != highest[:alike]:
-        report = _Report(verb, mode, described[:count], described[count:], list(treatment), values, on_meta)
-        raise RanksDisagreeError(_difference(verb, entries, comm.all_gather_objects(report, _LABEL)))
+        names = [f"{_kind(entry)} '{entry.fqn}'" for entry in entries]
+        told = {
+            "verbs": [verb],
+            "modes of sync_module_states": [mode],
+            "parameters": described[:count],
+            "buffers": described[count:],
+            "arguments": [f"for '{each.fqn}' {text}" for each, text in zip(parameters, treatment, strict=True)],
+            "devices": [f"{name} {'on meta' if meta else 'with values'}" for name, meta in zip(names, on_meta, strict=True)],
+            "values": [f"{name} with fingerprint {value:x}" for name, value in zip(names, values, strict=False)],
+        }
+        raise RanksDisagreeError(_difference(verb, comm.all_gather_objects(told, _LABEL)))
     if mode == "broadcast":
         _broadcast(verb, entries, comm, some_on_meta=lowest[-1] != highest[-1])
 
@@ -124,58 +132,17 @@ def _digest(values: Sequence[Any]) -> int:
     return zlib.crc32(repr([*values]).encode())
 
 
-def _first(rows: Sequence[Sequence[Any]]) -> tuple[int, int] | None:
-    """The first index at which a rank differs from rank 0, and that rank; None if all are alike."""
-    columns = enumerate(zip_longest(*rows))
-    return next(((index, rank) for index, each in columns for rank, value in enumerate(each) if value != each[0]), None)
-
-
-def _difference(verb: str, entries: Sequence[Managed[Any]], said: Sequence[_Report | str]) -> str:
-    """In which of the checks a rank differs from rank 0 first. A rank that failed has said why."""
-    reports = []
-    for rank, row in enumerate(said):
-        if isinstance(row, str):
-            return f"{verb}: rank {rank} failed, so no rank annotates the module: {row}"
-        reports.append(row)
-    mine = reports[0]
-    if found := _first([[each.verb] for each in reports]):
-        return f"rank 0 calls {mine.verb}, and rank {found[1]} {reports[found[1]].verb}. Every rank must call the same verbs."
-    if found := _first([[each.mode] for each in reports]):
-        return (
-            f"{verb}: sync_module_states is {mine.mode!r} on rank 0 and {reports[found[1]].mode!r} on rank {found[1]}. "
-            "Pass the same on every rank."
-        )
-    for kind in ("parameters", "buffers"):
-        rows: list[list[str]] = [getattr(each, kind) for each in reports]
-        if found := _first(rows):
-            index, rank = found
-            texts = [row[index] if index < len(row) else "none there" for row in (rows[0], rows[rank])]
-            return (
-                f"{verb}: rank {rank} annotates {len(rows[rank])} {kind}, rank 0 {len(rows[0])}; they differ from "
-                f"{kind.removesuffix('s')} {index} on: rank 0 has {texts[0]}; rank {rank} has {texts[1]}. Every rank must build "
-                "the same module in the same order."
-            )
-    if found := _first([each.treatment for each in reports]):
-        index, rank = found
-        return (
-            f"{verb}: the arguments come to different things for parameter '{entries[index].fqn}': {mine.treatment[index]} on "
-            f"rank 0; {reports[rank].treatment[index]} on rank {rank}. Pass the same arguments on every rank."
-        )
-    if found := _first([each.on_meta for each in reports]):
-        index, rank = found
-        on_meta, elsewhere = (0, rank) if mine.on_meta[index] else (rank, 0)
-        return (
-            f"{verb}: {_kind(entries[index])} '{entries[index].fqn}' is on the meta device on rank {on_meta}, and has values on "
-            f"rank {elsewhere}. If rank 0 has the values of all, pass sync_module_states='broadcast', which gives them to the "
-            "others; or build the module alike on every rank"
-        )
-    found = _first([each.values for each in reports])
-    assert found is not None
-    index, rank = found
-    return (
-        f"{verb}: {_kind(entries[index])} '{entries[index].fqn}' differs across ranks (fingerprint rank0={mine.values[index]:x}, "
-        f"rank{rank}={reports[rank].values[index]:x}); pass sync_module_states='broadcast' or seed equally"
-    )
+def _difference(verb: str, said: Sequence[Any]) -> str:
+    """The first thing in which a rank differs from rank 0. A rank that failed has said why, others what they have by topic."""
+    for rank, report in enumerate(said):
+        if isinstance(report, str):
+            return f"{verb}: rank {rank} failed, so no rank annotates the module: {report}"
+    for topic, cure in _CURES.items():
+        for row in zip_longest(*(report[topic] for report in said), fillvalue="nothing there"):
+            other = next((rank for rank, text in enumerate(row) if text != row[0]), None)
+            if other is not None:
+                return f"{said[0]['verbs'][0]}: the ranks differ in {topic}: rank 0 has {row[0]}, rank {other} has {row[other]}. {cure}."
+    raise AssertionError("digests differ, so there is a difference")
 
 
 # --- fingerprints -----------------------------------------------------------------------------------------------------

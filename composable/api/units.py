@@ -42,14 +42,13 @@ from composable.api.mesh import (
     Mesh,
     Spread,
     check_reshard_after_forward,
-    comm_of_all,
     communication_device,
     device_of,
     spread_over,
 )
 from composable.api.selection import by_unit, enclosing_units, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
-from composable.comm import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
+from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
 from composable.contract.contract import Verb, on_undo
 from composable.contract.hooks import attach, detach
@@ -119,7 +118,8 @@ def annotate(
         _attach(verb, plan)
         return
     spread = spread_over(name, options["mesh"], modules)
-    comm = comm_of_all(name, spread, device_of(modules))
+    device = device_of(modules)
+    comm = comm_of(None, device) if spread is None else spread.comm_of_all(device)
     with failures_told(name, comm):
         refuse_unknown_mode(sync_module_states)
         plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
@@ -247,7 +247,7 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
         followers = f"{len(settings['broadcast_buffers'])} buffers that follow rank 0"
         return [f"bucket_cap_mb={plan.options['bucket_cap_mb']}, {followers}{rest}"] * len(plan.parameters)
     rest += "" if settings["offload"] is None else ", offloaded"
-    over = "" if plan.options["mesh"] is None or plan.spread is None else plan.spread.in_words()
+    over = "" if plan.options["mesh"] is None or plan.spread is None else f", over ranks {plan.spread.rows.tolist()}"
     name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
     start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}{over}"
     return [f"{start}, dimension {param.shard_dim}{rest}" for param in settings["params"]]

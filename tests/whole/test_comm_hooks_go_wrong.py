@@ -61,7 +61,6 @@ def _refusals(which: str) -> str:
         "not annotated": lambda: register_comm_hook(nn.Sequential(), noop_hook),
         "between annotated ones": lambda: register_comm_hook(nn.Sequential(model), noop_hook),
         "state first": lambda: register_comm_hook(model, {}, noop_hook),  # type: ignore[arg-type]
-        "one argument": lambda: register_comm_hook(model, lambda bucket: bucket),  # type: ignore[arg-type,misc]
         "unknown stage": lambda: register_comm_hook(model, noop_hook, stage="all_gather"),
         "stage of shards": lambda: register_comm_hook(model, noop_hook, stage="reduce_scatter"),
         "twice": twice,
@@ -73,6 +72,10 @@ def _refusals(which: str) -> str:
     return refusal(acts[which])
 
 
+_IN_A_STEP: Final = (
+    "PhaseError: register_comm_hook: unit '(root)' is in the middle of a step: in a forward or backward, between them, or in "
+    "no_sync, with accumulated gradients. Do it between two steps; what is not trained on belongs under torch.no_grad()"
+)
 _TEXTS: Final = {
     "not annotated": "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module) or "
     "fully_shard(module) first. Of units without a module around them, each takes a hook of its own",
@@ -80,22 +83,18 @@ _TEXTS: Final = {
     "fully_shard(module) first. Of units without a module around them, each takes a hook of its own",
     "state first": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and dict cannot be called. "
     "It stands before its state: register_comm_hook(module, hook, state)",
-    "one argument": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and <lambda> takes "
-    "(bucket). Bind other arguments with functools.partial",
-    "unknown stage": "AnnotationError: register_comm_hook: stage must be 'all_reduce' or None, got 'all_gather'",
-    "stage of shards": "AnnotationError: register_comm_hook: replicated gradients are reduced in one stage, 'all_reduce'; "
-    "leave stage= out",
+    "unknown stage": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce; stage= must name "
+    "the one that the hook replaces, got 'all_gather'",
+    "stage of shards": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce; stage= must "
+    "name the one that the hook replaces, got 'reduce_scatter'",
     "twice": "AlreadyAnnotatedError: register_comm_hook: unit '(root)' has the communication hook 'noop_hook' already. Remove "
     "it first, by the handle that registering it returned",
-    "before backward": "PhaseError: register_comm_hook: unit '(root)' is between a forward and its backward; what is not "
-    "trained on belongs under torch.no_grad(). Do it between two steps",
-    "in a window": "PhaseError: register_comm_hook: unit '(root)' is inside of no_sync, or has accumulated gradients, which "
-    "would be reduced in another way than they were made for. Do it between two steps",
-    "in backward": "PhaseError: register_comm_hook: unit '(root)' is inside of a backward. Do it between two steps",
+    "before backward": _IN_A_STEP,
+    "in a window": _IN_A_STEP,
+    "in backward": _IN_A_STEP,
     "sparse": "AnnotationError: register_comm_hook: the gradient of parameter '0.weight' of unit '(root)' is sparse, and hooks "
     "take dense ones. Make its embedding with sparse=False, or leave it to a unit without a hook",
-    "removed in a window": "PhaseError: remove a communication hook: unit '(root)' is inside of no_sync, or has accumulated "
-    "gradients, which would be reduced in another way than they were made for. Do it between two steps",
+    "removed in a window": _IN_A_STEP.replace("register_comm_hook", "remove a communication hook"),
 }
 
 
@@ -126,14 +125,14 @@ def _refusals_of_shards(which: str) -> str:
 
 
 _TEXTS_OF_SHARDS: Final = {
-    "one stage": "AnnotationError: register_comm_hook: sharded gradients are reduced in one stage, 'reduce_scatter'; leave "
-    "stage= out",
+    "one stage": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by reduce_scatter; stage= must "
+    "name the one that the hook replaces, got 'all_reduce'",
     "window": _TEXTS["in a window"],
     "twice": _TEXTS["twice"].replace("(root)", "head"),
-    "neither": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced in two stages: 'reduce_scatter' "
-    "among the ranks that hold one replica together, and 'all_reduce' of shards among the replicas. Say which of them the hook "
-    "replaces: stage='all_reduce', for example. A hook for the other one is registered by itself",
-    "no such": "AnnotationError: register_comm_hook: stage must be 'reduce_scatter' or 'all_reduce', got 'all_gather'",
+    "neither": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by reduce_scatter and then by "
+    "all_reduce; stage= must name the one that the hook replaces, got None",
+    "no such": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by reduce_scatter and then by "
+    "all_reduce; stage= must name the one that the hook replaces, got 'all_gather'",
     "one within": "MeshError: register_comm_hook: unit 'head' is on another mesh than the module that the hook is for. "
     "Register a hook for each, with a state of its own",
     "a stage twice": _TEXTS["twice"].replace("(root)", "head").replace("'noop_hook'", "'noop_hook' for all_reduce"),

@@ -186,13 +186,13 @@ def _another_value_on_the_last_rank() -> str:
         fully_shard(model, mesh=_mesh(2, 2))
     fully_shard(model, mesh=_mesh(2, 2), sync_module_states="broadcast")
     _assert_same(model, _plain())
-    return str(refused.value).partition(" (")[0]
+    return str(refused.value).partition(" with ")[0]
 
 
 def test_parameters_are_compared_and_copied_over_all_ranks_and_not_within_a_replica(pool: Pool, device: str) -> None:
     need_devices(device, 4)
     found = pool.run(4, _another_value_on_the_last_rank, device=device)
-    assert found == ["fully_shard: parameter 'last.bias' differs across ranks"] * 4
+    assert found == ["fully_shard: the ranks differ in values: rank 0 has parameter 'last.bias'"] * 4
 
 
 def _another_arrangement_on_the_last_rank() -> str:
@@ -207,10 +207,9 @@ def test_a_rank_that_arranges_the_mesh_otherwise_is_named(pool: Pool, device: st
     assert (
         pool.run(4, _another_arrangement_on_the_last_rank, device=device)
         == [
-            "fully_shard: the arguments come to different things for parameter 'scale': unit '(root)', "
-            "reshard_after_forward=None, over the replicas [[0, 2], [1, 3]], dimension None on rank 0; unit '(root)', "
-            "reshard_after_forward=None, over the replicas [[0, 1], [2, 3]], dimension None on rank 3. Pass the same "
-            "arguments on every rank."
+            "fully_shard: the ranks differ in arguments: rank 0 has for 'scale' unit '(root)', reshard_after_forward=None, "
+            "over ranks [[0, 2], [1, 3]], dimension None, rank 3 has for 'scale' unit '(root)', reshard_after_forward=None, "
+            "over ranks [[0, 1], [2, 3]], dimension None. Pass the same arguments on every rank."
         ]
         * 4
     )

@@ -240,7 +240,7 @@ def _different_weights(verb: Callable[..., Any]) -> str:
 def test_different_weights_are_refused_with_the_first_parameter_and_what_to_pass(pool: Pool, verb: Callable[..., Any]) -> None:
     assert_text(
         same_on_all(pool.run(2, _different_weights, verb)).replace(verb.__name__, "VERB"),
-        """RanksDisagreeError: VERB: parameter '1.weight' differs across ranks (fingerprint rank0=0, rank1=4ed118cf600); pass sync_module_states='broadcast' or seed equally""",
+        """RanksDisagreeError: VERB: the ranks differ in values: rank 0 has parameter '1.weight' with fingerprint 0, rank 1 has parameter '1.weight' with fingerprint 4ed118cf600. Pass sync_module_states='broadcast', or seed equally.""",
     )
 
 
@@ -252,7 +252,7 @@ def _different_verbs() -> str:
 def test_different_verbs_are_refused_by_name(pool: Pool) -> None:
     assert_text(
         same_on_all(pool.run(2, _different_verbs)),
-        """RanksDisagreeError: rank 0 calls replicate, and rank 1 fully_shard. Every rank must call the same verbs.""",
+        """RanksDisagreeError: replicate: the ranks differ in verbs: rank 0 has replicate, rank 1 has fully_shard. Every rank must call the same verbs.""",
     )
 
 
@@ -278,17 +278,17 @@ def _different_modules(how: str) -> str:
 
 
 _PLACES: Final = {
-    "count": "3 parameters, rank 0 4; they differ from parameter 3 on: rank 0 has 'head.bias' (2,) float32; rank 1 has none there",
-    "names": "4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'tail.weight' (2, 3) float32",
-    "order": "4 parameters, rank 0 4; they differ from parameter 0 on: rank 0 has 'body.weight' (3, 3) float32; rank 1 has 'head.weight' (2, 3) float32",
-    "shapes": "4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (4, 3) float32",
-    "dtypes": "4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float64",
-    "frozen": "4 parameters, rank 0 4; they differ from parameter 2 on: rank 0 has 'head.weight' (2, 3) float32; rank 1 has 'head.weight' (2, 3) float32, frozen",
+    "count": "rank 0 has 'head.bias' (2,) float32, rank 1 has nothing there",
+    "names": "rank 0 has 'head.weight' (2, 3) float32, rank 1 has 'tail.weight' (2, 3) float32",
+    "order": "rank 0 has 'body.weight' (3, 3) float32, rank 1 has 'head.weight' (2, 3) float32",
+    "shapes": "rank 0 has 'head.weight' (2, 3) float32, rank 1 has 'head.weight' (4, 3) float32",
+    "dtypes": "rank 0 has 'head.weight' (2, 3) float32, rank 1 has 'head.weight' (2, 3) float64",
+    "frozen": "rank 0 has 'head.weight' (2, 3) float32, rank 1 has 'head.weight' (2, 3) float32, frozen",
 }
 
 
 @pytest.mark.parametrize("how", _PLACES)
 def test_different_parameters_are_refused_with_the_first_difference_not_a_hang(pool: Pool, how: str) -> None:
     assert same_on_all(pool.run(2, _different_modules, how)) == (
-        f"RanksDisagreeError: fully_shard: rank 1 annotates {_PLACES[how]}. Every rank must build the same module in the same order."
+        f"RanksDisagreeError: fully_shard: the ranks differ in parameters: {_PLACES[how]}. Every rank must build the same module in the same order."
     )

@@ -87,8 +87,8 @@ MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the
 MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this one, ('dp_shard', 'cp_shard'), do not say which: let one contain 'replicate' and the other one 'shard'. To shard over one dimension alone, pass mesh["dp_shard"] or mesh["cp_shard"].
 MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, pass a slice, mesh[...].
 MeshError: fully_shard: expected a DeviceMesh, a ProcessGroup or None as mesh, got str.
-MeshError: reshard_after_forward=3: the mesh has 2 ranks, which 3 does not divide.
-MeshError: reshard_after_forward=3: the shard dimension of the mesh has 2 ranks, which 3 does not divide.
+MeshError: reshard_after_forward=3: parameters are sharded over 2 ranks, which 3 does not divide.
+MeshError: reshard_after_forward=3: parameters are sharded over 2 ranks, which 3 does not divide.
 AnnotationError: reshard_after_forward must be None, True, False or a number of ranks, got the str 'yes'""",
     )
 
@@ -157,7 +157,7 @@ def test_what_is_no_mesh_is_refused_with_what_would_be_one(pool: Pool, verb: Cal
         """\
 MeshError: VERB: expected a DeviceMesh, a ProcessGroup or None as mesh, got list.
 MeshError: VERB: expected a DeviceMesh, a ProcessGroup or None as mesh, got int.
-MeshError: VERB: rank 1 is no member of the process group that was passed as mesh. Annotate the module on the ranks of the group alone, or pass a group that holds this rank.""",
+MeshError: VERB: expected a DeviceMesh, a ProcessGroup or None as mesh, got int, which new_group() returns on ranks outside of the group: annotate the module on the ranks of the group alone.""",
     )
 
 

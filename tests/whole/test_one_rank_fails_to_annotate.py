@@ -26,8 +26,8 @@ def _raises(*_: object) -> Any:
 
 def _differs(verb: str, usual: str, other: str) -> str:
     return (
-        f"RanksDisagreeError: {verb}: the arguments come to different things for parameter 'weight': {usual} on rank 0; "
-        f"{other} on rank 1. Pass the same arguments on every rank."
+        f"RanksDisagreeError: {verb}: the ranks differ in arguments: rank 0 has for 'weight' {usual}, "
+        f"rank 1 has for 'weight' {other}. Pass the same arguments on every rank."
     )
 
 
@@ -37,8 +37,8 @@ def _failed(verb: str, why: str) -> str:
 
 def _is_mode(verb: str, usual: str, other: str) -> str:
     return (
-        f"RanksDisagreeError: {verb}: sync_module_states is '{usual}' on rank 0 and '{other}' on rank 1. "
-        "Pass the same on every rank."
+        f"RanksDisagreeError: {verb}: the ranks differ in modes of sync_module_states: rank 0 has {usual}, "
+        f"rank 1 has {other}. Pass the same arguments on every rank."
     )
 
 
