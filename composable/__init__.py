@@ -3,6 +3,7 @@
 from importlib.metadata import PackageNotFoundError, version
 
 from composable import errors, traversal
+from composable.algorithms import traced as _traced  # noqa: F401  (compiled autograd: it takes its place in the engine)
 from composable.algorithms.averaging import HierarchicalAverager, PeriodicAverager, average_parameters
 from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint

@@ -38,9 +38,19 @@ def untraced_alone(function: F) -> F:
     return _mark(function, callees="DEFAULT")
 
 
-def _mark(function: F, callees: str) -> F:
+def traceable(function: F) -> F:
+    """Let torch.compile see what `function` does where it traces a call of it, and run it as it is where code calls it."""
+    return _mark_code(function, callees="DEFAULT")
+
+
+def _mark_code(function: F, callees: str) -> F:
     strategy = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.__members__[callees])
     _frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def _mark(function: F, callees: str) -> F:
+    _mark_code(function, callees)
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
     return function
@@ -67,6 +77,11 @@ def call_compiled(compiler: Any, function: Callable[..., Any], args: Any, kwargs
 def backward_is_compiled() -> bool:
     """Whether compiled autograd runs the backward that this is called in. There is no public way to ask."""
     return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "in_compiled_autograd_region", False)
+
+
+def backward_will_be_compiled() -> bool:
+    """Whether compiled autograd would run a backward that began here."""
+    return getattr(sys.modules.get("torch._dynamo.compiled_autograd"), "compiled_autograd_enabled", False)
 
 
 def unwrapped(module: Any) -> Any:

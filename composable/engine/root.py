@@ -21,16 +21,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
 from torch import nn
 
 from composable.comm.ledger import checksum, debug_enabled, ledger_of
-from composable.compilation import backward_is_compiled, untraced
+from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
 from composable.contract.contract import registry
 from composable.contract.hooks import drop_calls
 from composable.contract.traversal import REPLICATE, SHARD, TreeWatch, names_below
@@ -54,6 +54,7 @@ PREFETCHED: Final = 1  # units whose all-gather is launched ahead of need
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 # The reason to keep a unit unsharded after `composable.unshard`: until `reshard`, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
+NOT_ON: Final = "it was not on when the forward began"
 _REMEMBERED: Final = 4096  # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
 
 
@@ -136,8 +137,8 @@ def _end_of_backward(root: Root) -> BackwardEnd:
     if end is None:
         if backward_is_compiled():
             raise DifferentiationError(
-                "compiled autograd runs this backward. It does not tell when it ends, and no gradient would be reduced. Compile "
-                "the model or its blocks, and leave compiled autograd off"
+                f"compiled autograd runs this backward, and {root.eager_because or NOT_ON}. Gradients would have to be reduced outside "
+                "of its graph, and it does not tell when it ends. Compile the model or its blocks, and leave compiled autograd off"
             )
         end = _ENDS[number] = BackwardEnd()
         on_backward_end(end)
@@ -154,7 +155,12 @@ class Root:
         running: units whose forward is under way, outermost first.
         iteration: None between steps.
         buckets: of replicated units; none if there are shards below this root.
+        eager_because: why the engine, and not the compiler, reduces the gradients of the last forward; empty if the compiler does.
     """
+
+    # Called when a forward begins under compiled autograd. Lets the compiler reduce the gradients, or returns why it cannot.
+    # `composable.algorithms.traced` sets it.
+    trace_reductions: ClassVar[Callable[[Root], str]]
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.module = module
@@ -167,6 +173,7 @@ class Root:
         self._outermost: nn.Module | None = None
         self._tree = TreeWatch(module)
         self._gone = False
+        self.eager_because = NOT_ON
         self._last_backward: int | None = None  # when it ended, on the clock of `_CLOCK`
         self._streams = streams_of(self.units[0].mesh_info.device)
         self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
@@ -279,6 +286,10 @@ class Root:
         self._show()
         if grad:
             broadcast_buffers(self.units, saved=saved)
+            if backward_will_be_compiled():
+                self.eager_because = Root.trace_reductions(self)
+            elif not self.eager_because:
+                self.eager_because = NOT_ON
 
     def _show(self) -> None:
         for unit in self._shown:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm.mesh import MeshInfo
-from composable.compilation import untraced
+from composable.compilation import traceable, untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import on_undo
 from composable.contract.traversal import SHARD, Place, names_below
@@ -284,7 +284,7 @@ class Unit:
             parameter, trains = param.compute, param.compute.requires_grad
             if parameter.is_floating_point() or parameter.is_complex():
                 parameter.requires_grad_(True)  # a frozen one takes no hook, and may be unfrozen later
-                handle = parameter.register_hook(untraced(lambda gradient: gradient * factor))
+                handle = parameter.register_hook(traceable(lambda gradient: gradient * factor))
                 parameter.requires_grad_(trains)
                 self._rebuild_undo.append(handle.remove)
 
@@ -460,6 +460,8 @@ class Unit:
     def _watch(self, module: nn.Module, output: Any, call: _Call) -> tuple[Any, bool]:
         """Let `pre_backward` be called before backward goes through `output`. Returns it, and whether parameters must outlive forward."""
         root = call.root
+        if root is not None and not root.eager_because:
+            return output, False
         trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
         entry = Entry(self, trained, counted=root is not None)
         seen = watch(output, call.since, entry, self._aliases, counted=root is not None and bool(self.params))

@@ -1,0 +1,130 @@
+"""Reductions of `replicate` that the compiler sees: one functional all-reduce per gradient, in compiled autograd's graph.
+
+Compiled autograd records a whole backward, with the hooks of parameters, as one graph. It tells nobody when that backward ends, so
+the engine cannot reduce buckets there. In its place a hook on each parameter reduces the gradient as soon as it is accumulated, and
+the compiler may merge the all-reduces, move them and overlap them with the rest of the graph.
+
+Whether that happens is decided when the forward begins. Then the engine watches no outputs in that forward, and takes no part in the
+backward. See docs/decisions/0016-traced-reductions.md.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
+
+import torch
+from torch.distributed._functional_collectives import all_reduce
+
+from composable.compilation import backward_is_compiled, traceable
+from composable.contract.contract import registry
+from composable.engine.accumulation import SyncMode
+from composable.engine.grad_bucket import division_factors
+from composable.engine.param import DeferredHooks
+from composable.engine.root import Root
+from composable.errors import DifferentiationError
+from composable.memory.torch_private import hooks_after_accumulation
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from composable.engine.param_group import ParamGroup
+    from composable.engine.unit import Unit
+
+logger = logging.getLogger("composable")
+
+_FELL_BACK: Final = "an earlier backward of this model was not compiled, although compiled autograd was on in its forward"
+_ENGINES: Final = -1  # key of the engine's hook among those that autograd calls
+
+
+class TracedReduction:
+    """Called by autograd, or traced by the compiler, when a gradient of one parameter is accumulated.
+
+    Attributes:
+        ordinary: the engine's hook, which this one stands in front of.
+        users: post-accumulate hooks of users, which see the reduced gradient.
+        group: the ranks to reduce over; None for one rank.
+        before, after: what the gradient is divided by before and after the sum.
+    """
+
+    def __init__(self, unit: Unit, group: ParamGroup, hooks: DeferredHooks) -> None:
+        self.ordinary = dict.__getitem__(hooks, _ENGINES)
+        self.users = hooks.of_users
+        comm = unit.mesh_info.all
+        self.group = comm.group if comm.size > 1 else None
+        self.before, self.after = division_factors(group.precision.reduce, comm.size)
+        self.accumulation = unit.accumulation
+        self._unit = ref(unit)  # weak: torch holds this where the garbage collector does not look
+
+    @traceable
+    def __call__(self, parameter: Tensor) -> None:
+        """Reduce the gradient of `parameter`."""
+        if not (torch.compiler.is_dynamo_compiling() or backward_is_compiled()):
+            self._fall_back()
+            self.ordinary(parameter)
+            return
+        if self.accumulation.now is not SyncMode.REDUCE:
+            raise DifferentiationError(
+                "compiled autograd runs a backward under no_sync, whose forward began outside of it. Leave no_sync out: every "
+                "backward adds its mean to what is there, so the sum is the same"
+            )
+        if self.group is not None:
+            gradient: Any = parameter.grad
+            gradient.copy_(all_reduce(gradient / self.before, "sum", self.group) / self.after)
+        for hook in list(self.users.values()):
+            hook(parameter)
+
+    def _fall_back(self) -> None:
+        unit = self._unit()
+        if unit is not None and unit.root is not None:
+            _fall_back(unit.root)
+
+
+def trace_reductions(root: Root) -> str:
+    """Let the compiler reduce the gradients of a forward of `root` that begins, or return why it cannot."""
+    reason = root.eager_because if root.eager_because == _FELL_BACK else _obstacle(root)
+    if not reason:
+        for unit in root.units:
+            for group in unit.groups:
+                for param in group.params:
+                    hooks = hooks_after_accumulation(param.at_rest)
+                    if isinstance(hooks, DeferredHooks) and not isinstance(dict.get(hooks, _ENGINES), TracedReduction):
+                        dict.__setitem__(hooks, _ENGINES, TracedReduction(unit, group, hooks))
+    return reason
+
+
+def _obstacle(root: Root) -> str:
+    if any("checkpoint" in registry(module) for module in root.module.modules()):
+        return "a module of the model is annotated with checkpoint, whose recomputation runs outside of the graph"
+    for unit in root.units:
+        if unit.is_sharded or unit.beside is not None:
+            return f"unit '{unit.name}' has shards, or is replicated beside some"
+        if any(param.compute is not param.at_rest for param in unit.params):
+            return f"unit '{unit.name}' has a mixed precision policy (torch.autocast works)"
+        if unit.comm_hooks:
+            return f"unit '{unit.name}' has a communication hook"
+        if unit.sparse:
+            return f"unit '{unit.name}' has sparse gradients"
+        if unit.holds or root.buckets.held or unit.accumulation.now is not SyncMode.REDUCE:
+            return f"unit '{unit.name}' accumulates gradients under no_sync"
+    return ""
+
+
+def _fall_back(root: Root) -> None:
+    """Put the engine's hooks back: autograd itself runs a backward. For good, if the compiler was to get that backward."""
+    for unit in root.units:
+        for param in unit.params:
+            hooks = hooks_after_accumulation(param.at_rest)
+            if isinstance(hooks, DeferredHooks) and isinstance(found := dict.get(hooks, _ENGINES), TracedReduction):
+                dict.__setitem__(hooks, _ENGINES, found.ordinary)
+    if not root.eager_because:
+        root.eager_because = _FELL_BACK
+        logger.warning(
+            "unit '%s': compiled autograd was on when the forward began, and its backward was not compiled. Gradients are reduced as "
+            "usual, in this and in all later backwards",
+            root.name,
+        )
+
+
+Root.trace_reductions = staticmethod(trace_reductions)
