@@ -16,7 +16,7 @@ from tests.helpers.battery import BATTERY
 from tests.helpers.communicators import Around, all_accelerators
 from tests.helpers.compare import assert_same_training
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.world import Pool, spmd
+from tests.helpers.world import spmd
 
 pytestmark = pytest.mark.beyond_sim("these tensors are of the host")
 
@@ -43,13 +43,6 @@ def test_one_launch_takes_the_32_largest_shards_and_a_message_with_the_others() 
 _CASES: Final = ["odd sizes", "two dtypes", "unused units and parameters"]
 
 
-def _train(scheme: str) -> None:
-    how = SCHEMES[scheme]
-    for case in _CASES:
-        with comms_wrapped_by(all_accelerators):
-            assert_same_training(BATTERY[case], how.annotate, replicated=how.replicated)
-
-
 @pytest.mark.parametrize(
     ("ranks", "scheme"),
     [
@@ -61,6 +54,10 @@ def _train(scheme: str) -> None:
         (4, "fully_shard over two neighbours"),
     ],
 )
-def test_training_by_all_choices_is_that_of_one_process(pool: Pool, ranks: int, scheme: str) -> None:
+@spmd(everywhere=True)
+def test_training_by_all_choices_is_that_of_one_process(scheme: str) -> None:
     """The rest of the battery, and every other test of training, runs so by `make test-accelerator`."""
-    pool.run(ranks, _train, scheme)
+    how = SCHEMES[scheme]
+    for case in _CASES:
+        with comms_wrapped_by(all_accelerators):
+            assert_same_training(BATTERY[case], how.annotate, replicated=how.replicated)

@@ -1,4 +1,7 @@
-"""Backwards under `no_sync` add up gradients on each rank; what is averaged in the end is what a plain model has."""
+"""Backwards under `no_sync` add up gradients on each rank; what is averaged in the end is what a plain model has.
+
+The generated programs open scopes of both levels around single forwards and backwards, between which ranks leave out layers.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from typing import Final
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from composable import fully_shard, no_sync, reduce_gradients, registry, replicate
 from tests.helpers.battery import Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.compare import assert_mean_gradients, assert_same_gradients
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import current_device, spmd
 
 
 class Layer(nn.Module):
@@ -113,29 +116,6 @@ def _shorten(model: Layers, *, short: bool, ranks: int = 1) -> None:
     model.layers[1].short = short and dist.get_rank() < ranks
 
 
-def three_micro_batches(model: nn.Module, x: Tensor) -> None:
-    with held(model):
-        _step(model, x)
-        _step(model, 2 * x)
-    _step(model, 3 * x)
-
-
-def with_and_without(model: nn.Module, x: Tensor) -> None:
-    for number in range(5):
-        with held(model, enabled=number % 2 == 1):
-            _step(model, (number + 1) * x)
-
-
-def decided_in_backward(model: nn.Module, x: Tensor) -> None:
-    with held(model):
-        loss = model(x).square().mean()
-    later = model(2 * x).square().mean()
-    with held(model):
-        later.backward()
-        _step(model, 3 * x)
-    loss.backward()
-
-
 def scopes_in_each_other(model: nn.Module, x: Tensor) -> None:
     with held(model):
         with held(model):
@@ -177,14 +157,6 @@ def scaling_in_between(model: nn.Module, x: Tensor) -> None:
     _step(model, 3 * x)
 
 
-def two_backwards_through_one_forward(model: nn.Module, x: Tensor) -> None:
-    loss = model(x).square().mean()
-    with held(model):
-        loss.backward(retain_graph=True)
-        loss.backward(retain_graph=True)
-    loss.backward()
-
-
 def unused_at_last(model: Layers, x: Tensor) -> None:
     with held(model):
         _step(model, x)
@@ -209,14 +181,6 @@ def unused_after_it_was_reduced(model: Layers, x: Tensor) -> None:
             _step(model, 2 * x)
         _end(model)
         _shorten(model, short=False)
-
-
-def unused_in_all(model: Layers, x: Tensor) -> None:
-    _shorten(model, short=True)
-    with held(model):
-        _step(model, x)
-    _end(model)
-    _shorten(model, short=False)
 
 
 def frozen_in_between(model: Layers, x: Tensor) -> None:
@@ -245,36 +209,26 @@ def a_part_alone(model: Layers, x: Tensor) -> None:
     _end(model)
 
 
-def on_two_levels(model: nn.Module, x: Tensor) -> None:
-    for levels in (("all", "replicate", "all"), ("replicate", "all", "replicate")):
-        for number, level in enumerate(levels, start=1):
-            with held(model, level=level):
-                _step(model, number * x)
-        _step(model, 4 * x)
-
-
-def evaluation_in_between(model: nn.Module, x: Tensor) -> Tensor:
-    with held(model):
-        _step(model, x)
-        with torch.no_grad():
-            result = model(x)
-        y = x.clone().requires_grad_()
-        torch.autograd.grad(model(y).square().mean(), y)
-    _step(model, 2 * x)
-    return result  # type: ignore[no-any-return]
-
-
 PROGRAMS: Final[dict[str, Callable[..., object]]] = {
     program.__name__: program
     for program in (
-        three_micro_batches, with_and_without, decided_in_backward, scopes_in_each_other, an_explicit_end, clearing_in_between,
-        scaling_in_between, two_backwards_through_one_forward, unused_at_last, unused_at_first,
-        unused_after_it_was_reduced, unused_in_all, frozen_in_between, a_part_alone, on_two_levels, evaluation_in_between
+        scopes_in_each_other, an_explicit_end, clearing_in_between, scaling_in_between, unused_at_last, unused_at_first,
+        unused_after_it_was_reduced, frozen_in_between, a_part_alone
     )
 }  # fmt: skip
 
 
-def _run(scheme: str, level: str) -> None:
+_CASES: Final = [
+    *((4 if scheme in ("by_policy", "hybrid", "replicated") else 2, "all", scheme) for scheme in _SCHEMES),
+    (4, "replicate", "hybrid"),
+    (2, "replicate", "hybrid"),  # one shard per replica
+    (2, "replicate", "replicated_inside_sharded"),
+]
+
+
+@pytest.mark.parametrize(("ranks", "level", "scheme"), _CASES)
+@spmd()
+def test_accumulated_gradients_are_those_of_the_plain_model(scheme: str, level: str) -> None:
     _LEVEL[0] = level
     for name, program in PROGRAMS.items():
         try:
@@ -284,56 +238,33 @@ def _run(scheme: str, level: str) -> None:
             raise
 
 
-_OTHERS: Final = ["hybrid", "replicated_inside_sharded"]  # where levels differ in what they do
+_PLACEMENTS: Final = {
+    "by_policy": {"all": "P, P", "replicate": "S, S", "none": "S, S"},
+    "replicated_inside_sharded": {"all": "P, P", "replicate": "S, P", "none": "S, R"},
+    "hybrid": {"all": "PP, PP", "replicate": "PS, PS", "none": "RS, RS"},
+}
 
 
-@pytest.mark.parametrize(("level", "scheme"), [*(("all", scheme) for scheme in _SCHEMES), *(("replicate", s) for s in _OTHERS)])
-def test_accumulated_gradients_are_those_of_the_plain_model(pool: Pool, scheme: str, level: str, device: str) -> None:
-    ranks = 4 if scheme in ("by_policy", "hybrid", "replicated") else 2
-    need_devices(device, ranks)
-    pool.run(ranks, _run, scheme, level, device=device)
-
-
-def test_one_shard_per_replica_accumulates_like_several(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _run, "hybrid", "replicate", device=device)
-
-
-def _see() -> list[str]:
+@pytest.mark.parametrize("scheme", _PLACEMENTS)
+@spmd(ranks=4)
+def test_what_is_held_can_be_seen(scheme: str) -> None:
     """How gradients are spread after a backward of each kind; their value is the mean over all ranks each time."""
-    seen = []
-    for name in ("by_policy", "replicated_inside_sharded", "hybrid"):
-        device = current_device()
-        model, plain = CASE.model(0, 0, device), CASE.model(0, 0, device)
-        _SCHEMES[name](model, CASE)
-        (x,) = CASE.inputs(0, 0, dist.get_rank(), device)
-        for level in ("all", "replicate", "none"):
-            with no_sync(model, enabled=level != "none", level="all" if level == "none" else level):
-                _step(model, x)
-            _step(plain, x)
-            seen.append(f"{name}, {level}: {model.first.weight.grad.placements}, {model.last.weight.grad.placements}")
-            assert_mean_gradients(plain, model)
-    return seen
+    device = current_device()
+    model, plain = CASE.model(0, 0, device), CASE.model(0, 0, device)
+    _SCHEMES[scheme](model, CASE)
+    (x,) = CASE.inputs(0, 0, dist.get_rank(), device)
+    short = {Partial("avg"): "P", Shard(0): "S", Replicate(): "R"}
+    for level, expected in _PLACEMENTS[scheme].items():
+        with no_sync(model, enabled=level != "none", level="all" if level == "none" else level):
+            _step(model, x)
+        _step(plain, x)
+        gradients = (model.first.weight.grad, model.last.weight.grad)
+        assert ", ".join("".join(short[each] for each in gradient.placements) for gradient in gradients) == expected
+        assert_mean_gradients(plain, model)
 
 
-def test_what_is_held_can_be_seen(pool: Pool, device: str) -> None:
-    need_devices(device, 4)
-    assert_text(
-        "\n".join(pool.run(4, _see, device=device)[0]),
-        """\
-by_policy, all: (Partial(avg),), (Partial(avg),)
-by_policy, replicate: (Shard(dim=0),), (Shard(dim=0),)
-by_policy, none: (Shard(dim=0),), (Shard(dim=0),)
-replicated_inside_sharded, all: (Partial(avg),), (Partial(avg),)
-replicated_inside_sharded, replicate: (Shard(dim=0),), (Partial(avg),)
-replicated_inside_sharded, none: (Shard(dim=0),), (Replicate(),)
-hybrid, all: (Partial(avg), Partial(avg)), (Partial(avg), Partial(avg))
-hybrid, replicate: (Partial(avg), Shard(dim=0)), (Partial(avg), Shard(dim=0))
-hybrid, none: (Replicate(), Shard(dim=0)), (Replicate(), Shard(dim=0))""",
-    )
-
-
-def _run_alone() -> None:
+@spmd(ranks=1)
+def test_one_rank_accumulates_like_several() -> None:
     for annotate in (by_policy, replicated):
         model = CASE.model(0, 0, current_device())
         annotate(model, CASE)
@@ -341,7 +272,3 @@ def _run_alone() -> None:
             _step(model, *CASE.inputs(0, 0, 0, current_device()))
         reduce_gradients(model)
         torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def test_one_rank_accumulates_like_several(pool: Pool, device: str) -> None:
-    pool.run(1, _run_alone, device=device)

@@ -17,7 +17,7 @@ from composable import clip_grad_norm_, fully_shard, no_sync, reduce_gradients, 
 from composable.errors import CommunicationError, OptimizerError, RanksDisagreeError
 from tests.helpers.layers import Layer, Layers
 from tests.helpers.refusals import refusal, same_on_all
-from tests.helpers.world import Pool, current_device
+from tests.helpers.world import Pool, current_device, spmd
 
 
 def _mixed(model: Layers, **options: Any) -> None:
@@ -39,82 +39,57 @@ def _step(model: nn.Module, x: Tensor) -> None:
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def _use(scheme: str) -> dict[str, str]:
+_ALONE: Final = (
+    "is this rank's alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or "
+    "call reduce_gradients(model), on all ranks"
+)
+_TO_COME: Final = (
+    "where gradients are still to come. Call it when backward() has returned; or leave it out, and run the last backward outside "
+    "of no_sync"
+)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "parameter", "unit"),
+    [
+        ("sharded", "parameter 'weight' of unit '0'", "3"),
+        ("replicated", "parameter '0.weight' of unit '(root)'", "(root)"),
+        ("mixed", "parameter 'weight' of unit '0'", "3"),
+    ],
+)
+@spmd(ranks=2)
+def test_what_is_held_is_refused_by_name(scheme: str, parameter: str, unit: str) -> None:
     device = current_device()
     model = Layers().to(device)
     _SCHEMES[scheme](model)
     x = torch.ones(2, 8, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = {}
     with no_sync(model):
         _step(model, x)
-    found["step"] = refusal(optimizer.step)
-    step_on_shards(optimizer)
-    assert refusal(optimizer.step) == found["step"]
-    found["clip"] = refusal(lambda: clip_grad_norm_(model, 1.0))
-    found["remove"] = refusal(lambda: remove(model, replicate if scheme == "replicated" else fully_shard))
+    for _ in range(2):
+        assert refusal(optimizer.step) == f"OptimizerError: SGD.step: the gradient of {parameter} {_ALONE}"
+        step_on_shards(optimizer)
+    assert refusal(lambda: clip_grad_norm_(model, 1.0)) == (
+        f"ClippingError: clip_grad_norm_: the gradient of {parameter} {_ALONE}"
+    )
+    assert refusal(lambda: remove(model, replicate if scheme == "replicated" else fully_shard)) == (
+        f"PhaseError: remove: unit '{unit}' has gradients that were accumulated under no_sync and not reduced. Call "
+        "reduce_gradients(model) first, on all ranks, or zero_grad()"
+    )
     model.zero_grad()
     optimizer.step()  # of nothing
     clip_grad_norm_(model, 1.0)
     with model[2].register_forward_hook(lambda *_: reduce_gradients(model)):
-        found["inside forward"] = refusal(lambda: model(x))
+        assert refusal(lambda: model(x)) == (
+            f"PhaseError: reduce_gradients was called inside the forward of unit '(root)', {_TO_COME}"
+        )
     y = model(x)
     y.register_hook(lambda _: reduce_gradients(model))
-    found["inside backward"] = refusal(y.sum().backward)
+    assert refusal(y.sum().backward) == f"PhaseError: reduce_gradients was called inside a backward, {_TO_COME}"
     model.zero_grad()
     _step(model, x)
     optimizer.step()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    return found
-
-
-def test_what_is_held_is_refused_by_name(pool: Pool, device: str) -> None:
-    found = {scheme: pool.run(2, _use, scheme, device=device)[0] for scheme in _SCHEMES}
-    lines = [f"{scheme}, {what}: {error}" for scheme, errors in found.items() for what, error in errors.items()]
-    assert_text(
-        "\n".join(fill(line, 110) for line in lines),
-        """\
-sharded, step: OptimizerError: SGD.step: the gradient of parameter 'weight' of unit '0' is this rank's alone,
-since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or call
-reduce_gradients(model), on all ranks
-sharded, clip: ClippingError: clip_grad_norm_: the gradient of parameter 'weight' of unit '0' is this rank's
-alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or
-call reduce_gradients(model), on all ranks
-sharded, remove: PhaseError: remove: unit '3' has gradients that were accumulated under no_sync and not
-reduced. Call reduce_gradients(model) first, on all ranks, or zero_grad()
-sharded, inside forward: PhaseError: reduce_gradients was called inside the forward of unit '(root)', where
-gradients are still to come. Call it when backward() has returned; or leave it out, and run the last backward
-outside of no_sync
-sharded, inside backward: PhaseError: reduce_gradients was called inside a backward, where gradients are still
-to come. Call it when backward() has returned; or leave it out, and run the last backward outside of no_sync
-replicated, step: OptimizerError: SGD.step: the gradient of parameter '0.weight' of unit '(root)' is this
-rank's alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of
-no_sync, or call reduce_gradients(model), on all ranks
-replicated, clip: ClippingError: clip_grad_norm_: the gradient of parameter '0.weight' of unit '(root)' is
-this rank's alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of
-no_sync, or call reduce_gradients(model), on all ranks
-replicated, remove: PhaseError: remove: unit '(root)' has gradients that were accumulated under no_sync and
-not reduced. Call reduce_gradients(model) first, on all ranks, or zero_grad()
-replicated, inside forward: PhaseError: reduce_gradients was called inside the forward of unit '(root)', where
-gradients are still to come. Call it when backward() has returned; or leave it out, and run the last backward
-outside of no_sync
-replicated, inside backward: PhaseError: reduce_gradients was called inside a backward, where gradients are
-still to come. Call it when backward() has returned; or leave it out, and run the last backward outside of
-no_sync
-mixed, step: OptimizerError: SGD.step: the gradient of parameter 'weight' of unit '0' is this rank's alone,
-since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or call
-reduce_gradients(model), on all ranks
-mixed, clip: ClippingError: clip_grad_norm_: the gradient of parameter 'weight' of unit '0' is this rank's
-alone, since it was accumulated under no_sync and not reduced. Run the last backward outside of no_sync, or
-call reduce_gradients(model), on all ranks
-mixed, remove: PhaseError: remove: unit '3' has gradients that were accumulated under no_sync and not reduced.
-Call reduce_gradients(model) first, on all ranks, or zero_grad()
-mixed, inside forward: PhaseError: reduce_gradients was called inside the forward of unit '(root)', where
-gradients are still to come. Call it when backward() has returned; or leave it out, and run the last backward
-outside of no_sync
-mixed, inside backward: PhaseError: reduce_gradients was called inside a backward, where gradients are still
-to come. Call it when backward() has returned; or leave it out, and run the last backward outside of no_sync""",
-    )
 
 
 def test_what_is_no_level_or_has_no_units_is_refused() -> None:
@@ -206,7 +181,8 @@ is dropped on all ranks""",
     )
 
 
-def _leave_scopes() -> None:
+@spmd(ranks=2, everywhere=True)
+def test_scopes_end_with_what_leaves_them() -> None:
     for annotate in _SCHEMES.values():
         model = Layers()
         annotate(model)
@@ -219,7 +195,3 @@ def _leave_scopes() -> None:
                     break
             _step(model, x)
             torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def test_scopes_end_with_what_leaves_them(pool: Pool) -> None:
-    pool.run(2, _leave_scopes)

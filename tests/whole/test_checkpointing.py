@@ -181,7 +181,9 @@ class Normed(nn.Module):
         return self.inner(x)  # type: ignore[no-any-return]
 
 
-def _norms(how: str) -> None:
+@pytest.mark.parametrize("how", ["alone", "inner", "shard", "inner and shard", "inner and replicate"])
+@spmd(ranks=2)
+def test_norms_count_each_batch_once(how: str) -> None:
     torch.manual_seed(0)
     plain, model = (nn.Sequential(Normed(), nn.Linear(6, 2)).to(current_device()) for _ in range(2))
     model.load_state_dict(plain.state_dict())
@@ -211,12 +213,6 @@ def _norms(how: str) -> None:
         torch.testing.assert_close(model.get_buffer(name), buffer, msg=name)
 
 
-@pytest.mark.parametrize("how", ["alone", "inner", "shard", "inner and shard", "inner and replicate"])
-def test_norms_count_each_batch_once(pool: Pool, how: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _norms, how, device=device)
-
-
 class Fickle(nn.Module):
     """Does something else the second time that it is called, where it is told to."""
 
@@ -231,7 +227,11 @@ class Fickle(nn.Module):
         return x if how == "fewer" else x.cos().cos() if how == "more" else x.cos()
 
 
-def _fickle(how: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("how", "options"), [("shape", {}), ("fewer", {}), ("more", {"early_stop": False}), ("shape", {"debug": True})]
+)
+@spmd(ranks=2)
+def test_a_second_run_that_does_something_else_loses_one_step(how: str, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Fickle(how), nn.Linear(4, 1)).to(current_device())
     checkpoint(model, policy={Fickle}, **options)
@@ -242,16 +242,6 @@ def _fickle(how: str, options: dict[str, Any]) -> None:
     model.zero_grad()
     model(x).sum().backward()  # the third call and the fourth
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    ("how", "options"), [("shape", {}), ("fewer", {}), ("more", {"early_stop": False}), ("shape", {"debug": True})]
-)
-def test_a_second_run_that_does_something_else_loses_one_step(
-    pool: Pool, how: str, options: dict[str, Any], device: str
-) -> None:
-    need_devices(device, 2)
-    pool.run(2, _fickle, how, options, device=device)
 
 
 @pytest.mark.parametrize("early", [True, False])

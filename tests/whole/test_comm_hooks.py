@@ -48,7 +48,7 @@ from tests.helpers.hooked_models import (
     model_of,
     odd_model,
 )
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
 def _power(**options: Any) -> PowerSGDState:
@@ -74,7 +74,23 @@ _HOOKS: Final[dict[str, tuple[Callable[..., Any], Callable[[], Any]]]] = {
 }
 
 
-def _train_both(name: str, unused: bool) -> None:
+def _with_rival(name: str, ranks: int, unused: bool) -> Any:
+    fails = "PowerSGD" in name or name == "all-reduce in float16"
+    return pytest.param(
+        name, ranks, unused, marks=pytest.mark.beyond_sim("DistributedDataParallel fails there") if fails else ()
+    )
+
+
+# Where parameters may be unused DistributedDataParallel keeps an order of its own, in which PowerSGD begins otherwise.
+@pytest.mark.parametrize(
+    ("name", "ranks", "unused"),
+    [
+        *(_with_rival(name, 2, "PowerSGD" not in name) for name in _HOOKS),
+        *(_with_rival(name, 4, False) for name in ("all-reduce", "float16", "no-op", "PowerSGD")),
+    ],
+)
+@spmd()
+def test_torchs_hooks_give_the_bits_that_they_give_under_ddp(name: str, unused: bool) -> None:
     hook, state = _HOOKS[name]
     plain, annotated = model_of(), model_of()
     device = current_device()
@@ -100,28 +116,6 @@ def _train_both(name: str, unused: bool) -> None:
                 optimizer.step()
         for optimizer in optimizers:
             optimizer.zero_grad()
-
-
-def _with_rival(name: str, ranks: int, unused: bool) -> Any:
-    fails = "PowerSGD" in name or name == "all-reduce in float16"
-    return pytest.param(
-        name, ranks, unused, marks=pytest.mark.beyond_sim("DistributedDataParallel fails there") if fails else ()
-    )
-
-
-# Where parameters may be unused DistributedDataParallel keeps an order of its own, in which PowerSGD begins otherwise.
-@pytest.mark.parametrize(
-    ("name", "ranks", "unused"),
-    [
-        *(_with_rival(name, 2, "PowerSGD" not in name) for name in _HOOKS),
-        *(_with_rival(name, 4, False) for name in ("all-reduce", "float16", "no-op", "PowerSGD")),
-    ],
-)
-def test_torchs_hooks_give_the_bits_that_they_give_under_ddp(
-    pool: Pool, name: str, ranks: int, unused: bool, device: str
-) -> None:
-    need_devices(device, ranks)
-    pool.run(ranks, _train_both, name, unused, device=device)
 
 
 # --- without a rival ------------------------------------------------------------------------------------------------------
@@ -273,7 +267,9 @@ _DTYPES: Final[dict[str, tuple[Callable[..., Any], torch.dtype]]] = {
 }
 
 
-def _as_replicas(name: str) -> None:
+@pytest.mark.parametrize("name", _DTYPES)
+@spmd(ranks=2)
+def test_torchs_hooks_do_for_shards_what_they_do_for_replicas(name: str) -> None:
     """A hook does the same arithmetic for shards as for replicas with the same buckets."""
     models = [replicate(model_of()), fully_shard(model_of())]
     for model in models:
@@ -287,19 +283,15 @@ def _as_replicas(name: str) -> None:
             model.zero_grad()
 
 
-@pytest.mark.parametrize("name", _DTYPES)
-def test_torchs_hooks_do_for_shards_what_they_do_for_replicas(pool: Pool, name: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _as_replicas, name, device=device)
-
-
 def _mean_of(gradient: Tensor, group: dist.ProcessGroup, dtype: torch.dtype) -> Tensor:
     term = gradient.to(dtype).contiguous() / group.size()
     dist.all_reduce(term, group=group)
     return term.to(gradient.dtype)
 
 
-def _over_replicas(name: str) -> None:
+@pytest.mark.parametrize("name", _DTYPES)
+@spmd(ranks=4)
+def test_a_hook_over_replicas_gets_the_means_of_its_replica_and_makes_means(name: str) -> None:
     """What a hook makes of shards, from those that a hook leaves alone."""
     hook, dtype = _DTYPES[name]
     mesh = mesh_of()
@@ -321,12 +313,6 @@ def _over_replicas(name: str) -> None:
             rows = (*own.chunk(2), own[:0])[mesh["shard"].get_local_rank()]
             assert left.to_local().equal(rows), name
             assert made.to_local().equal(_mean_of(rows, mesh["replicate"].get_group(), dtype)), name
-
-
-@pytest.mark.parametrize("name", _DTYPES)
-def test_a_hook_over_replicas_gets_the_means_of_its_replica_and_makes_means(pool: Pool, name: str, device: str) -> None:
-    need_devices(device, 4)
-    pool.run(4, _over_replicas, name, device=device)
 
 
 def _low_rank(kind: str, stage: str | None) -> None:
@@ -354,7 +340,8 @@ def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(
     pool.run(ranks, _low_rank, kind, stage, device=device)
 
 
-def _mixed() -> None:
+@spmd(ranks=2)
+def test_sharded_and_replicated_modules_of_one_model_have_hooks_side_by_side() -> None:
     models = [model_of(), model_of()]
     for model in models:
         replicate(model.first)
@@ -371,15 +358,11 @@ def _mixed() -> None:
         assert_same(models, step, 1e-7)
 
 
-def test_sharded_and_replicated_modules_of_one_model_have_hooks_side_by_side(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _mixed, device=device)
-
-
 # --- groups, results, and where there is nothing to reduce --------------------------------------------------------------------
 
 
-def _over_part() -> None:
+@spmd(ranks=4)
+def test_without_a_group_hooks_communicate_among_the_ranks_of_their_mesh() -> None:
     mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("one", "other"))["other"]
     models = [replicate(model_of(), mesh=mesh) for _ in range(2)]
     register_comm_hook(models[1], powerSGD_hook, _power())
@@ -387,11 +370,6 @@ def _over_part() -> None:
         for model in models:
             loss_of(model, step).backward()
     assert_same(models, "over a part")
-
-
-def test_without_a_group_hooks_communicate_among_the_ranks_of_their_mesh(pool: Pool, device: str) -> None:
-    need_devices(device, 4)
-    pool.run(4, _over_part, device=device)
 
 
 def _plain(_: object, bucket: Any) -> Tensor:
@@ -418,7 +396,8 @@ def test_a_hook_may_return_a_tensor_and_describe_names_it_until_it_is_removed(po
     assert pool.run(2, _of_tensors) == [["_plain", ""]] * 2
 
 
-def _on_thin_meshes() -> None:
+@spmd(ranks=2)
+def test_a_stage_of_one_rank_calls_no_hook() -> None:
     for replicas in (1, 2):
         models = [KINDS["hybrid"](mesh=mesh_of(replicas), grad_reduce="sum") for _ in range(2)]
         calls = {stage: Calls(stage, [0, 1]) for stage in BOTH}
@@ -429,11 +408,6 @@ def _on_thin_meshes() -> None:
         assert_same(models, replicas)
         called = {stage: len(hook.backwards) - 1 for stage, hook in calls.items()}
         assert called == {"reduce_scatter": 2 - replicas, "all_reduce": replicas - 1}
-
-
-def test_a_stage_of_one_rank_calls_no_hook(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _on_thin_meshes, device=device)
 
 
 def _alone() -> None:

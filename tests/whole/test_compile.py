@@ -1,8 +1,12 @@
-"""torch.compile before and after annotation: the same training, graphs that are made once, nothing of ours in them."""
+"""torch.compile before and after annotation: the same training, graphs that are made once, nothing of ours in them.
+
+What torch.compile made can be annotated, before or after it ran; what cannot work is refused and leaves no harm.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import shutil
 import subprocess
@@ -20,12 +24,16 @@ import composable
 from composable import (
     clip_grad_norm_,
     compilation,
+    describe,
     fully_shard,
+    register_forward_method,
+    registry,
+    remove,
     reshard,
     unshard,
 )
-from composable.errors import DifferentiationError
-from tests.helpers.compare import full_gradients
+from composable.errors import AlreadyAnnotatedError, AnnotationError, DifferentiationError, NotAnnotatedError
+from tests.helpers.compare import full_gradients, full_parameters
 from tests.helpers.compiled import (
     ARMED_FROM,
     CASE,
@@ -37,6 +45,7 @@ from tests.helpers.compiled import (
     each_block,
     fresh_compiler,
     ours_compiled,
+    wrap_each_block,
 )
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -59,24 +68,20 @@ def _train(scheme: str, compiler: str, order: str, backend: str) -> None:
             assert graphs == 4, "one graph before, between and behind the units, and one that the units share"
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("compiler", "order"), [("each block", "before"), ("each block", "after"), ("the model", "after")])
+_WAYS: Final = [("each block", "before"), ("each block", "after"), ("the model", "after")]
+_OTHER_WAYS: Final = [("each block, wrapped", "before"), ("the model", "before"), ("the model, in place", "after")]
+_CASES: Final = [
+    *((scheme, *way) for scheme in SCHEMES for way in _WAYS),
+    *(("fully_shard and checkpoint", *way) for way in _OTHER_WAYS),
+]
+
+
+@pytest.mark.parametrize(("scheme", "compiler", "order"), _CASES)
+@spmd(ranks=2)
 def test_compiled_models_train_as_one_process_and_compile_nothing_after_the_second_step(
-    pool: Pool, scheme: str, compiler: str, order: str
+    scheme: str, compiler: str, order: str
 ) -> None:
-    pool.run(2, _train, scheme, compiler, order, "aot_eager", device=pool.device)
-
-
-@pytest.mark.parametrize(
-    ("compiler", "order"),
-    [
-        ("each block, wrapped", "before"),
-        ("the model", "before"),
-        ("the model, in place", "after"),
-    ],
-)
-def test_every_way_to_compile_works_before_and_after_annotation(pool: Pool, compiler: str, order: str) -> None:
-    pool.run(2, _train, "fully_shard and checkpoint", compiler, order, "aot_eager", device=pool.device)
+    _train(scheme, compiler, order, "aot_eager")
 
 
 _COMPILER: Final = shutil.which(os.environ.get("CXX", "g++"))
@@ -139,7 +144,10 @@ def test_compiled_graphs_keep_no_copies_of_parameters_for_backward() -> None:
 # --- what is traced ---------------------------------------------------------------------------------------------------
 
 
-def _step_in_one_function(scheme: str) -> None:
+@pytest.mark.parametrize("scheme", ["fully_shard and checkpoint", "replicate around fully_shard"])
+@spmd(ranks=2)
+def test_a_compiled_function_may_run_forward_and_backward(scheme: str) -> None:
+    """Then Dynamo is at work while autograd calls our hooks, and is not asked about them."""
     with fresh_compiler():
         model = CASE.model(0, 0, current_device())
         plain = copy.deepcopy(model)
@@ -172,13 +180,18 @@ def _step_in_one_function(scheme: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("scheme", ["fully_shard and checkpoint", "replicate around fully_shard"])
-def test_a_compiled_function_may_run_forward_and_backward(pool: Pool, scheme: str) -> None:
-    """Then Dynamo is at work while autograd calls our hooks, and is not asked about them."""
-    pool.run(2, _step_in_one_function, scheme, device=pool.device)
-
-
-def _refused_in_compiled_autograd(scheme: str, kind: type[Exception], said: str) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "kind", "said"),
+    [
+        # It does not call what is to be called at its end: no gradient would be averaged, and nobody would know.
+        ("fully_shard without resharding", DifferentiationError, "compiled"),
+        ("replicate and checkpoint", DifferentiationError, "compiled"),
+        # It takes what all nodes have saved before it runs the first one: parameters are absent before anybody is called.
+        ("fully_shard", RuntimeError, "is at version 2147483647"),
+    ],
+)
+@spmd(ranks=2, everywhere=True)
+def test_a_backward_that_compiled_autograd_runs_is_refused(scheme: str, kind: type[Exception], said: str) -> None:
     with fresh_compiler():
         model = CASE.model(0, 0, current_device())
         plain = copy.deepcopy(model)
@@ -193,17 +206,6 @@ def _refused_in_compiled_autograd(scheme: str, kind: type[Exception], said: str)
             each.zero_grad()
             each(batch).square().mean().backward()
         torch.testing.assert_close(full_gradients(model), full_gradients(plain), rtol=1e-9, atol=1e-11)
-
-
-@pytest.mark.parametrize("scheme", ["fully_shard without resharding", "replicate and checkpoint"])
-def test_a_backward_that_compiled_autograd_runs_is_refused(pool: Pool, scheme: str) -> None:
-    """It does not call what is to be called at its end: no gradient would be averaged, and nobody would know."""
-    pool.run(2, _refused_in_compiled_autograd, scheme, DifferentiationError, "compiled")
-
-
-def test_a_backward_that_compiled_autograd_runs_finds_parameters_absent_before_anybody_is_called(pool: Pool) -> None:
-    """It takes what all nodes have saved before it runs the first one."""
-    pool.run(2, _refused_in_compiled_autograd, "fully_shard", RuntimeError, "is at version 2147483647")
 
 
 def test_importing_the_library_does_not_import_dynamo() -> None:
@@ -223,3 +225,105 @@ def test_a_marked_function_is_never_compiled() -> None:
         asked = [reference() for reference in torch._dynamo.convert_frame.input_codes.seen]
         assert namespace["double"].__code__ not in asked
         assert namespace["inner"].__code__ not in asked
+
+
+# --- annotation of what is compiled -----------------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+def test_what_torch_compile_returned_can_be_annotated_in_place_of_the_module() -> None:
+    with fresh_compiler():
+        model = CASE.model(0, 0, current_device())
+        called = torch.compile(model, backend="aot_eager")
+        assert fully_shard(called, policy={Block}) is called
+        assert fully_shard.state(called) is fully_shard.state(model) is not None
+        assert list(registry(model)) == ["fully_shard"]
+        assert [row.unit for row in describe(called).rows] == [row.unit for row in describe(model).rows]
+        with pytest.raises(AlreadyAnnotatedError):
+            fully_shard(called)
+        assert_trains_as_one_process(model, called)
+        assert remove(called, fully_shard) is called
+        assert fully_shard.state(model) is None
+        with pytest.raises(NotAnnotatedError):
+            remove(called, fully_shard)
+
+
+@spmd(ranks=2)
+def test_compiled_blocks_can_be_annotated_as_one_unit_but_not_twice() -> None:
+    with fresh_compiler():
+        model = CASE.model(0, 0, current_device())
+        wrap_each_block(model, backend="aot_eager")
+        first, second = model.first, model.second
+        with pytest.raises(AnnotationError, match="twice in its list of modules"):
+            fully_shard([first, first._orig_mod])
+        blocks = [first, second]
+        assert fully_shard(blocks) is blocks
+        fully_shard(model)
+        assert assert_trains_as_one_process(model, model) == 1
+
+
+@spmd(ranks=2)
+def test_methods_of_a_compiled_model_can_be_registered() -> None:
+    with fresh_compiler():
+        block = CASE.model(0, 0, current_device()).first
+        (batch,) = CASE.inputs(0, 0, 0, current_device())
+        expected = block.twice(batch)
+        called = torch.compile(block, backend="aot_eager")
+        fully_shard(called)
+        register_forward_method(called, "twice")
+        torch.testing.assert_close(called.twice(batch), expected)
+        compiled = torch.compile(lambda x: called.twice(x) + 1, backend="aot_eager")
+        torch.testing.assert_close(compiled(batch), expected + 1)
+        assert ours_compiled() == []
+
+
+@pytest.mark.parametrize("scheme", ["fully_shard", "replicate and checkpoint"])
+@spmd(ranks=2, everywhere=True)
+def test_a_model_that_ran_compiled_can_be_annotated(scheme: str) -> None:
+    """Graphs do not notice hooks that come later: those of a replicated or checkpointed module would be left out."""
+    with fresh_compiler():
+        model = CASE.model(0, 0, current_device())
+        called = torch.compile(model, backend="aot_eager")
+        (batch,) = CASE.inputs(0, 0, 0, current_device())
+        called(batch).sum().backward()
+        model.zero_grad()
+        gc.collect()
+        SCHEMES[scheme](model)
+        assert assert_trains_as_one_process(model, called) > 1, "the graph of the whole model is used no more"
+
+
+# --- what cannot work -------------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+def test_one_graph_for_the_whole_model_is_refused_with_advice_and_leaves_the_model_usable() -> None:
+    with fresh_compiler():
+        model = CASE.model(0, 0, current_device())
+        fully_shard(model, policy={Block})
+        called = torch.compile(model, fullgraph=True, backend="aot_eager")
+        (batch,) = CASE.inputs(0, 0, 0, current_device())
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="composable gathers parameters") as caught:
+            called(batch)
+        assert "for block in model.blocks: block.compile(fullgraph=True)" in str(caught.value)
+        assert_trains_as_one_process(model, each_block(model, backend="aot_eager"))
+
+
+@spmd(ranks=2)
+def test_a_compiled_forward_that_raises_leaves_the_model_usable() -> None:
+    with fresh_compiler():
+        model = CASE.model(0, 0, current_device())
+        fully_shard(model, policy={Block})
+        called = torch.compile(model, backend="aot_eager")
+        (batch,) = CASE.inputs(0, 0, 0, current_device())
+        with pytest.raises(Exception, match=r"12|mat1"):
+            called(batch[:, :-1])
+        assert_trains_as_one_process(model, called)
+        assert full_gradients(model).keys() == full_parameters(model).keys()
+
+
+def test_annotating_resets_no_compiler_that_has_compiled_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizers import Dynamo. To reset it imports inductor, which takes seconds, and warns on some versions."""
+    with fresh_compiler():
+        monkeypatch.setattr(torch.compiler, "reset", lambda: pytest.fail("reset"))
+        fully_shard(torch.nn.Linear(2, 2))
+        monkeypatch.undo()

@@ -31,7 +31,7 @@ from composable.errors import CommunicationError, RanksDisagreeError
 from tests.helpers import world
 from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.logged import logged
-from tests.helpers.world import Pool, RanksFailed
+from tests.helpers.world import Pool, RanksFailed, spmd
 
 WIDTH: Final = 8
 
@@ -117,7 +117,10 @@ def _fail() -> None:
 # --- all ranks raise --------------------------------------------------------------------------------------------------
 
 
-def _reset_after(where: str, verb: str) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("where", ["forward", "backward", "between"])
+@spmd(ranks=2, everywhere=True)
+def test_reset_frees_and_drops_everything_at_once(where: str, verb: str) -> None:
     model = Model()
     VERBS[verb](model)
     _assert_good_step(model)
@@ -140,13 +143,11 @@ def _reset_after(where: str, verb: str) -> None:
     assert lines == [], "nothing is left to reset"
 
 
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("where", ["forward", "backward", "between"])
-def test_reset_frees_and_drops_everything_at_once(pool: Pool, where: str, verb: str) -> None:
-    pool.run(2, _reset_after, where, verb)
-
-
-def _log_after(where: str) -> list[str]:
+@pytest.mark.parametrize(
+    ("where", "what"), [("forward", "its forward raised MemoryError"), ("backward", "its backward did not finish")]
+)
+@spmd(ranks=2, everywhere=True)
+def test_a_failed_step_is_reported_once_with_its_unit(where: str, what: str) -> None:
     model = Model()
     _fully_sharded(model)
     block: Any = model.blocks[1]
@@ -157,18 +158,12 @@ def _log_after(where: str) -> list[str]:
         setattr(block, f"in_{where}", None)
         for _ in range(2):
             _assert_good_step(model)
-    return lines
+    assert lines == [f"WARNING: unit '(root)': {what}; the step is lost, and its state was reset"]
 
 
-@pytest.mark.parametrize(
-    ("where", "what"), [("forward", "its forward raised MemoryError"), ("backward", "its backward did not finish")]
-)
-def test_a_failed_step_is_reported_once_with_its_unit(pool: Pool, where: str, what: str) -> None:
-    expected = f"WARNING: unit '(root)': {what}; the step is lost, and its state was reset"
-    assert pool.run(2, _log_after, where) == [[expected]] * 2
-
-
-def _ask_in_except(verb: str) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+@spmd(ranks=2, everywhere=True)
+def test_where_a_failed_backward_is_caught_modules_hold_what_they_hold_at_rest(verb: str) -> None:
     model = Model()
     VERBS[verb](model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -189,30 +184,6 @@ def _ask_in_except(verb: str) -> None:
         assert torch.equal(*(each.to_local() if isinstance(each, DTensor) else each for each in (value, before[name])))
     assert all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
     _assert_good_step(model)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_where_a_failed_backward_is_caught_modules_hold_what_they_hold_at_rest(pool: Pool, verb: str) -> None:
-    pool.run(2, _ask_in_except, verb)
-
-
-def _skip_together(verb: str) -> None:
-    """The recipe of docs/failures.md: ranks agree on whether a batch is good before anything is launched for its backward."""
-    model = Model()
-    VERBS[verb](model)
-    for number in range(3):
-        loss = _loss(model, number)
-        bad = torch.tensor(float(number == 1 and dist.get_rank() == 1))  # of one rank alone
-        dist.all_reduce(bad)
-        if bad.item():
-            continue
-        loss.backward()
-    _assert_good_step(model)
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_ranks_that_agree_to_skip_a_batch_go_on(pool: Pool, verb: str) -> None:
-    pool.run(2, _skip_together, verb)
 
 
 # --- one rank ends ----------------------------------------------------------------------------------------------------
@@ -261,24 +232,14 @@ def test_when_one_rank_ends_the_others_are_told_what_they_waited_for(pool: Pool,
 # --- ranks that run other things --------------------------------------------------------------------------------------
 
 
-def _skip_a_unit(ranks: list[int]) -> None:
+def _skip_a_unit_alone() -> str:
     model = Model()
     _fully_sharded(model)
     _assert_good_step(model)
-    if dist.get_rank() in ranks:
-        model.skipped = 1
-    _assert_good_step(model, skipped=1)
-    model.skipped = -1
-    _assert_good_step(model)
-
-
-def test_a_unit_may_be_skipped_on_all_ranks(pool: Pool) -> None:
-    pool.run(2, _skip_a_unit, [0, 1])
-
-
-def _skip_a_unit_alone() -> str:
+    model.skipped = 1 if dist.get_rank() == 1 else -1
     try:
-        _skip_a_unit([1])
+        _assert_good_step(model, skipped=1)
+        _assert_good_step(model)
     except (CommunicationError, RanksDisagreeError) as error:
         return str(error)
     return "nothing happened"
@@ -291,7 +252,9 @@ def test_a_unit_that_one_rank_skips_later_ends_with_what_each_rank_launched(pool
         assert "rank 1" in said
 
 
-def _evaluate_alone(verb: str) -> None:
+@pytest.mark.parametrize("verb", VERBS)
+@spmd(ranks=3, everywhere=True)
+def test_ranks_may_run_other_numbers_of_forwards_without_gradients_where_nothing_is_gathered(verb: str) -> None:
     model = Model()
     VERBS[verb](model)
     for _ in range(2):
@@ -300,11 +263,6 @@ def _evaluate_alone(verb: str) -> None:
             model(_batch())  # all ranks: it gathers
             for number in range(2 * dist.get_rank()):
                 model(_batch(number))
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_ranks_may_run_other_numbers_of_forwards_without_gradients_where_nothing_is_gathered(pool: Pool, verb: str) -> None:
-    pool.run(3, _evaluate_alone, verb)
 
 
 # --- one process ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from composable import clip_grad_norm_, fully_shard, remove, replicate
 from composable.errors import ClippingError, OptimizerError
 from tests.helpers.compare import full
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import Pool, current_device, spmd
 
 
 def _model() -> tuple[nn.Sequential, Tensor]:
@@ -75,7 +75,9 @@ MADE: Final[dict[str, tuple[Callable[[], tuple[nn.Module, torch.optim.Optimizer]
 }
 
 
-def _refusal(when: str) -> None:
+@pytest.mark.parametrize("when", MADE)
+@spmd(ranks=2)
+def test_an_optimizer_that_would_train_nothing_is_refused(when: str) -> None:
     model, optimizer = MADE[when][0]()
     x = _model()[1]
     with torch.no_grad():
@@ -91,12 +93,6 @@ def _refusal(when: str) -> None:
     another.step()
     with torch.no_grad():
         assert not torch.allclose(model(x), before), "one that is made anew trains"
-
-
-@pytest.mark.parametrize("when", MADE)
-def test_an_optimizer_that_would_train_nothing_is_refused(pool: Pool, when: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _refusal, when, device=device)
 
 
 @spmd(ranks=2)

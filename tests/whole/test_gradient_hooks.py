@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -12,63 +12,31 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composable import checkpoint, fully_shard, no_sync, remove, replicate
 from tests.helpers.compare import full
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import current_device, spmd
 
 NAMES: Final = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
-def _models(**options: Any) -> tuple[nn.Sequential, nn.Sequential, Tensor]:
-    device = current_device()
-    models = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        models.append(nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(device))
-    fully_shard(models[1], **({"policy": {nn.Linear}} | options))
-    return models[0], models[1], torch.arange(6.0, device=device).view(2, 3) / 6
-
-
-@spmd(ranks=[1, 2])
-def test_a_gradient_hook_gets_the_mean_over_ranks_and_may_replace_it() -> None:
-    plain, sharded, x = _models()
-    rank, size = dist.get_rank(), dist.get_world_size()
-    seen: list[list[Tensor | None]] = [[], []]
-    for seen_by, model in zip(seen, (plain, sharded), strict=True):
-        for parameter in (model[2].weight, model[0].bias):
-            parameter.register_hook(lambda gradient, seen=seen_by: seen.append(gradient.detach().clone()))
-            parameter.register_hook(lambda gradient: gradient * 3)
-    for _ in range(2):
-        # Every rank has its own batch: the plain model computes the mean over all of them.
-        (sum(plain(x * (1 + r)).square().mean() for r in range(size)) / size).backward()  # type: ignore[union-attr]
-        sharded(x * (1 + rank)).square().mean().backward()
-    assert len(seen[0]) == len(seen[1]) == 4, "once per parameter and backward"
-    for expected, actual in zip(seen[0], seen[1], strict=True):
-        torch.testing.assert_close(full(actual), expected)
-    for one, other in zip(plain.parameters(), sharded.parameters(), strict=True):
-        torch.testing.assert_close(full(other.grad), one.grad)
-
-
-def _calls() -> tuple[list[str], list[str], list[str]]:
-    _, model, x = _models()
+@spmd(ranks=2)
+def test_hooks_are_called_unit_by_unit_as_gradients_land_and_can_be_removed() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(current_device())
+    fully_shard(model, policy={nn.Linear}, sync_module_states="broadcast")
+    x = torch.ones(2, 3, device=current_device())
     calls: list[str] = []
     handles = []
     for name, parameter in model.named_parameters():
         assert parameter.grad is None
         hook = lambda p, name=name: calls.append(name if p.grad is not None else "no gradient")  # noqa: E731
         handles.append(parameter.register_post_accumulate_grad_hook(hook))
-    model(x).sum().backward()
-    model(x).sum().backward()
-    both, calls[:] = list(calls), []
-    model[0](x).sum().backward()
-    one, calls[:] = list(calls), []
+    for called, expected in ((model, NAMES[2:] + NAMES[:2]), (model, NAMES[2:] + NAMES[:2]), (model[0], NAMES[:2])):
+        calls.clear()
+        called(x).sum().backward()
+        assert calls == expected
     for handle in handles[1:]:
         handle.remove()
+    calls.clear()
     model(x).sum().backward()
-    return both, one, list(calls)
-
-
-def test_hooks_are_called_unit_by_unit_as_gradients_land_and_can_be_removed(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    assert pool.run(2, _calls, device=device) == [((NAMES[2:] + NAMES[:2]) * 2, NAMES[:2], NAMES[:1])] * 2
+    assert calls == NAMES[:1]
 
 
 class _Twice(nn.Module):

@@ -12,7 +12,7 @@ from composable import no_sync
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import full_gradients, full_parameters, sgd
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import current_device, spmd
 
 # Sums of two numbers do not depend on their order, so equality can be exact.
 _CASES = (
@@ -34,7 +34,10 @@ def _single_precision(case: Case) -> nn.Module:
     return case.model(0, dist.get_rank()).float().to(current_device())
 
 
-def _train_both(name: str, scheme: str) -> None:
+@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@spmd(ranks=2)
+def test_gradients_equal_ddps_bit_for_bit(name: str, scheme: str) -> None:
     case = BATTERY[name]
     device = current_device()
     plain, annotated = _single_precision(case), _single_precision(case)
@@ -66,10 +69,3 @@ def _train_both(name: str, scheme: str) -> None:
     theirs_full, ours_full = full_parameters(plain), full_parameters(annotated)
     for parameter, value in theirs_full.items():
         assert torch.equal(value, ours_full[parameter]), parameter
-
-
-@pytest.mark.parametrize("case", _CASES)
-@pytest.mark.parametrize("scheme", _SCHEMES)
-def test_gradients_equal_ddps_bit_for_bit(pool: Pool, case: str, scheme: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _train_both, case, scheme, device=device)

@@ -17,7 +17,7 @@ from composable import fully_shard
 from composable.errors import ComposableError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_gradients, full
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, spmd
 
 
 class Opaque:
@@ -128,13 +128,10 @@ def test_tensors_that_reach_the_loss_by_another_way_train_while_the_unit_stays_u
 _ABSENT = r"modified by an inplace operation: \[[\w.]+ \[6, 6\]\].* is at version 2147483647; expected version"
 
 
-def _read_while_absent() -> None:
+@spmd(ranks=2, everywhere=True)
+def test_parameters_that_were_freed_are_not_read_past_all_that_a_forward_returned() -> None:
     with pytest.raises(RuntimeError, match=_ABSENT):
         _train_hidden("escaping", True)
-
-
-def test_parameters_that_were_freed_are_not_read_past_all_that_a_forward_returned(pool: Pool) -> None:
-    pool.run(2, _read_while_absent)
 
 
 class Penalised(nn.Module):
@@ -157,7 +154,9 @@ def _loss_with_penalties(model: nn.Module) -> Tensor:
     return model(torch.linspace(-1, 1, 12).view(2, 6)).sum() + sum(each.penalty for each in model)
 
 
-def _penalties(reshard: bool | None) -> None:
+@pytest.mark.parametrize("reshard", [None, True])
+@spmd(ranks=[2, 4], everywhere=True)
+def test_a_penalty_that_is_made_after_the_output_is_refused_and_one_before_it_trains(reshard: bool | None) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(*[Penalised() for _ in range(4)])
     model = fully_shard(copy.deepcopy(plain), policy={Penalised}, reshard_after_forward=reshard)
@@ -176,14 +175,6 @@ def _penalties(reshard: bool | None) -> None:
             torch.testing.assert_close(full(parameter.grad), expected.grad)
 
 
-@pytest.mark.parametrize("reshard", [None, True])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_penalty_that_is_made_after_the_output_is_refused_and_one_before_it_trains(
-    pool: Pool, ranks: int, reshard: bool | None
-) -> None:
-    pool.run(ranks, _penalties, reshard)
-
-
 class Embedded(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +186,8 @@ class Embedded(nn.Module):
         return self.head(self.inner(self.embedding(tokens)))
 
 
-def _features() -> None:
+@spmd(ranks=2, everywhere=True)
+def test_a_unit_whose_backward_reads_no_parameters_trains_past_all_that_its_forward_returned() -> None:
     torch.manual_seed(0)
     plain = Embedded()
     model = copy.deepcopy(plain)
@@ -213,7 +205,3 @@ def _features() -> None:
             assert expected[name].grad is None
         else:
             torch.testing.assert_close(gradient, expected[name].grad)
-
-
-def test_a_unit_whose_backward_reads_no_parameters_trains_past_all_that_its_forward_returned(pool: Pool) -> None:
-    pool.run(2, _features)

@@ -15,17 +15,15 @@ import torch.distributed as dist
 from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
-from composable import fully_shard, replicate
-from composable.engine.param_group import ShardedState
+from composable import describe, fully_shard, replicate
 from composable.errors import ComposableError
-from composable.traversal import get_handles
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import assert_mean_gradients, assert_same_gradients, full
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.schemes import SCHEMES, SHARDED
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, spmd
 
 
 def _penalty(model: nn.Module, x: Tensor) -> Tensor:
@@ -50,24 +48,11 @@ def a_penalty_after_the_loss(model: nn.Module, x: Tensor) -> Tensor:
     return loss
 
 
-def a_penalty_before_the_loss(model: nn.Module, x: Tensor) -> Tensor:
-    penalty = _penalty(model, x.sin())
-    loss = model(x).mean() - model(x.cos()).mean() + 10 * penalty
-    loss.backward()
-    return loss
-
-
 def a_penalty_with_an_evaluation_in_between(model: nn.Module, x: Tensor) -> Tensor:
     penalty = _penalty(model, x)
     with torch.no_grad():
         seen = model(x.cos()).mean()
     (penalty * seen).backward()
-    return penalty
-
-
-def two_penalties(model: nn.Module, x: Tensor) -> Tensor:
-    penalty = _penalty(model, x) + _penalty(model, x.cos())
-    penalty.backward()
     return penalty
 
 
@@ -91,13 +76,6 @@ def a_penalty_of_a_penalty(model: nn.Module, x: Tensor) -> Tensor:
     (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(first.square().sum(), x, create_graph=True)
     loss = second.square().mean()
-    loss.backward()
-    return loss
-
-
-def a_penalty_that_nobody_follows(model: nn.Module, x: Tensor) -> Tensor:
-    _penalty(model, x)
-    loss = model(x).square().mean()
     loss.backward()
     return loss
 
@@ -163,13 +141,10 @@ PROGRAMS: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
     for program in (
         a_penalty_alone,
         a_penalty_after_the_loss,
-        a_penalty_before_the_loss,
         a_penalty_with_an_evaluation_in_between,
-        two_penalties,
         two_penalties_one_after_the_other,
         two_penalties_backwards,
         a_penalty_of_a_penalty,
-        a_penalty_that_nobody_follows,
         a_penalty_after_a_backward_that_retains_the_graph,
         a_transformed_gradient,
         a_backward_through_a_transformed_gradient,
@@ -207,15 +182,17 @@ class Discriminator(nn.Module):
 _DISCRIMINATOR: Final = Case("discriminator", Discriminator, rows(4, 6), mean_square, (Layer,))
 
 
-def _run(program: str, scheme: str) -> None:
+_TRANSFORMS: Final = [name for name in PROGRAMS if "penalt" not in name]
+_RUNS: Final = [
+    *((program, scheme) for scheme in SHARDED for program in PROGRAMS),
+    *((program, scheme) for scheme in ("replicate", "replicate inside fully_shard") for program in _TRANSFORMS),
+]
+
+
+@pytest.mark.parametrize(("program", "scheme"), _RUNS)
+@spmd(ranks=2)
+def test_gradients_are_those_of_the_plain_model(program: str, scheme: str) -> None:
     assert_same_gradients(_DISCRIMINATOR, SCHEMES[scheme].annotate, PROGRAMS[program])
-
-
-@pytest.mark.parametrize("scheme", SHARDED)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_gradients_are_those_of_the_plain_model(pool: Pool, program: str, scheme: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _run, program, scheme, device=device)
 
 
 # --- gradients that a forward asks for ----------------------------------------------------------------------------------
@@ -255,21 +232,8 @@ class Molecule(nn.Module):
 _MOLECULE: Final = Case("forces", Molecule, rows(4, 6), mean_square, (Layer, Forces))
 
 
-def one_step(model: nn.Module, x: Tensor) -> Tensor:
-    loss = model(x).square().mean()
-    loss.backward()
-    return loss
-
-
 def two_forwards_and_one_backward(model: nn.Module, x: Tensor) -> None:
     (model(x).square().mean() + model(2 * x).square().mean()).backward()
-
-
-def evaluation_before_a_step(model: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        seen = model(x)
-    model(x).square().mean().backward()
-    return seen
 
 
 def gradients_that_nothing_goes_through(model: nn.Module, x: Tensor) -> None:
@@ -278,46 +242,36 @@ def gradients_that_nothing_goes_through(model: nn.Module, x: Tensor) -> None:
     two_forwards_and_one_backward(model, x)
 
 
-INSIDE: Final[dict[str, Callable[[nn.Module, Tensor], object]]] = {
-    program.__name__: program
-    for program in (
-        one_step,
-        two_forwards_and_one_backward,
-        evaluation_before_a_step,
-        gradients_that_nothing_goes_through,
-    )
-}
-
-
-def _run_inside(program: str, scheme: str) -> None:
-    assert_same_gradients(_MOLECULE, SCHEMES[scheme].annotate, INSIDE[program])
-
-
 @pytest.mark.parametrize("scheme", SHARDED)
-@pytest.mark.parametrize("program", INSIDE)
-def test_a_forward_may_ask_for_gradients(pool: Pool, program: str, scheme: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _run_inside, program, scheme, device=device)
+@pytest.mark.parametrize("program", [two_forwards_and_one_backward, gradients_that_nothing_goes_through])
+@spmd(ranks=2)
+def test_a_forward_may_ask_for_gradients(program: Callable[..., None], scheme: str) -> None:
+    assert_same_gradients(_MOLECULE, SCHEMES[scheme].annotate, program)
 
 
 # --- what is kept for penalties ----------------------------------------------------------------------------------------
 
 
-def _train_with_penalties(evaluates: bool) -> list[list[str]]:
-    """What stays unsharded after each step, until the next forward has begun."""
+def _unsharded(model: nn.Module) -> list[str]:
+    return [row.unit for row in describe(model).rows if row.state == "UNSHARDED"]
+
+
+@pytest.mark.parametrize("evaluates", [False, True], ids=["", "with evaluations between them"])
+@spmd(ranks=2)
+def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_kept(evaluates: bool) -> None:
     device = current_device()
     plain, model = _DISCRIMINATOR.model(0, 0, device), _DISCRIMINATOR.model(0, 0, device)
     fully_shard(model, policy={Layer})
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    kept = []
+    kept: list[list[str]] = []  # what stays unsharded until the next forward has begun
+    model.first.register_forward_pre_hook(lambda *_: kept.append(_unsharded(model)))
     for step in range(3):
         (x,) = _DISCRIMINATOR.inputs(0, step, 0, device)  # the same on all ranks
+        kept.clear()
         for each in (plain, model):
-            if each is model:
-                with model.first.register_forward_pre_hook(lambda *_: kept.append(_unsharded(model))):
-                    penalties = [_penalty(each, x), _penalty(each, x.cos())]
-            else:
-                penalties = [_penalty(each, x), _penalty(each, x.cos())]
+            penalties = [_penalty(each, x), _penalty(each, x.cos())]
+            # In the first forward nothing is left of the step before; in the second one the first one's graph keeps all.
+            assert each is plain or kept == [["", "first"], ["", "first", "second", "third"]]
             for penalty in penalties:
                 penalty.backward()
                 if evaluates and penalty is penalties[0]:
@@ -332,34 +286,6 @@ def _train_with_penalties(evaluates: bool) -> list[list[str]]:
             assert _unsharded(model) == []  # no graph waits for parameters that were stepped since
         for (name, one), other in zip(plain.named_parameters(), model.parameters(), strict=True):
             torch.testing.assert_close(full(other), one, msg=f"{name} in step {step}")
-    return kept
-
-
-def _unsharded(model: nn.Module) -> list[str]:
-    groups = [group for groups in get_handles(model) for group in groups]
-    return [group.unit for group in groups if group.state is ShardedState.UNSHARDED]
-
-
-@pytest.mark.parametrize("evaluates", [False, True], ids=["", "with evaluations between them"])
-def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_kept(
-    pool: Pool, evaluates: bool, device: str
-) -> None:
-    need_devices(device, 2)
-    for kept in pool.run(2, _train_with_penalties, evaluates, device=device):
-        # Two forwards per step: in the first nothing is left of the step before; in the second the first one's graph keeps all.
-        assert kept == [["(root)", "first"], ["(root)", "first", "second", "third"]] * 3
-
-
-TRANSFORMS: Final = tuple(name for name in PROGRAMS if "penalt" not in name)
-
-
-@pytest.mark.parametrize("scheme", ["replicate", "replicate inside fully_shard"])
-@pytest.mark.parametrize("program", TRANSFORMS)
-def test_transforms_over_inputs_see_a_replicated_model_as_a_plain_one(
-    pool: Pool, program: str, scheme: str, device: str
-) -> None:
-    need_devices(device, 2)
-    pool.run(2, _run, program, scheme, device=device)
 
 
 def _over_parameters(annotate: Callable[[nn.Module], object]) -> str:

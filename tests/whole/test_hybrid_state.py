@@ -1,25 +1,22 @@
-"""What users do with the parameters and gradients of hybrid models beside training them: save, load, clip, step, undo."""
+"""What users do with the parameters and gradients of hybrid models beside training them: load, clip, undo."""
 
 from __future__ import annotations
 
 import copy
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from composable import clip_grad_norm_, describe, fully_shard, remove
-from composable.errors import AnnotationError, RanksDisagreeError
+from composable.errors import RanksDisagreeError
 from tests.helpers.compare import full_parameters
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.refusals import refusal
+from tests.helpers.world import current_device, spmd
 
 NAMES = ("dp_shard", "dp_replicate")  # not in the order that a mesh without names has
 
@@ -76,52 +73,20 @@ def _assert_same(model: nn.Module, plain: nn.Module) -> None:
         torch.testing.assert_close(value, plain.get_parameter(name), msg=lambda text, name=name: f"{name}: {text}")
 
 
+@pytest.mark.parametrize("assign", [False, True])
 @spmd(ranks=4)
-def test_state_goes_out_and_in_as_shards_and_as_whole_tensors() -> None:
-    plain, model = _plain(), _hybrid()
-    pair = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (plain, model)]
-    _train(plain, model, *pair)
-    _assert_same(model, plain)
-    whole, state = get_state_dict(model, pair[1], options=StateDictOptions(full_state_dict=True))
-    for name, value in whole.items():
-        torch.testing.assert_close(value, plain.state_dict()[name])
-    for assign in (False, True):
-        fresh = _hybrid()
+def test_whole_state_dicts_and_shards_are_loaded(assign: bool) -> None:
+    """Checkpoints of hybrid models, and what their optimizers keep, are in tests/state."""
+    plain, source = _plain(), _hybrid()
+    _train(plain, source, *[torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, source)])
+    for state in (plain.state_dict(), source.state_dict()):
+        model = _hybrid()
         with torch.no_grad():
-            for parameter in fresh.parameters():
+            for parameter in model.parameters():
                 parameter.mul_(3)
-        fresh.load_state_dict(plain.state_dict(), assign=assign)
-        assert fresh.first.weight.placements == (Shard(0), Replicate())  # type: ignore[union-attr]
-        _assert_same(fresh, plain)
-        fresh.load_state_dict(model.state_dict(), assign=assign)
-        _assert_same(fresh, plain)
-    fresh = _hybrid()
-    optimizer = torch.optim.AdamW(fresh.parameters(), lr=0.1)
-    options = StateDictOptions(full_state_dict=True)
-    set_state_dict(fresh, optimizer, model_state_dict=whole, optim_state_dict=state, options=options)
-    _train(plain, fresh, pair[0], optimizer)
-    _assert_same(fresh, plain)
-
-
-def _checkpoints(folder: str) -> None:
-    plain, model = _plain(), _hybrid()
-    _train(plain, model, *[torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)])
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    for kwargs in ({}, {"mesh": None}, {"mesh": _mesh(1, 4)}, {"mesh": _mesh(1, 4, names=None)}):
-        target = _hybrid(**kwargs)
-        with torch.no_grad():
-            for parameter in target.parameters():
-                parameter.zero_()
-        state = {"model": target.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        target.load_state_dict(state["model"])
-        _assert_same(target, plain)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_checkpoint_loads_into_other_meshes(pool: Pool, tmp_path: Path, device: str) -> None:
-    need_devices(device, 4)
-    pool.run(4, _checkpoints, str(tmp_path), device=device)
+        model.load_state_dict(state, assign=assign)
+        assert model.first.weight.placements == (Shard(0), Replicate())  # type: ignore[union-attr]
+        _assert_same(model, plain)
 
 
 @spmd(ranks=4)
@@ -170,46 +135,30 @@ def test_it_is_described_with_all_ranks_and_both_placements() -> None:
     assert root["placements"] == ("R, R",)
     assert units[0]["placements"] == ("S(0), R",)
     assert units[0]["bytes_per_rank"] == (4 if dist.get_rank() < 2 else 3) * 7 * 4
-    with pytest.raises(AnnotationError, match="neither copied nor pickled"):
-        pickle.dumps(model)
 
 
 # --- agreement of all ranks -------------------------------------------------------------------------------------------
 
 
-def _another_value_on_the_last_rank() -> str:
+@spmd(ranks=4)
+def test_parameters_are_compared_and_copied_over_all_ranks_and_not_within_a_replica() -> None:
     model = _plain()
     if dist.get_rank() == 3:
         with torch.no_grad():
             model.last.bias.add_(1)
-    with pytest.raises(RanksDisagreeError) as refused:
+    with pytest.raises(
+        RanksDisagreeError, match=r"^fully_shard: the ranks differ in values: rank 0 has parameter 'last\.bias'"
+    ):
         fully_shard(model, mesh=_mesh(2, 2))
     fully_shard(model, mesh=_mesh(2, 2), sync_module_states="broadcast")
     _assert_same(model, _plain())
-    return str(refused.value).partition(" with ")[0]
 
 
-def test_parameters_are_compared_and_copied_over_all_ranks_and_not_within_a_replica(pool: Pool, device: str) -> None:
-    need_devices(device, 4)
-    found = pool.run(4, _another_value_on_the_last_rank, device=device)
-    assert found == ["fully_shard: the ranks differ in values: rank 0 has parameter 'last.bias'"] * 4
-
-
-def _another_arrangement_on_the_last_rank() -> str:
+@spmd(ranks=4)
+def test_a_rank_that_arranges_the_mesh_otherwise_is_named() -> None:
     meshes = [_mesh(2, 2), _mesh(2, 2, names=None)]
-    with pytest.raises(RanksDisagreeError) as refused:
-        fully_shard(_plain(), mesh=meshes[dist.get_rank() == 3])
-    return str(refused.value)
-
-
-def test_a_rank_that_arranges_the_mesh_otherwise_is_named(pool: Pool, device: str) -> None:
-    need_devices(device, 4)
-    assert (
-        pool.run(4, _another_arrangement_on_the_last_rank, device=device)
-        == [
-            "fully_shard: the ranks differ in arguments: rank 0 has for 'scale' unit '(root)', reshard_after_forward=None, "
-            "over ranks [[0, 2], [1, 3]], dimension None, rank 3 has for 'scale' unit '(root)', reshard_after_forward=None, "
-            "over ranks [[0, 1], [2, 3]], dimension None. Pass the same arguments on every rank."
-        ]
-        * 4
+    assert refusal(lambda: fully_shard(_plain(), mesh=meshes[dist.get_rank() == 3])) == (
+        "RanksDisagreeError: fully_shard: the ranks differ in arguments: rank 0 has for 'scale' unit '(root)', "
+        "reshard_after_forward=None, over ranks [[0, 2], [1, 3]], dimension None, rank 3 has for 'scale' unit '(root)', "
+        "reshard_after_forward=None, over ranks [[0, 1], [2, 3]], dimension None. Pass the same arguments on every rank."
     )

@@ -8,14 +8,13 @@ from typing import Any, Final
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from composable import fully_shard, remove
 from tests.helpers.compare import full
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, spmd
 
 
 class Tied(nn.Module):
@@ -95,7 +94,12 @@ _FILES: Final = tuple(_files())
 _LOOSE: Final = ("one place of the tied weight", "with keys that nobody knows")
 
 
-def _load(form: str, assign: bool, start: str) -> None:
+@pytest.mark.parametrize("form", _FILES)
+@pytest.mark.parametrize(
+    ("assign", "start"), [(False, "fresh"), (False, "after a step"), (True, "after a step"), (True, "meta")]
+)
+@spmd(ranks=2)
+def test_a_loaded_model_goes_on_like_the_plain_one(form: str, assign: bool, start: str) -> None:
     plain = _made(1)
     _train(plain)
     file = {name: value.detach().clone() for name, value in _files()[form](plain).items()}
@@ -119,16 +123,9 @@ def _load(form: str, assign: bool, start: str) -> None:
     assert {parameter.is_meta for parameter in kept} == {start == "meta"}, "those that a user has kept do not move"
 
 
-@pytest.mark.parametrize("form", _FILES)
-@pytest.mark.parametrize(
-    ("assign", "start"), [(False, "fresh"), (False, "after a step"), (True, "after a step"), (True, "meta")]
-)
-def test_a_loaded_model_goes_on_like_the_plain_one(pool: Pool, form: str, assign: bool, start: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _load, form, assign, start, device=device)
-
-
-def _load_a_part(assign: bool) -> None:
+@pytest.mark.parametrize("assign", [False, True])
+@spmd(ranks=2)
+def test_parts_of_a_model_and_what_contains_it_load_by_their_own_names(assign: bool) -> None:
     plain, model = _made(1), _shard(_made(0))
     before = {name: full(value).clone() for name, value in model.state_dict().items()}
     model.body.load_state_dict(plain.body.state_dict(), assign=assign)
@@ -143,21 +140,12 @@ def _load_a_part(assign: bool) -> None:
     _assert_trains_like(model, second)
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_parts_of_a_model_and_what_contains_it_load_by_their_own_names(pool: Pool, assign: bool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _load_a_part, assign, device=device)
-
-
-def _load_and_cast() -> None:
+@pytest.mark.parametrize(("ranks", "dtype"), [(2, torch.float64), (4, torch.float32)])
+@spmd()
+def test_assigned_parameters_are_cast_and_cut_also_where_ranks_own_nothing(dtype: torch.dtype) -> None:
     plain, model = _made(1), _shard(_made(0))
     model.load_state_dict(plain.state_dict(), assign=True)
-    _assert_trains_like(model.double(), plain.double())
-
-
-def test_a_model_can_be_cast_after_its_parameters_were_assigned(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _load_and_cast, device=device)
+    _assert_trains_like(model.to(dtype), plain.to(dtype))
 
 
 def _anywhere(text: str) -> str:
@@ -240,15 +228,3 @@ _REFUSED: Final = {
 @pytest.mark.parametrize("what", _REFUSED)
 def test_a_foreign_parameter_that_cannot_be_the_units_own_is_refused_by_name(pool: Pool, what: str) -> None:
     assert pool.run(2, _register, what) == [[f"ForeignParameterError: {_REFUSED[what]}"]] * 2
-
-
-def _cut_over_four() -> None:
-    assert dist.get_world_size() == 4
-    plain, model = _made(1), _shard(_made(0))
-    model.load_state_dict(plain.state_dict(), assign=True)
-    _assert_trains_like(model, plain)
-
-
-def test_full_tensors_are_cut_over_four_ranks_some_of_which_own_nothing(pool: Pool, device: str) -> None:
-    need_devices(device, 4)
-    pool.run(4, _cut_over_four, device=device)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 from composable import fully_shard, replicate
 from tests.helpers.compare import full
 from tests.helpers.refusals import refusal
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
 def _blank(annotate: Callable[[nn.Module], object]) -> nn.Module:
@@ -111,7 +111,9 @@ def _reset(module: nn.Module) -> None:
         again()  # type: ignore[operator]
 
 
-def _reset_all(dim: int) -> None:
+@pytest.mark.parametrize("dim", [0, 1])
+@spmd(ranks=2)
+def test_modules_reset_their_sharded_parameters(dim: int) -> None:
     """Every rank draws its shards from a seed of its own; together they look as one process draws them."""
     for name, make in _RESETS.items():
         torch.manual_seed(0)
@@ -136,12 +138,6 @@ def _reset_all(dim: int) -> None:
             axis = dim if one.ndim > dim else 0
             first, second = whole.chunk(2, axis)
             assert not torch.equal(first, second), label
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_modules_reset_their_sharded_parameters(pool: Pool, dim: int, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _reset_all, dim, device=device)
 
 
 def _resize() -> list[str]:

@@ -17,7 +17,7 @@ from composable.memory.elastic import idle_bytes
 from tests.helpers.battery import BATTERY
 from tests.helpers.compare import sgd
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 STEPS: Final = 200
 WARM_UP: Final = 100
@@ -113,7 +113,9 @@ def test_a_leaked_tensor_per_step_would_be_seen(pool: Pool) -> None:
 # --- between steps ----------------------------------------------------------------------------------------------------
 
 
-def _idle_between_steps(verb: str) -> None:
+@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
+@spmd(ranks=2, everywhere=True)
+def test_a_host_keeps_nothing_unsharded_and_no_idle_memory_between_steps(verb: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     {"fully_shard": fully_shard, "replicate": replicate}[verb](model, policy={nn.Linear}, mp_policy="bf16")
@@ -140,11 +142,6 @@ def _idle_between_steps(verb: str) -> None:
         step()
         assert idle_bytes() == 0
         assert {row.state for row in describe(model).rows} <= {"SHARDED", "-"}
-
-
-@pytest.mark.parametrize("verb", ["fully_shard", "replicate"])
-def test_a_host_keeps_nothing_unsharded_and_no_idle_memory_between_steps(pool: Pool, verb: str) -> None:
-    pool.run(2, _idle_between_steps, verb)
 
 
 # --- models that are dropped ------------------------------------------------------------------------------------------

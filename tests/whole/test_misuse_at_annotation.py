@@ -1,4 +1,4 @@
-"""Annotations that cannot be are refused at once, with words that say what to do, and leave the module as it was."""
+"""Annotations and arguments that cannot be are refused at once, with words that say what to do, and leave the module as it was."""
 
 # Messages are compared word for word, each on one line.
 # ruff: noqa: E501
@@ -6,22 +6,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from composable import checkpoint, describe, fully_shard, replicate
 from tests.helpers.battery import BATTERY, Case
+from tests.helpers.battery.odd import Layer, Nested
 from tests.helpers.battery.transformers import Block, Transformer
-from tests.helpers.compare import assert_same_training
+from tests.helpers.compare import assert_same_training, full_parameters
 from tests.helpers.placed import placed
 from tests.helpers.refusals import refused, same_on_all
 from tests.helpers.world import Pool, current_device, spmd
+
+Verb = Callable[..., Any]
+Refuse = Callable[[], list[str]]
+REFUSED: Final[dict[str, tuple[Refuse, list[str]]]] = {}
+
+
+def says(*texts: str) -> Callable[[Refuse], Refuse]:
+    """What the decorated function does is refused with these words, on both of two ranks."""
+
+    def add(refuse: Refuse) -> Refuse:
+        REFUSED[refuse.__name__] = refuse, list(texts)
+        return refuse
+
+    return add
+
+
+def _refused_by(verb: Verb, *given: dict[str, Any], model: nn.Module | None = None) -> list[str]:
+    model = _transformer() if model is None else model
+    return [refused(model, lambda each=each: verb(model, **each)) for each in given]
 
 
 def _transformer() -> Transformer:
@@ -29,10 +49,19 @@ def _transformer() -> Transformer:
     return placed(Transformer(), current_device())
 
 
+def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
+    return init_device_mesh(current_device().type, shape, mesh_dim_names=names)
+
+
 # --- order and repetition ---------------------------------------------------------------------------------------------
 
 
-def _parent_before_child(sync: str) -> str:
+@says(
+    *["AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy="] * 4,
+    *["AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first, or use policy="] * 2,
+    *["AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first"] * 2,
+)
+def a_child_after_its_parent() -> list[str]:
     said = []
     for outer, inner in (
         (fully_shard, fully_shard),
@@ -40,56 +69,37 @@ def _parent_before_child(sync: str) -> str:
         (replicate, replicate),
         (replicate, fully_shard),
     ):
+        model = outer(_transformer())
+        for sync in ("check", "off"):
+            said.append(refused(model, lambda: inner(model.blocks[0], sync_module_states=sync)))  # noqa: B023
+    return said
+
+
+@says(
+    *[
+        f"AlreadyAnnotatedError: {verb} was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, {verb}) first"
+        for verb in ("fully_shard", "replicate", "checkpoint")
+    ]
+)
+def the_same_verb_twice() -> list[str]:
+    said = []
+    for verb in (fully_shard, replicate, checkpoint):
         model = _transformer()
-        outer(model)
-        said.append(refused(model, lambda inner=inner, model=model: inner(model.blocks[0], sync_module_states=sync)))
-    return "\n".join(said)
+        verb(model.blocks[1])
+        verb(model.blocks[0])
+        said += _refused_by(lambda _, verb=verb, model=model: verb(model.blocks[1]), {}, model=model)
+    return said
 
 
-@pytest.mark.parametrize("sync", ["check", "off"])
-def test_a_child_after_its_parent_is_refused_by_name(pool: Pool, sync: str) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _parent_before_child, sync)),
-        """\
-AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy=
-AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy=
-AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first, or use policy=
-AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first""",
-    )
-
-
-def _twice(verb: Callable[..., Any]) -> str:
-    model = _transformer()
-    verb(model.blocks[1])
-    verb(model.blocks[0])
-    return refused(model, lambda: verb(model.blocks[1]))
-
-
-@pytest.mark.parametrize("verb", [fully_shard, replicate, checkpoint])
-def test_the_same_verb_twice_is_refused_with_the_place_of_the_first(pool: Pool, verb: Callable[..., Any]) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _twice, verb)).replace(verb.__name__, "VERB"),
-        """AlreadyAnnotatedError: VERB was already applied to 'blocks.1' (at FILE:LINE); to apply it anew, call remove(module, VERB) first""",
-    )
-
-
-def _sharded_and_replicated() -> tuple[str, str]:
+@says(
+    "ClashError: 'blocks.0' is managed by replicate; a module can be sharded or replicated, not both. Call remove(module, replicate) first",
+    "ClashError: 'blocks.1' is managed by fully_shard; a module can be sharded or replicated, not both. Call remove(module, fully_shard) first",
+)
+def a_module_both_sharded_and_replicated() -> list[str]:
     model = _transformer()
     replicate(model.blocks[0])
     fully_shard(model.blocks[1])
-    return (
-        refused(model, lambda: fully_shard(model.blocks[0])),
-        refused(model, lambda: replicate(model.blocks[1])),
-    )
-
-
-def test_a_module_is_sharded_or_replicated_but_not_both(pool: Pool) -> None:
-    assert_text(
-        "\n".join(pool.run(2, _sharded_and_replicated)[0]),
-        """\
-ClashError: 'blocks.0' is managed by replicate; a module can be sharded or replicated, not both. Call remove(module, replicate) first
-ClashError: 'blocks.1' is managed by fully_shard; a module can be sharded or replicated, not both. Call remove(module, fully_shard) first""",
-    )
+    return [refused(model, lambda: fully_shard(model.blocks[0])), refused(model, lambda: replicate(model.blocks[1]))]
 
 
 # --- what cannot be a unit --------------------------------------------------------------------------------------------
@@ -104,36 +114,33 @@ def test_a_parameter_in_two_units_of_a_policy_goes_to_the_module_around_both() -
     assert_same_training(BATTERY["transformer with tied embedding"], annotate)
 
 
-def _tied_to_the_parent() -> str:
+@says(
+    *[
+        "TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together"
+    ]
+    * 2
+)
+def a_parameter_in_two_units_by_hand() -> list[str]:
     model = _transformer()
     fully_shard(model.embedding)
-    return refused(model, lambda: fully_shard(model))
+    return [refused(model, lambda: fully_shard(model)), refused(model, lambda: fully_shard(model.head))]
 
 
-def _tied_to_a_sibling() -> str:
-    model = _transformer()
-    fully_shard(model.embedding)
-    return refused(model, lambda: fully_shard(model.head))
+_NOT_GATHERED: Final = "has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy="
 
 
-def test_a_parameter_in_two_units_by_hand_is_refused_with_both_names(pool: Pool) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _tied_to_the_parent)),
-        """TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together""",
-    )
-    assert_text(
-        same_on_all(pool.run(2, _tied_to_a_sibling)),
-        """TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together""",
-    )
-
-
-def _containers() -> list[str]:
+@says(
+    f"AnnotationError: ModuleList 'blocks' {_NOT_GATHERED}",
+    f"AnnotationError: ModuleList 'blocks' {_NOT_GATHERED}",
+    "AnnotationError: ModuleList 'blocks' has no forward, so there is no forward to run again; annotate its children, or pass policy=",
+    f"AnnotationError: ModuleDict {_NOT_GATHERED}",
+    f"AnnotationError: ModuleList 'blocks' {_NOT_GATHERED}",
+)
+def containers_without_a_forward() -> list[str]:
     model = _transformer()
     heads = nn.ModuleDict({"a": nn.Linear(2, 2)})
     return [
-        refused(model, lambda: fully_shard(model.blocks)),
-        refused(model, lambda: replicate(model.blocks)),
-        refused(model, lambda: checkpoint(model.blocks)),
+        *[refused(model, lambda verb=verb: verb(model.blocks)) for verb in (fully_shard, replicate, checkpoint)],
         refused(heads, lambda: fully_shard(heads)),
         refused(model, lambda: fully_shard(model, policy={nn.ModuleList})),
     ]
@@ -146,114 +153,52 @@ class _CallableList(nn.ModuleList):
         return x
 
 
-def _callable_list() -> None:
-    model = _CallableList([nn.Linear(2, 2)]).to(current_device())
-    fully_shard(model)
+@spmd(ranks=2)
+def test_a_container_with_a_forward_is_a_unit() -> None:
+    model = fully_shard(_CallableList([nn.Linear(2, 2)]).to(current_device()))
     model(torch.ones(1, 2, device=current_device())).sum().backward()
     assert model[0].weight.grad is not None
 
 
-def test_containers_without_a_forward_are_refused_and_subclasses_with_one_are_not(pool: Pool) -> None:
-    assert_text(
-        "\n".join(pool.run(2, _containers)[0]),
-        """\
-AnnotationError: ModuleList 'blocks' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=
-AnnotationError: ModuleList 'blocks' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=
-AnnotationError: ModuleList 'blocks' has no forward, so there is no forward to run again; annotate its children, or pass policy=
-AnnotationError: ModuleDict has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=
-AnnotationError: ModuleList 'blocks' has no forward, so its parameters cannot be gathered around one; annotate its children, or pass policy=""",
-    )
-    pool.run(2, _callable_list)
-
-
-def _read_by_parent() -> str:
+@says(
+    "AnnotationError: fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being called, so nothing would gather its parameters; annotate the MultiheadAttention instead"
+)
+def the_projection_that_attention_reads_itself() -> list[str]:
     model = nn.MultiheadAttention(4, 2).to(current_device())
-    return refused(model, lambda: fully_shard(model.out_proj))
+    return [refused(model, lambda: fully_shard(model.out_proj))]
 
 
-def _read_by_parent_under_a_policy() -> list[str]:
+@spmd(ranks=2)
+def test_the_projection_that_attention_reads_itself_is_merged_under_a_policy() -> None:
     model = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).to(current_device())
     fully_shard(model, policy={nn.Linear, nn.MultiheadAttention, nn.modules.linear.NonDynamicallyQuantizableLinear})
     model(torch.ones(1, 3, 4, device=current_device())).sum().backward()
-    return [unit["unit"] for unit in describe(model).to_dict()["units"]]
-
-
-def test_the_projection_that_attention_reads_itself_is_refused_alone_and_merged_under_a_policy(pool: Pool) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _read_by_parent)),
-        """AnnotationError: fully_shard: 'out_proj' is read by its parent (MultiheadAttention) without being called, so nothing would gather its parameters; annotate the MultiheadAttention instead""",
-    )
-    assert pool.run(2, _read_by_parent_under_a_policy)[0] == ["", "self_attn", "linear1", "linear2"]
-
-
-# --- sizes that are fine ----------------------------------------------------------------------------------------------
-
-
-class _Ragged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scalar = nn.Parameter(torch.tensor(2.0))
-        self.narrow = nn.Parameter(torch.ones(1, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scalar * self.narrow
-
-
-@spmd(ranks=[2, 4])
-def test_scalars_and_empty_shards_are_allowed_and_optimizers_norms_and_descriptions_take_them() -> None:
-    model = _Ragged().to(current_device())
-    fully_shard(model)
-    assert isinstance(model.narrow, DTensor)
-    assert model.narrow.to_local().shape == ((1, 4) if dist.get_rank() == 0 else (0, 4))
-    for optimizer in (
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True),
-    ):
-        model(torch.ones(3, 4, device=current_device())).sum().backward()
-        # The gradients of one row on n ranks, and their norm: 3 * 2 for each element of `narrow`, 12 for the scalar.
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
-        assert isinstance(norm, Tensor)
-        whole = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        gradients = [p.grad.full_tensor() for p in model.parameters() if isinstance(p.grad, DTensor)]
-        assert torch.allclose(whole, torch.cat([g.flatten() for g in gradients]).norm())
-        optimizer.step()
-        optimizer.zero_grad()
-    (unit,) = describe(model).to_dict()["units"]
-    assert unit["numel"] == 5
-    assert unit["bytes_per_rank"] == (20 if dist.get_rank() == 0 else 4)
+    assert [row.unit for row in describe(model).rows] == ["", "self_attn", "linear1", "linear2"]
 
 
 # --- ranks that differ ------------------------------------------------------------------------------------------------
 
 
-def _different_weights(verb: Callable[..., Any]) -> str:
+@says(
+    *[
+        f"RanksDisagreeError: {verb}: the ranks differ in values: rank 0 has parameter '1.weight' with fingerprint 0, rank 1 has parameter '1.weight' with fingerprint 4ed118cf600. Pass sync_module_states='broadcast', or seed equally."
+        for verb in ("fully_shard", "replicate")
+    ]
+)
+def different_weights() -> list[str]:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(current_device())
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-        for parameter in model[1].parameters():
-            parameter.fill_(dist.get_rank())
-    return refused(model, lambda: verb(model, sync_module_states="check"))
+        for number, layer in enumerate(model):
+            for parameter in layer.parameters():
+                parameter.fill_(number * dist.get_rank())
+    return [refused(model, lambda verb=verb: verb(model, sync_module_states="check")) for verb in (fully_shard, replicate)]
 
 
-@pytest.mark.parametrize("verb", [fully_shard, replicate])
-def test_different_weights_are_refused_with_the_first_parameter_and_what_to_pass(pool: Pool, verb: Callable[..., Any]) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _different_weights, verb)).replace(verb.__name__, "VERB"),
-        """RanksDisagreeError: VERB: the ranks differ in values: rank 0 has parameter '1.weight' with fingerprint 0, rank 1 has parameter '1.weight' with fingerprint 4ed118cf600. Pass sync_module_states='broadcast', or seed equally.""",
-    )
-
-
-def _different_verbs() -> str:
-    model = nn.Linear(2, 2).to(current_device())
-    return refused(model, lambda: (fully_shard if dist.get_rank() else replicate)(model))
-
-
-def test_different_verbs_are_refused_by_name(pool: Pool) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _different_verbs)),
-        """RanksDisagreeError: replicate: the ranks differ in verbs: rank 0 has replicate, rank 1 has fully_shard. Every rank must call the same verbs.""",
-    )
+@says(
+    "RanksDisagreeError: replicate: the ranks differ in verbs: rank 0 has replicate, rank 1 has fully_shard. Every rank must call the same verbs."
+)
+def different_verbs() -> list[str]:
+    return _refused_by(fully_shard if dist.get_rank() else replicate, {}, model=nn.Linear(2, 2).to(current_device()))
 
 
 def _different_modules(how: str) -> str:
@@ -292,3 +237,202 @@ def test_different_parameters_are_refused_with_the_first_difference_not_a_hang(p
     assert same_on_all(pool.run(2, _different_modules, how)) == (
         f"RanksDisagreeError: fully_shard: the ranks differ in parameters: {_PLACES[how]}. Every rank must build the same module in the same order."
     )
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+_ONE_OR_TWO: Final = (
+    "fully_shard takes a mesh of one dimension, or of two: one to replicate over and one to shard over; this one has 3"
+)
+_TO_FLATTEN: Final = "To use all of its ranks together, pass mesh=DeviceMesh(mesh.device_type, mesh.mesh.flatten()); to train a model on each part of them, pass a slice, mesh[...]."
+_WHICH: Final = "MeshError: fully_shard: of a mesh of two dimensions, one is sharded over and the other one replicated over. The names of this one, {}, do not say which: let one contain 'replicate' and the other one 'shard'. To shard over one dimension alone, pass {}."
+_ASCENDING: Final = "MeshError: fully_shard: the mesh {} does not list its ranks in ascending order along dimension 0, which is sharded over, as process groups do. Make it by init_device_mesh, or of mesh.mesh.sort(0).values."
+
+
+@says(
+    f"MeshError: {_ONE_OR_TWO}: ('x', 'y', 'z'). {_TO_FLATTEN}",
+    f"MeshError: {_ONE_OR_TWO}: ('pp', 'dp_shard', 'dp_replicate'). {_TO_FLATTEN}",
+    f"MeshError: {_ONE_OR_TWO}. {_TO_FLATTEN}",
+    f"MeshError: replicate takes a mesh of one dimension; this one has 3: ('x', 'y', 'z'). {_TO_FLATTEN}",
+    f"MeshError: replicate takes a mesh of one dimension; this one has 3. {_TO_FLATTEN}",
+    _WHICH.format("('dp', 'tp')", 'mesh["dp"] or mesh["tp"]'),
+    _WHICH.format("('dp_shard', 'cp_shard')", 'mesh["dp_shard"] or mesh["cp_shard"]'),
+)
+def meshes_of_too_many_dimensions_or_of_two_that_do_not_say_which_is_which() -> list[str]:
+    three, unnamed = _mesh(1, 2, 1, names=("x", "y", "z")), _mesh(1, 1, 2)
+    four = _mesh(1, 1, 2, names=("pp", "dp_shard", "dp_replicate"))
+    return [
+        *_refused_by(fully_shard, {"mesh": three}, {"mesh": four}, {"mesh": unnamed}),
+        *_refused_by(replicate, {"mesh": three}, {"mesh": unnamed}),
+        *_refused_by(
+            fully_shard, {"mesh": _mesh(1, 2, names=("dp", "tp"))}, {"mesh": _mesh(2, 1, names=("dp_shard", "cp_shard"))}
+        ),
+    ]
+
+
+@says(
+    *[
+        f"MeshError: {verb}: expected a DeviceMesh, a ProcessGroup or None as mesh, got {kind}."
+        for verb in ("fully_shard", "replicate")
+        for kind in ("str", "list", "int")
+    ]
+)
+def what_is_no_mesh() -> list[str]:
+    given: list[dict[str, Any]] = [{"mesh": "cpu"}, {"mesh": [dist.group.WORLD]}, {"mesh": 2}]
+    return [*_refused_by(fully_shard, *given), *_refused_by(replicate, *given)]
+
+
+@says(_ASCENDING.format("[1, 0]"), _ASCENDING.format("[[1], [0]]"))
+def meshes_that_list_ranks_otherwise_than_process_groups() -> list[str]:
+    """Loading a state dict would cut for the rank that the mesh says, and a gather take the pieces in the group's order."""
+    kind = current_device().type
+    backwards, column = DeviceMesh(kind, [1, 0]), DeviceMesh(kind, [[1], [0]], mesh_dim_names=("shard", "replicate"))
+    return _refused_by(fully_shard, {"mesh": backwards}, {"mesh": column})
+
+
+@says(
+    *["MeshError: reshard_after_forward=3: parameters are sharded over 2 ranks, which 3 does not divide."] * 2,
+    "AnnotationError: reshard_after_forward must be None, True, False or a number of ranks, got the str 'yes'",
+)
+def numbers_of_ranks_that_do_not_divide_the_mesh() -> list[str]:
+    mesh = _mesh(1, 2, names=("replicate", "shard"))
+    given = {"reshard_after_forward": 3}
+    return _refused_by(fully_shard, given, {"mesh": mesh, **given}, {"reshard_after_forward": "yes"})
+
+
+def _as_a_stranger(verb: Verb) -> list[str]:
+    others = dist.new_group([0])  # on rank 1 a number that stands for no group
+    return _refused_by(verb, {"mesh": others}) if dist.get_rank() == 1 else []
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_a_group_without_this_rank_is_refused(pool: Pool, verb: Verb) -> None:
+    assert pool.run(2, _as_a_stranger, verb)[1] == [
+        f"MeshError: {verb.__name__}: expected a DeviceMesh, a ProcessGroup or None as mesh, got int, which new_group() returns on ranks outside of the group: annotate the module on the ranks of the group alone."
+    ]
+
+
+@spmd(ranks=3)
+def test_a_mesh_of_several_dimensions_over_some_ranks_may_be_flattened_as_the_refusal_says() -> None:
+    """On the first two of three ranks; every rank takes part in making meshes."""
+    mesh = DeviceMesh(current_device().type, torch.tensor([[0], [1]]))
+    flat = DeviceMesh(mesh.device_type, mesh.mesh.flatten())
+    if dist.get_rank() < 2:
+        model = _transformer()
+        assert refused(model, lambda: replicate(model, mesh=mesh)) == (
+            f"MeshError: replicate takes a mesh of one dimension; this one has 2. {_TO_FLATTEN}"
+        )
+        replicate(model, mesh=flat)
+        assert describe(model).rows[0].ranks == 2
+
+
+@spmd(ranks=2)
+def test_a_dimension_picked_by_name_and_a_process_group_are_meshes() -> None:
+    mesh = _mesh(1, 2, names=("replicate", "shard"))
+    for given in (mesh["shard"], dist.group.WORLD, dist.new_group([0, 1])):
+        for verb in (fully_shard, replicate):
+            model = _transformer()
+            expected = {name: value.detach().clone() for name, value in model.named_parameters()}
+            verb(model, mesh=given)
+            assert describe(model).rows[0].ranks == 2
+            for name, value in full_parameters(model).items():
+                assert torch.equal(value, expected[name])
+
+
+def test_without_a_process_group_one_process_runs_alone_and_several_are_asked_to_form_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not dist.is_initialized()
+    for value in (None, "1"):
+        if value is None:
+            monkeypatch.delenv("WORLD_SIZE", raising=False)
+        else:
+            monkeypatch.setenv("WORLD_SIZE", value)
+        plain, model, replicated = Layer(), Layer(), Layer()
+        for each in (model, replicated):
+            each.load_state_dict(plain.state_dict())
+        checkpoint(model)
+        fully_shard(model)
+        replicate(replicated)
+        x = torch.randn(3, 6)
+        for each in (plain, model, replicated):
+            each(x).square().sum().backward()
+        for one, *others in zip(plain.parameters(), model.parameters(), replicated.parameters(), strict=True):
+            assert all(other.grad is not None and torch.equal(one.grad, other.grad) for other in others)
+    assert not dist.is_initialized()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for verb in (fully_shard, replicate):
+        assert _refused_by(verb, {}, model=Layer()) == [
+            f"MeshError: {verb.__name__}: WORLD_SIZE is 2, but there is no process group. Call torch.distributed.init_process_group first."
+        ]
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
+
+
+@says(
+    "UnknownArgumentError: fully_shard() has no argument 'auto_wrap_policy'; use policy= instead",
+    "UnknownArgumentError: fully_shard() has no argument 'use_orig_params'; parameters always keep their identity and names; leave it out",
+    "UnknownArgumentError: fully_shard() has no argument 'sharding_strategy'; write reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or call replicate()",
+    "UnknownArgumentError: fully_shard() has no argument 'device_id'; the mesh says which device; leave it out",
+    "UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, mp_policy, offload_policy, shard_placement_fn, grad_reduce, ignored_params, sync_module_states, dp_mesh_dims",
+    "UnknownArgumentError: fully_shard() has no argument 'cpu_offload'; use offload_policy=CPUOffloadPolicy() instead",
+    "UnknownArgumentError: fully_shard() has no argument 'find_unused_parameters'; unused parameters need no flag; leave it out",
+)
+def keywords_that_fully_shard_does_not_have() -> list[str]:
+    names = ("auto_wrap_policy", "use_orig_params", "sharding_strategy", "device_id", "reshard_after_froward", "cpu_offload",
+             "find_unused_parameters")  # fmt: skip
+    return _refused_by(fully_shard, *({name: None} for name in names))
+
+
+@says(
+    "UnknownArgumentError: replicate() has no argument 'find_unused_parameters'; unused parameters need no flag; leave it out",
+    "UnknownArgumentError: replicate() has no argument 'device_ids'; the module's own device is used; leave it out",
+    "AnnotationError: bucket_cap_mb must be a positive number of MiB, got 0",
+    "AnnotationError: sync_module_states must be one of check, broadcast, off, got True; what FSDP1 and DDP mean by that is 'broadcast'",
+)
+def keywords_of_ddp() -> list[str]:
+    given: tuple[dict[str, Any], ...] = ({"find_unused_parameters": True}, {"device_ids": [0]}, {"bucket_cap_mb": 0})
+    return _refused_by(replicate, *given, {"sync_module_states": True})
+
+
+@says(
+    *[
+        "UnknownArgumentError: checkpoint() has no argument 'use_reentrant'; checkpointing is never reentrant here; leave it out, or use torch.utils.checkpoint.checkpoint"
+    ]
+    * 2,
+    "UnknownArgumentError: checkpoint() has no argument 'preserve_rng'; did you mean 'preserve_rng_state'? It takes: policy, preserve_rng_state, context_fn, determinism_check, debug, early_stop",
+    "AnnotationError: determinism_check must be one of default, none, got 'sometimes'",
+    "AnnotationError: checkpoint: debug=True records with contexts of its own and cannot be given with context_fn",
+)
+def keywords_that_checkpoint_does_not_take() -> list[str]:
+    given: tuple[dict[str, Any], ...] = ({"use_reentrant": True}, {"use_reentrant": False}, {"preserve_rng": True})
+    return _refused_by(checkpoint, *given, {"determinism_check": "sometimes"}, {"debug": True, "context_fn": nullcontext})
+
+
+@says(
+    "AnnotationError: ignored_params: pattern 'embd.*' matched nothing; did you mean 'embedding'?",
+    "AnnotationError: ignored_params: a Linear is not inside the module",
+    "AnnotationError: ignored_params: a parameter of shape (2, 2) is not in the module",
+    "AnnotationError: ignored_params takes parameters, modules, FQNs and globs, got int",
+    "AnnotationError: ignored_params: pattern 'embd.*' matched nothing; did you mean 'embedding'?",
+)
+def ignored_parameters_that_match_nothing() -> list[str]:
+    stranger = nn.Linear(2, 2)
+    given: list[dict[str, Any]] = [{"ignored_params": [each]} for each in ("embd.*", stranger, stranger.weight, 3)]
+    return [*_refused_by(fully_shard, *given), *_refused_by(replicate, given[0])]
+
+
+@says(*["PolicyError: policy matched 0 modules; classes present: Nested x2, Linear x10, Sequential x2, ReLU x2, Layer x2"] * 3)
+def policies_that_match_nothing() -> list[str]:
+    model = Nested(1).to(current_device())
+    return [refused(model, lambda verb=verb: verb(model, policy={Block})) for verb in (fully_shard, replicate, checkpoint)]
+
+
+def _refuse(what: str) -> list[str]:
+    return REFUSED[what][0]()
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused_with_what_to_do(pool: Pool, what: str) -> None:
+    assert pool.run(2, _refuse, what) == [REFUSED[what][1]] * 2

@@ -8,14 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 from composable import checkpoint, fully_shard, register_forward_method, remove, replicate
 from tests.helpers.battery.odd import Layer
-from tests.helpers.battery.transformers import Block, Transformer
 from tests.helpers.compare import assert_mean_gradients
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device, need_devices, spmd
@@ -64,17 +62,14 @@ def _good_step(model: nn.Module) -> None:
 # --- calls that are no forward ----------------------------------------------------------------------------------------
 
 
-def _uses_outside_of_a_call(policy: bool) -> None:
+@pytest.mark.parametrize("policy", [False, True])
+@spmd(ranks=2, everywhere=True)
+def test_after_a_use_outside_of_a_call_which_dtensor_refuses_the_model_trains(policy: bool) -> None:
     model = fully_shard(_model(), policy={Layer} if policy else None)
     for use in (model.forward, model.generate, model.head):
         with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             use(_batch())
         _good_step(model)
-
-
-@pytest.mark.parametrize("policy", [False, True])
-def test_after_a_use_outside_of_a_call_which_dtensor_refuses_the_model_trains(pool: Pool, policy: bool) -> None:
-    pool.run(2, _uses_outside_of_a_call, policy)
 
 
 class Reading(nn.Module):
@@ -88,31 +83,27 @@ class Reading(nn.Module):
         return self.mix(x) @ self.mix.weight[:, :6]
 
 
-def _reading(whole: bool) -> list[str]:
-    model = nn.Sequential(Layer(), Reading(), nn.Linear(6, 2)).double().to(current_device())
-    fully_shard(model, policy={Reading} if whole else {nn.Linear})
-    if whole:
-        model(_batch())
-        return []
+@spmd(ranks=2)
+def test_a_parameter_read_outside_of_its_unit_is_named_with_a_cure_that_cures() -> None:
+    def annotated(units: set[type[nn.Module]]) -> nn.Module:
+        model = nn.Sequential(Layer(), Reading(), nn.Linear(6, 2)).double().to(current_device())
+        return fully_shard(model, policy=units)
+
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor") as caught:
-        model(_batch())
-    return caught.value.__notes__
-
-
-def test_a_parameter_read_outside_of_its_unit_is_named_with_a_cure(pool: Pool) -> None:
-    assert_text(
-        "\n".join(pool.run(2, _reading, False)[0]),
-        """\
-a Reading in the forward of unit '(root)' reads a parameter of another unit ('1.mix') outside of that unit's forward, where it is sharded. Annotate the Reading as the unit in its place; with a policy, leave that one out""",
-    )
-    assert pool.run(2, _reading, True) == [[], []]
+        annotated({nn.Linear})(_batch())
+    assert caught.value.__notes__ == [
+        "a Reading in the forward of unit '(root)' reads a parameter of another unit ('1.mix') outside of that unit's forward, where it is sharded. Annotate the Reading as the unit in its place; with a policy, leave that one out"
+    ]
+    annotated({Reading})(_batch())
 
 
 @spmd(ranks=[1, 2])
-@pytest.mark.parametrize("verb", ["fully_shard", "fully_shard by policy", "replicate"])
+@pytest.mark.parametrize("verb", ["fully_shard", "fully_shard by policy", "replicate", "replicate around shards"])
 def test_registered_methods_compute_and_train_as_forward_does(verb: str) -> None:
     plain, model = _model(), _model()
-    if verb == "replicate":
+    if verb == "replicate around shards":
+        fully_shard(model.decoder)
+    if verb.startswith("replicate"):
         replicate(model)
     else:
         fully_shard(model, policy={Layer} if verb == "fully_shard by policy" else None)
@@ -128,53 +119,33 @@ def test_registered_methods_compute_and_train_as_forward_does(verb: str) -> None
     _good_step(model)
 
 
-def _registrations() -> list[str]:
-    model, plain = _model(), _model()
-    fully_shard(model)
-    checkpoint(plain)
-    return [
-        refusal(lambda: register_forward_method(model.head, "forward")),
-        refusal(lambda: register_forward_method(plain, "generate")),
-        refusal(lambda: register_forward_method(model, "genrate")),
-        refusal(lambda: register_forward_method(model, "head")),
-    ]
-
-
-def test_registering_on_a_plain_module_or_a_misspelt_method_is_refused(pool: Pool) -> None:
-    assert_text(
-        "\n".join(pool.run(2, _registrations)[0]),
-        """\
-NotAnnotatedError: register_forward_method: 'head' is not annotated; call fully_shard or replicate on it first
-NotAnnotatedError: register_forward_method: Model is not annotated; call fully_shard or replicate on it first
-NotAnnotatedError: register_forward_method: no method 'genrate' on Model; did you mean 'generate'?
-NotAnnotatedError: register_forward_method: no method 'head' on Model""",
-    )
+@spmd(ranks=2)
+def test_registering_on_a_plain_module_or_a_misspelt_method_is_refused() -> None:
+    model, plain = fully_shard(_model()), checkpoint(_model())
+    for module, name, said in (
+        (model.head, "forward", "'head' is not annotated; call fully_shard or replicate on it first"),
+        (plain, "generate", "Model is not annotated; call fully_shard or replicate on it first"),
+        (model, "genrate", "no method 'genrate' on Model; did you mean 'generate'?"),
+        (model, "head", "no method 'head' on Model"),
+    ):
+        refused = refusal(lambda module=module, name=name: register_forward_method(module, name))
+        assert refused == f"NotAnnotatedError: register_forward_method: {said}"
 
 
 # --- what users do to modules -----------------------------------------------------------------------------------------
 
 
-def _clear_hooks(which: str, after_a_step: bool) -> str:
-    model = _model()
-    fully_shard(model, policy={Layer})
-    module = model if which == "root" else model.get_submodule(which)
+@pytest.mark.parametrize(("unit", "after_a_step"), [("encoder", False), ("encoder", True), ("(root)", True)])
+@spmd(ranks=2, everywhere=True)
+def test_removed_hooks_are_noticed_at_the_next_forward(unit: str, after_a_step: bool) -> None:
+    model = fully_shard(_model(), policy={Layer})
+    module = model if unit == "(root)" else model.get_submodule(unit)
     if after_a_step:
         _good_step(model)
     module._forward_pre_hooks.clear()
     module._forward_hooks.clear()
-    return refusal(lambda: model(_batch()))
-
-
-def test_removed_hooks_are_noticed_at_the_next_forward(pool: Pool) -> None:
-    first = pool.run(2, _clear_hooks, "encoder", False)[0]
-    assert pool.run(2, _clear_hooks, "encoder", True)[0] == first
-    assert_text(
-        first,
-        """HooksRemovedError: unit 'encoder': the forward hooks that the annotation needs were removed from its Layer. Remove hooks by their own handles; to take the annotation back, call remove()""",
-    )
-    assert_text(
-        pool.run(2, _clear_hooks, "root", True)[0],
-        """HooksRemovedError: unit '(root)': the forward hooks that the annotation needs were removed from its Model. Remove hooks by their own handles; to take the annotation back, call remove()""",
+    assert refusal(lambda: model(_batch())) == (
+        f"HooksRemovedError: unit '{unit}': the forward hooks that the annotation needs were removed from its {type(module).__name__}. Remove hooks by their own handles; to take the annotation back, call remove()"
     )
 
 
@@ -219,40 +190,16 @@ def test_ranks_that_run_different_units_are_told_so_by_name(pool: Pool, ranks: i
     )
 
 
-def _transformer_blocks_alone() -> None:
-    torch.manual_seed(0)
-    model = Transformer().to(current_device())
-    fully_shard(model, policy={Block})
-    tokens = torch.zeros(1, 5, dtype=torch.long, device=current_device())
-    with torch.no_grad():
-        model.eval()
-        hidden = model.blocks[0](torch.zeros(1, 5, 12, device=current_device()))
-        assert torch.isfinite(hidden).all()
-        whole = model(tokens)
-    model.train()
-    assert torch.allclose(model(tokens), whole)
-
-
-def test_a_unit_called_before_its_root_works_and_the_root_takes_over(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _transformer_blocks_alone, device=device)
-
-
-def _removed_before_backward(keep: bool) -> str:
+@pytest.mark.parametrize("keep", [False, True])
+@spmd(ranks=2, everywhere=True)
+def test_a_backward_after_remove_says_that_its_parameters_are_gone(keep: bool) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).to(current_device())
     fully_shard(model, policy={nn.Linear}, reshard_after_forward=not keep)
     x = torch.ones(1, 2, device=current_device())
     loss = model(x).sum()
     remove(model, fully_shard)
-    said = refusal(lambda: loss.backward())
+    assert refusal(loss.backward) == (
+        "PhaseError: fully_shard was removed from unit '1' between a forward and its backward: the parameters that this backward goes to are no longer the module's. Run the backward first, or the forward again"
+    )
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    return said
-
-
-@pytest.mark.parametrize("keep", [False, True])
-def test_a_backward_after_remove_says_that_its_parameters_are_gone(pool: Pool, keep: bool) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _removed_before_backward, keep)),
-        """PhaseError: fully_shard was removed from unit '1' between a forward and its backward: the parameters that this backward goes to are no longer the module's. Run the backward first, or the forward again""",
-    )

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_state_dict,
-)
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -35,23 +25,9 @@ from tests.helpers.mixes import (
     train,
     twins,
 )
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import current_device, spmd
 
 # --- gradients --------------------------------------------------------------------------------------------------------
-
-
-@spmd(ranks=2)
-def test_gradients_that_a_user_keeps_do_not_change() -> None:
-    _, mixed = twins("in_the_readme")
-    weight = mixed.tok_emb.weight
-    kept, copies = [], []
-    for step in range(3):
-        mixed(batch_of(step)).square().mean().backward()
-        assert isinstance(weight.grad, DTensor)
-        kept.append(weight.grad)
-        copies.append(full(weight.grad))
-        mixed.zero_grad()
-    assert all(torch.equal(full(gradient), copied) for gradient, copied in zip(kept, copies, strict=True))
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -84,29 +60,6 @@ def test_a_write_between_forward_and_backward_is_refused_as_in_one_process(steps
 
 
 @spmd(ranks=2)
-def test_hooks_of_the_users_are_called_once_with_the_mean() -> None:
-    plain, mixed = twins("in_the_readme")
-    for model in (plain, mixed):
-        model.tok_emb.weight.register_hook(lambda grad: 2 * grad)
-    stepped = torch.optim.SGD([mixed.tok_emb.weight], lr=0.1)
-    seen: list[Tensor] = []
-
-    def step(parameter: Tensor) -> None:
-        assert parameter is mixed.tok_emb.weight or parameter.grad is not None
-        seen.append(full(parameter.grad))  # type: ignore[arg-type]
-        stepped.step()
-        stepped.zero_grad()
-
-    mixed.tok_emb.weight.register_post_accumulate_grad_hook(step)
-    for loss in losses(plain, mixed, 0):
-        loss.backward()
-    before = plain.tok_emb.weight.detach().clone()
-    assert len(seen) == 1
-    torch.testing.assert_close(seen[0], plain.tok_emb.weight.grad)
-    torch.testing.assert_close(full(mixed.tok_emb.weight), before - 0.1 * seen[0])
-
-
-@spmd(ranks=2)
 def test_an_optimizer_made_before_an_annotation_came_to_cover_both_is_refused() -> None:
     model = make_model()
     replicate(model.tok_emb)
@@ -129,37 +82,6 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None
     optimizer.zero_grad()
     model(batch_of(step)).square().mean().backward()
     optimizer.step()
-
-
-def _round_trip(folder: str) -> None:
-    model = twins("in_the_readme")[1]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    _step(model, optimizer, 0)
-    names = ("model", "optimizer")
-    dcp.save(dict(zip(names, get_state_dict(model, optimizer), strict=True)), checkpoint_id=folder)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    if dist.get_rank() == 0:
-        assert torch.equal(whole["tok_emb.weight"], full(model.tok_emb.weight))
-    twin = twins("shards_inside_replicated")[1]
-    its_optimizer = torch.optim.AdamW(twin.parameters(), lr=0.05)
-    _step(twin, its_optimizer, 5)
-    found = dict(zip(names, get_state_dict(twin, its_optimizer), strict=True))
-    dcp.load(found, checkpoint_id=folder)
-    set_state_dict(twin, its_optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-    for each in ((model, optimizer), (twin, its_optimizer)):
-        _step(*each, 1)
-    for one, other in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(full(other), full(one))
-    zeros = {name: torch.zeros_like(tensor) for name, tensor in make_model().state_dict().items()}
-    set_model_state_dict(twin, zeros, options=StateDictOptions(full_state_dict=True))
-    assert not any(full(parameter).any() for parameter in twin.parameters())
-    x = twin(batch_of(0))
-    assert not x.any()
-
-
-def test_a_checkpoint_of_one_mix_loads_into_another(pool: Pool, device: str, tmp_path: Any) -> None:
-    need_devices(device, 2)
-    pool.run(2, _round_trip, str(tmp_path / "checkpoint"), device=device)
 
 
 @pytest.mark.parametrize("mix", MIXES)

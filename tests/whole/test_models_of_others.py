@@ -23,7 +23,7 @@ from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, Wh
 
 from composable import checkpoint, fully_shard
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients, sgd
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import current_device, spmd
 
 _WORDS: Final = 37
 _ENCODER_DECODER: Final[dict[str, Any]] = {
@@ -162,32 +162,31 @@ MODELS: Final[dict[str, Foreign]] = {
 }
 
 
-def _by_block(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
-    fully_shard(model, policy=set(blocks))
-
-
-def _kept_after_forward(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
-    fully_shard(model, policy=set(blocks), reshard_after_forward=False)
-
-
-def _whole(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
-    fully_shard(model)
-
-
 def _checkpointed(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> None:
-    for module in model.modules():
-        if isinstance(module, blocks):
-            checkpoint(module)
+    checkpoint(model, policy=set(blocks))
     fully_shard(model, policy=set(blocks))
 
 
-WAYS: Final = {"by block": _by_block, "kept after forward": _kept_after_forward, "as one unit": _whole}
+WAYS: Final[dict[str, Callable[..., object]]] = {
+    "by block": lambda model, blocks: fully_shard(model, policy=set(blocks)),
+    "kept after forward": lambda model, blocks: fully_shard(model, policy=set(blocks), reshard_after_forward=False),
+    "as one unit": lambda model, blocks: fully_shard(model),
+    "with checkpoints": _checkpointed,
+}
+_CASES: Final = [(name, way) for name in MODELS for way in WAYS if way != "with checkpoints" or name in ("T5", "Mamba", "DoRA")]
 
 
-def _train(name: str, annotate: Callable[[nn.Module, tuple[type[nn.Module], ...]], None]) -> None:
+def _made(foreign: Foreign) -> nn.Module:
+    torch.manual_seed(0)
+    return foreign.build().to(current_device(), foreign.dtype).train()
+
+
+@pytest.mark.parametrize(("name", "way"), _CASES)
+@spmd(ranks=2)
+def test_training_is_that_of_one_process(name: str, way: str) -> None:
     foreign = MODELS[name]
     plain, annotated = _made(foreign), _made(foreign)
-    annotate(annotated, foreign.blocks)
+    WAYS[way](annotated, foreign.blocks)
     optimizers = [sgd(plain), sgd(annotated)]
     exact = foreign.dtype is torch.float64
     for step in range(2):
@@ -204,54 +203,3 @@ def _train(name: str, annotate: Callable[[nn.Module, tuple[type[nn.Module], ...]
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-def _made(foreign: Foreign) -> nn.Module:
-    torch.manual_seed(0)
-    return foreign.build().to(current_device(), foreign.dtype).train()
-
-
-def _train_by_name(name: str, way: str) -> None:
-    _train(name, WAYS[way])
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", MODELS)
-def test_training_is_that_of_one_process(pool: Pool, name: str, way: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _train_by_name, name, way, device=device)
-
-
-def _checkpointed_training(name: str) -> None:
-    _train(name, _checkpointed)
-
-
-@pytest.mark.parametrize("name", ["T5", "Mamba", "DoRA"])
-def test_training_with_checkpoints_is_that_of_one_process(pool: Pool, name: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _checkpointed_training, name, device=device)
-
-
-def _notes(name: str) -> list[str]:
-    foreign = MODELS[name]
-    model = _made(foreign)
-    fully_shard(model, policy={nn.Linear})
-    try:
-        foreign.loss(model, torch.Generator().manual_seed(0))
-    except RuntimeError as error:
-        return error.__notes__
-    raise AssertionError("the read of a shard was taken for one of the whole")
-
-
-@pytest.mark.parametrize("name", ["Mamba", "DoRA"])
-def test_a_parameter_that_a_parent_reads_is_named_with_its_unit_and_a_cure(pool: Pool, name: str, device: str) -> None:
-    need_devices(device, 2)
-    unit, reader = {
-        "Mamba": ("backbone.layers.0.mixer.dt_proj", "MambaMixer"),
-        "DoRA": ("base_model.model.model.layers.0.self_attn.q_proj.base_layer", "Linear"),
-    }[name]
-    ((note,), other) = pool.run(2, _notes, name, device=device)
-    assert other == [note]
-    assert note.startswith(f"a {reader} in the forward of unit '(root)' reads a parameter of another unit (")
-    assert f"'{unit}'" in note
-    assert note.endswith(f"Annotate the {reader} as the unit in its place; with a policy, leave that one out")
