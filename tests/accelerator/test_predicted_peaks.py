@@ -9,7 +9,7 @@ import pytest
 from tests.whole.test_predicted_memory import measured
 
 
-@pytest.mark.parametrize("ranks", [8, 128, 512])
+@pytest.mark.parametrize("ranks", [8, 512])
 def test_peaks_are_those_of_fsdp2_or_less_at_any_number_of_ranks(ranks: int) -> None:
     freeing, keeping = measured(ranks)[False], measured(ranks)[True]
     assert freeing["forward"] <= 3.0

@@ -25,7 +25,6 @@ from composable.comm import (
 )
 from composable.memory.elastic import idle_bytes, release_idle_memory
 from composable.memory.streams import Streams
-from tests.comm.in_process import seats
 from tests.helpers.world import Pool, spmd
 
 CPU = torch.device("cpu")
@@ -186,19 +185,6 @@ def test_one_rank_alone_copies_and_scales() -> None:
     assert comm.all_gather_ints([4, 5], "") == [[4, 5]]
     assert comm.all_gather_objects("a", "") == ["a"]
     assert comm.min_max([4, 5], "") == ([4, 5], [4, 5])
-
-
-def test_seats_of_one_process_move_what_a_group_moves() -> None:
-    comms = seats(2)
-    wholes, outs = [torch.zeros(4) for _ in comms], [torch.zeros(2) for _ in comms]
-    for comm, whole in zip(comms, wholes, strict=True):
-        comm.all_gather([(whole, torch.full((2,), comm.rank + 1.0))], "").wait()
-    for comm, whole, out in zip(comms, wholes, outs, strict=True):
-        comm.reduce_scatter([(out, whole)], "", 0.5).wait()
-    for comm, out in zip(comms, outs, strict=True):
-        comm.all_reduce([out], "").wait()
-    assert [whole.tolist() for whole in wholes] == [[1.0, 1.0, 2.0, 2.0]] * 2
-    assert [out.tolist() for out in outs] == [[3.0, 3.0]] * 2
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
-import pickle
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -16,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from composable.contract.hooks import (
     OUTERMOST_FIRST,
-    Dispatcher,
     attach,
     before_gradient,
     before_node,
@@ -25,6 +22,7 @@ from composable.contract.hooks import (
     drop_calls,
     hooks_attached,
 )
+from tests.contract.verbs import COPIERS
 
 
 class Noting:
@@ -146,6 +144,10 @@ def test_a_forward_that_raises_calls_on_error_innermost_first() -> None:
     with pytest.raises(ValueError, match="as planned"):
         module(X)
     assert log == [*ENTERED, *(f"on_error {name}" for name in INSIDE_OUT)]
+    module.error = None
+    log.clear()
+    module(X)
+    assert log == [*ENTERED, *LEFT], "a call after a failed one is complete"
 
 
 def test_a_bracket_that_raises_in_enter_gets_on_error_with_those_around_it() -> None:
@@ -160,18 +162,6 @@ def test_a_bracket_that_raises_in_leave_calls_on_error_of_those_around_it() -> N
     with pytest.raises(MemoryError, match="checkpoint fails to leave"):
         module(X)
     assert log == [*ENTERED, "leave checkpoint", "on_error offload_activations", "on_error replicate", "on_error fully_shard"]
-
-
-def test_a_call_after_a_failed_one_is_complete() -> None:
-    module, log = _annotated()
-    for error in (ValueError("first"), ValueError("second")):
-        module.error = error
-        with pytest.raises(ValueError, match=str(error)):
-            module(X)
-    module.error = None
-    log.clear()
-    module(X)
-    assert log == [*ENTERED, *LEFT]
 
 
 def test_a_forward_that_returns_none_has_not_failed_even_in_an_except_block() -> None:
@@ -304,43 +294,26 @@ def test_a_bracket_can_be_left_out_of_a_call() -> None:
     assert log == [*ENTERED[:-1], *LEFT[1:]]
 
 
-def test_calls_of_a_module_inside_itself_are_left_in_turn() -> None:
-    log: list[str] = []
-
-    class Nested(nn.Module):
-        def forward(self, depth: int) -> None:
-            if depth:
-                self(depth - 1)
-
-    module = Nested()
-    attach(module, "fully_shard", Noting("it", log))
-    module(2)
-    assert log == ["enter it"] * 3 + ["leave it"] * 3
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_deepcopied_module_has_hooks_and_brackets_of_its_own() -> None:
+@COPIERS
+def test_a_copy_has_hooks_and_brackets_of_its_own_and_no_open_calls(duplicate: Callable[[nn.Module], nn.Module]) -> None:
     module, log = _annotated()
-    twin = copy.deepcopy(module)
-    mine, other = dispatcher_of(module), dispatcher_of(twin)
-    assert isinstance(other, Dispatcher)
-    assert other is not mine
+    module.error = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        module(X)
+    module.error = None
+    twin = duplicate(module)
+    dispatcher: Any = dispatcher_of(twin)
+    assert dispatcher is not dispatcher_of(module)
     assert hooks_attached(twin)
+    theirs = dispatcher.brackets["checkpoint"].log
+    drop_calls(twin)
+    assert theirs == ENTERED
     twin(X)
-    assert log == []
-    assert next(bracket.log for bracket in other.brackets.values())[:4] == ENTERED  # type: ignore[attr-defined]
-
-
-def test_a_pickled_module_has_hooks_that_work() -> None:
-    module, _ = _annotated()
-    twin = pickle.loads(pickle.dumps(module))
-    twin(X)
-    dispatcher = dispatcher_of(twin)
-    assert dispatcher is not None
-    assert hooks_attached(twin)
-    assert next(iter(dispatcher.brackets.values())).log[-1] == "leave fully_shard"  # type: ignore[attr-defined]
+    assert theirs == [*ENTERED, *ENTERED, *LEFT]
+    assert log == ENTERED
 
 
 @pytest.mark.parametrize("hooks", ["_forward_pre_hooks", "_forward_hooks"])
@@ -350,17 +323,6 @@ def test_cleared_hooks_are_noticed(hooks: str) -> None:
     getattr(module, hooks).clear()
     assert not hooks_attached(module)
     assert not hooks_attached(nn.Linear(1, 1))
-
-
-def test_a_pickled_module_has_no_open_calls() -> None:
-    module, _ = _annotated()
-    module.error = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        module(X)
-    module.error = None
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        drop_calls(twin)
-        assert dispatcher_of(twin).brackets["checkpoint"].log == ENTERED  # type: ignore[union-attr, attr-defined]
 
 
 # --- backward ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -153,7 +154,8 @@ class Pool:
         # NCCL refuses two ranks on one device of one host, but takes them for ranks of two hosts if they say so.
         host = {"NCCL_HOSTID": f"rank{index}"} if torch.cuda.device_count() == 1 else {}
         # cuBLAS gives the same bits every time only where each of its streams has memory of its own.
-        with _environment(OMP_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8", **found, **host):
+        said = {"OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", **found, **host}
+        with mock.patch.dict(os.environ, said):
             return Parent(index, prepares=not torch.cuda.is_available())
 
     def _collect(self, world: list[Rank], timeout: float) -> tuple[dict[int, Outcome], dict[int, str]]:
@@ -210,25 +212,6 @@ def _report(ranks: int, bad: dict[int, str]) -> str:
     for text, who in groups.items():
         parts.append(f"--- rank {', '.join(map(str, who))}:\n{text.rstrip()}")
     return "\n".join(parts)
-
-
-class _environment:
-    """Environment variables for processes started inside."""
-
-    def __init__(self, **values: str) -> None:
-        self._values = values
-        self._before: dict[str, str | None] = {}
-
-    def __enter__(self) -> None:
-        self._before = {name: os.environ.get(name) for name in self._values}
-        os.environ.update(self._values)
-
-    def __exit__(self, *_: object) -> None:
-        for name, value in self._before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def spmd(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import copy
 import io
 from typing import Any, Final
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from composable import step_on_shards
+from composable import fully_shard, remove, step_on_shards
+from composable.errors import OptimizerError
 from tests.helpers.world import current_device, spmd
-from tests.optim.twins import Exchanging, Twins, assert_same, local, make_twins, sharded_model, train
+from tests.optim.twins import local, make_twins, sharded_model, train
 
 ADAMW: Final = ("AdamW", {"foreach": True})
 LOOP: Final = ("AdamW", {"foreach": False})
@@ -46,50 +45,6 @@ def test_state_dicts_cross() -> None:
     twins.optimizers[1].load_state_dict(plain)
     twins.check("after loading")
     twins.steps(2, 3)
-
-
-@spmd(ranks=2)
-def test_state_loaded_by_reference() -> None:
-    """A state dict that was not saved holds the tensors themselves."""
-    twins = make_twins(*ADAMW)
-    twins.steps(0, 1)
-    for optimizer in twins.optimizers:
-        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    twins.steps(2)
-    for optimizer in twins.optimizers:
-        optimizer.load_state_dict(optimizer.state_dict())
-    twins.steps(3)
-
-
-@spmd(ranks=2)
-def test_a_step_back() -> None:
-    """What was loaded in the middle counts, not what went before."""
-    twins = make_twins(*ADAMW)
-    twins.steps(0)
-    early = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
-    twins.steps(1, 2)
-    for optimizer, state in zip(twins.optimizers, early, strict=True):
-        optimizer.load_state_dict(state)
-    twins.steps(3)
-    assert {float(state["step"]) for state in twins.optimizers[1].state.values()} == {2.0}
-
-
-@spmd(ranks=2)
-def test_distributed_state_dicts() -> None:
-    twins = make_twins(*LOOP)
-    states = [get_optimizer_state_dict(m, o) for m, o in zip(twins.models, twins.optimizers, strict=True)]
-    twins.check("what looking at empty state leaves behind")
-    twins.steps(0, 1)
-    states = [get_optimizer_state_dict(m, o) for m, o in zip(twins.models, twins.optimizers, strict=True)]
-    assert list(states[0]["state"]) == list(states[1]["state"])
-    for name, expected in states[0]["state"].items():
-        for key, value in expected.items():
-            assert_same(value, states[1]["state"][name][key], f"{key} of {name}")
-    states = [copy.deepcopy(state) for state in states]
-    twins.steps(2)
-    for model, optimizer, state in zip(twins.models, twins.optimizers, reversed(states), strict=True):
-        set_optimizer_state_dict(model, optimizer, state)
-    twins.steps(3)
 
 
 # --- edits ------------------------------------------------------------------------------------------------------------
@@ -122,24 +77,6 @@ def test_edits_of_state() -> None:
     for number, edit in enumerate((in_place, replaced, unseen, forgotten)):
         twins.both(edit)
         twins.steps(2 + 2 * number, 3 + 2 * number)
-
-
-@spmd(ranks=2)
-def test_edits_of_gradients() -> None:
-    twins = make_twins(*ADAMW)
-    for number in range(4):
-        for model, optimizer in zip(twins.models, twins.optimizers, strict=True):
-            optimizer.zero_grad()
-            train(model, number)
-            if number == 1:
-                torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if isinstance(p, DTensor)], 0.01)
-            for index, parameter in enumerate(model.parameters()):
-                if parameter.grad is not None and number == 2 and index % 2:
-                    parameter.grad = parameter.grad * 0.5
-                if number == 3 and index % 5 == 0:
-                    parameter.grad = None
-            optimizer.step()
-        twins.check(f"step {number}")
 
 
 @spmd(ranks=2)
@@ -277,8 +214,27 @@ def test_on_and_off() -> None:
 
 
 @spmd(ranks=2)
-def test_exchanged_state() -> None:
-    models = sharded_model(), sharded_model()
-    one, other = (Exchanging(model.parameters(), {}) for model in models)
-    twins = Twins(models, (one, other), step_on_shards(other, elementwise=True))
-    twins.steps(0, 1, 2, 3)
+def test_annotation_removed() -> None:
+    twins = make_twins(*ADAMW)
+    twins.steps(0, 1)
+    for model in twins.models:
+        remove(model, fully_shard)
+    whole = [parameter.detach().clone() for parameter in twins.models[1].parameters()]
+    for optimizer in twins.optimizers:
+        with pytest.raises(OptimizerError, match="was replaced when the annotation was removed"):
+            optimizer.step()
+    for parameter, expected in zip(twins.models[1].parameters(), whole, strict=True):
+        assert torch.equal(parameter, expected), "a refused step changes nothing"
+
+
+@spmd(ranks=2)
+def test_gradients_are_released() -> None:
+    """Nothing of a step keeps gradients alive."""
+    model = sharded_model()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    step_on_shards(optimizer)
+    for number in range(2):
+        optimizer.zero_grad()
+        train(model, number)
+        optimizer.step()
+        assert all(local(parameter).grad is None for parameter in model.parameters() if isinstance(parameter, DTensor))

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from composable import clip_grad_norm_, fully_shard, replicate
 from composable.comm import Comm, comms_wrapped_by, reduce_numbers
+from tests.helpers.communicators import Around
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 from tests.optim.twins import local
@@ -176,22 +177,20 @@ def test_dtensors_over_several_dimensions_of_a_mesh() -> None:
             torch.testing.assert_close(_whole(mine.grad), parameter.grad)
 
 
-class _Counting:
-    """A comm that notes how many numbers a rank sends in each collective."""
+class _Counting(Around):
+    """Notes how many numbers a rank sends in each collective."""
 
-    def __init__(self, comm: Comm, sent: list[int]) -> None:
-        self._comm, self._sent = comm, sent
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._comm, name)
+    def __init__(self, inner: Comm, sent: list[int]) -> None:
+        super().__init__(inner)
+        self._sent = sent
 
     def all_gather(self, pairs: Sequence[tuple[Tensor, Tensor]], label: str) -> Any:
         self._sent.append(sum(shard.numel() for _, shard in pairs))
-        return self._comm.all_gather(pairs, label)
+        return super().all_gather(pairs, label)
 
     def all_reduce(self, tensors: Sequence[Tensor], label: str, scale: float = 1.0) -> Any:
         self._sent.append(sum(tensor.numel() for tensor in tensors))
-        return self._comm.all_reduce(tensors, label, scale)
+        return super().all_reduce(tensors, label, scale)
 
 
 @spmd(ranks=2)

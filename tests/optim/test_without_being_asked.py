@@ -108,45 +108,6 @@ def test_a_refusal_holds_until_it_is_asked_for() -> None:
 
 
 @spmd(ranks=2)
-def test_an_optimizer_that_loads_a_state_goes_on() -> None:
-    model = _model()
-    optimizer = optim.AdamW(model.parameters(), lr=0.1)
-    for _ in range(2):
-        _step(model, optimizer)
-    other = _model()
-    other.load_state_dict(model.state_dict())
-    loaded = optim.AdamW(other.parameters(), lr=0.1)
-    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each in ((model, optimizer), (other, loaded)):
-        _step(*each)
-        assert _stepping_of(each[1]) is not None
-    for mine, read in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(local(mine), local(read))
-
-
-@spmd(ranks=2)
-def test_a_closure_is_called_once_and_its_gradients_are_stepped() -> None:
-    models = _model(), _model()
-    optimizers = [optim.SGD(model.parameters(), lr=0.1) for model in models]
-    stepped_by_torch(optimizers[0])
-    calls = []
-
-    def closure(model: nn.Module, optimizer: Optimizer) -> Tensor:
-        calls.append(model)
-        optimizer.zero_grad()
-        loss: Tensor = model(torch.ones(2, 4, device=current_device())).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(2):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            optimizer.step(lambda model=model, optimizer=optimizer: closure(model, optimizer))  # type: ignore[misc]
-    assert len(calls) == 4
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(local(one), local(other))
-
-
-@spmd(ranks=2)
 def test_a_compiled_step_trains_as_an_eager_one() -> None:
     with fresh_compiler():
         models = _model(), _model()

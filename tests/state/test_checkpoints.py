@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from pathlib import Path
 from typing import Any
 
@@ -275,34 +274,3 @@ def test_averages_are_loaded_by_another_number_of_ranks(pool: Pool, device: str,
     need_devices(device, 4)
     expected = pool.run(4, _save_averages, str(tmp_path), device=device)[0]
     pool.run(2, _load_averages, str(tmp_path), expected, device=device)
-
-
-def _killed(folder: str, dies: bool) -> None:
-    model = _annotated("fully_shard", seed=int(dies))
-    state = {"model": get_model_state_dict(model)}
-    if dies and dist.get_rank() == 1:
-        original = dcp.FileSystemWriter.write_data
-        dcp.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign,assignment]
-        del original
-    partial = Path(folder + ".partial")
-    dcp.save(state, checkpoint_id=partial)
-    if dist.get_rank() == 0:
-        partial.rename(folder)
-    dist.barrier()
-
-
-def _whole_checkpoint(folder: str) -> None:
-    model = _annotated("fully_shard", seed=5)
-    loaded = {"model": get_model_state_dict(model)}
-    dcp.load(loaded, checkpoint_id=folder)
-    model.load_state_dict(loaded["model"])
-    assert torch.equal(full_state_dict(model, rank0_only=False)["blocks.0.scale"], plain(0).blocks[0].scale.detach().cpu())
-
-
-def test_a_save_that_is_killed_leaves_the_last_good_one(pool: Pool, tmp_path: Path) -> None:
-    good = str(tmp_path / "step-1")
-    pool.run(2, _killed, good, False)
-    with pytest.raises(AssertionError, match="died with exit code"):
-        pool.run(2, _killed, str(tmp_path / "step-2"), True, spoils=True, group_timeout=10.0)
-    assert not (tmp_path / "step-2").exists()
-    pool.run(2, _whole_checkpoint, good)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import re
 from collections.abc import Callable
 from typing import Final
 
@@ -250,44 +249,3 @@ def test_an_exception_in_forward_frees_what_was_gathered(pool: Pool, failure: st
     for scheme in schemes:
         for states in pool.run(2, _states_after, failure, scheme, device=device):
             assert states == ["SHARDED"] * 3, scheme
-
-
-# --- one rank fails, the others wait ----------------------------------------------------------------------------------
-
-_PATIENCE: Final = 10.0  # seconds, of a rank that waits for what will never come
-
-
-def _leave_the_others(scheme: str, where: str) -> str:
-    """What each rank ends with when rank 0 raises: in forward, or in backward."""
-    case: Case = BATTERY["nested"]
-    model = case.model(0, 0, current_device())
-    SCHEMES[scheme].annotate(model, case)
-    for step in range(2):  # orders are recorded and checked in the first step; the failure comes later
-        case.loss(model, *case.inputs(0, step, dist.get_rank(), current_device())).backward()
-    leaves = dist.get_rank() == 0
-    failing = model.get_submodule("inner.layer")
-    try:
-        if leaves and where == "forward":
-            failing.register_forward_pre_hook(_fail)
-        loss = case.loss(model, *case.inputs(0, 2, dist.get_rank(), current_device()))
-        if leaves and where == "backward":
-            raise MemoryError("as planned")
-        loss.backward()
-        # The last collectives of a step may end after it; the next step cannot miss them.
-        case.loss(model, *case.inputs(0, 3, dist.get_rank(), current_device()))
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
-
-
-@pytest.mark.beyond_sim("a backend of an accelerator ends or times out by itself, in words of its own")
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("scheme", ["fully_shard by policy", "replicate"])
-def test_ranks_left_alone_end_with_an_error_that_names_the_unit_and_the_collective(pool: Pool, scheme: str, where: str) -> None:
-    ours, theirs = pool.run(2, _leave_the_others, scheme, where, spoils=True, group_timeout=_PATIENCE)
-    assert ours == "MemoryError: as planned"
-    assert re.match(
-        r"CommunicationError: rank 1: the (all-gather|gradient reduction|gradient all-reduce) of unit '([\w.]*|\(root\))'",
-        theirs,
-    )
-    assert "look for the first error among all ranks" in theirs

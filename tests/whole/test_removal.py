@@ -10,9 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from composable import fully_shard, registry, remove
+from composable import registry, remove
 from composable.errors import AnnotationError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import anatomy, assert_same_training
@@ -142,33 +141,3 @@ def _annotate_again(scheme: str) -> None:
 def test_a_model_can_be_annotated_anew_after_removing(pool: Pool, scheme: str, device: str) -> None:
     need_devices(device, 2)
     pool.run(2, _annotate_again, scheme, device=device)
-
-
-def _remove_one_unit() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).to(current_device())
-    reference = copy.deepcopy(model)
-    fully_shard(model, policy={nn.Linear})
-    x = torch.ones(2, 3, device=current_device())
-
-    def train() -> None:
-        for each in (reference, model):
-            each.zero_grad()
-            each(x).square().sum().backward()
-        for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-            torch.testing.assert_close(one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad, other.grad)
-
-    train()
-    remove(model[0], fully_shard)
-    assert type(model[0].weight) is nn.Parameter
-    with pytest.raises(AnnotationError, match=r"no unit manages '0\.weight', '0\.bias'"):
-        train()
-    fully_shard(model[0])
-    assert isinstance(model[0].weight, DTensor)
-    train()
-    train()
-
-
-def test_one_unit_can_be_removed_and_annotated_anew_while_its_root_lives(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _remove_one_unit, device=device)

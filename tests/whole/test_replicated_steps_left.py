@@ -78,7 +78,7 @@ def _live_differently() -> Any:
     found = []
     for step in range(4):
         if rank == 0:
-            with torch.no_grad():
+            with no_sync(model), torch.no_grad():  # a scope in which nothing is accumulated
                 model(x)
             model.eval()
             model(x)
@@ -95,35 +95,3 @@ def _live_differently() -> Any:
 def test_ranks_may_run_forwards_of_their_own(pool: Pool) -> None:
     first, second = pool.run(2, _live_differently)
     assert first == second
-
-
-def _one_weight(scale: float) -> nn.Linear:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, scale)
-    return model
-
-
-def _two_micro_batches(model: nn.Module, scale: float) -> None:
-    for first in (True, False):
-        with no_sync(model, enabled=first):
-            model(torch.full((1, 1), scale)).sum().backward()
-
-
-def _evaluate_with_a_scope_on_one_rank() -> list[float]:
-    model, found = replicate(_one_weight(1.0)), []
-    if dist.get_rank() == 0:
-        with no_sync(model), torch.no_grad():
-            model(torch.ones(1, 1))
-    for step in range(4):
-        if step < 2:
-            model(torch.full((1, 1), 10.0**step)).sum().backward()
-        else:
-            _two_micro_batches(model, 10.0**step)
-        assert model.weight.grad is not None
-        found.append(model.weight.grad.item())
-        model.zero_grad()
-    return found
-
-
-def test_a_scope_that_one_rank_opens_around_an_evaluation_changes_nothing(pool: Pool) -> None:
-    assert pool.run(2, _evaluate_with_a_scope_on_one_rank) == [[1.0, 10.0, 200.0, 2000.0]] * 2
