@@ -31,11 +31,7 @@ Placement = Callable[[nn.Parameter], Shard | None]
 
 
 def _known_fields(verb: str, argument: str, value: Any, known: Sequence[str]) -> dict[str, Any]:
-    """The fields of one of torch's policy objects.
-
-    Raises:
-        AnnotationError: one that is not in `known` differs from its default.
-    """
+    """The `known` fields of one of torch's policy objects; others must have their defaults."""
     for field in fields(value):
         default = field.default_factory() if field.default_factory is not MISSING else field.default
         if field.name not in known and getattr(value, field.name) != default:
@@ -50,11 +46,7 @@ def _known_fields(verb: str, argument: str, value: Any, known: Sequence[str]) ->
 
 
 def precision_policy(verb: str, value: Any) -> MixedPrecisionPolicy:
-    """The policy that an argument stands for.
-
-    Raises:
-        AnnotationError: it is not a policy.
-    """
+    """The policy that an argument stands for."""
     if isinstance(value, fsdp.MixedPrecisionPolicy):
         known = ("param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs")
         value = MixedPrecisionPolicy(**_known_fields(verb, "mp_policy", value, known))
@@ -98,11 +90,7 @@ def inherited_policies(
 
 
 def is_exact(verb: str, managed: Managed[nn.Parameter], exact: Collection[int]) -> bool:
-    """Whether a parameter keeps its dtype, because it is in one of the modules with the ids `exact`.
-
-    Raises:
-        AnnotationError: one of its places is in such a module, and another one is not.
-    """
+    """Whether a parameter keeps its dtype, because it is in the modules with the ids `exact`, at all of its places."""
     kept = [place for place in managed.places if id(place.module) in exact]
     cast = [place for place in managed.places if id(place.module) not in exact]
     if kept and cast:
@@ -117,11 +105,7 @@ def is_exact(verb: str, managed: Managed[nn.Parameter], exact: Collection[int]) 
 def buffer_holders(
     modules: Sequence[nn.Module], precision: MixedPrecisionPolicy, top: Sequence[nn.Module]
 ) -> tuple[BufferHolder, ...]:
-    """The modules of a unit whose buffers are cast: any of them may have buffers, or get some later.
-
-    Args:
-        top: the modules that the user annotated; names of buffers are relative to them.
-    """
+    """The modules of a unit whose buffers are cast: any may get some later. Names of buffers are relative to `top`."""
     asked = precision.buffer_dtype
     if asked is None:
         return ()
@@ -163,14 +147,7 @@ def refuse_unknown_buffers(verb: str, modules: Sequence[nn.Module], precision: M
 
 
 def offload_policy_of(verb: str, value: Any, local_device: torch.device | None) -> CPUOffloadPolicy | None:
-    """The policy that an argument stands for; None for parameters that stay on the mesh's device.
-
-    Args:
-        local_device: where the parameters are, if there is no process group; None otherwise.
-
-    Raises:
-        AnnotationError: it is not a policy; or there is no process group, and the parameters are on an accelerator.
-    """
+    """The policy that an argument stands for, if any. `local_device`: of the parameters, if there is no process group."""
     if value is None or type(value) is fsdp.OffloadPolicy:  # torch's way to say that nothing is offloaded
         return None
     if isinstance(value, fsdp.CPUOffloadPolicy):
@@ -204,11 +181,7 @@ def bucket_bytes_of(mib: Any) -> int:
 
 
 def shard_dim_of(managed: Managed[nn.Parameter], choose: Placement | None) -> int | None:
-    """The dimension along which a parameter is sharded; None for one without dimensions.
-
-    Args:
-        choose: the user's `shard_placement_fn`.
-    """
+    """The dimension along which a parameter is sharded; None for one without dimensions. `choose`: `shard_placement_fn`."""
     parameter = managed.tensor
     if parameter.ndim == 0:
         return None

@@ -15,15 +15,8 @@ from composable.contract.naming import modules_of, require_callable
 from composable.policies import PolicyLike, select_modules
 
 
-class Brackets:
-    """The state of both verbs: a bracket for each annotated module. None where a policy picks modules below."""
-
-    def __init__(self) -> None:
-        self.brackets: list[Bracket] = []
-
-
 def annotate_each(
-    verb: Verb[..., Brackets],
+    verb: Verb[..., Any],
     module: nn.Module | Sequence[nn.Module],
     policy: PolicyLike | None,
     options: Mapping[str, Any],
@@ -39,12 +32,8 @@ def annotate_each(
     for top in modules_of(name, module):
         if policy is None:
             require_callable(top, so=so)
-            state = verb.state(top)
-            assert state is not None, "the verb is running"
-            bracket = make(top)
-            state.brackets.append(bracket)
             on_undo(partial(detach, top, name))
-            attach(top, name, bracket)
+            attach(top, name, make(top))
         else:
             picked = select_modules(policy, top)
             check_keywords(name, picked, tuple(options))

@@ -59,10 +59,6 @@ def tied_to_replicated(
     """The parameters that stay with a replicated unit which has them already, under a tie.
 
     `replicate` leaves to it what any other replicated unit has, `fully_shard` what a unit inside `modules` has.
-
-    Raises:
-        AnnotationError: `modules` are inside an annotated module, or share a module with one.
-        TiedParametersError: a parameter is tied to one of another unit, and cannot stay with it.
     """
     below = {id(each) for module in modules for each in module.modules()}
     tied = []
@@ -126,12 +122,7 @@ def refuse_lazy(tensors: Sequence[Managed[Any]]) -> None:
 
 
 def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None:
-    """Raise for parameters that `verb` cannot manage.
-
-    Raises:
-        AnnotationError: one is a DTensor, of TorchScript, or stepped by an optimizer in backward; or it would be
-            sharded and has a class of its own or sparse gradients.
-    """
+    """Raise for parameters that `verb` cannot manage."""
     for managed in parameters:
         parameter = managed.tensor
         if _is_stepped_in_backward(parameter):
@@ -144,13 +135,6 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 f"parameter '{full_name(managed)}' is a DTensor already ({parameter.placements}); only plain "
                 f"parameters can be {_DONE[verb]}. Leave it out with ignored_params"
             )
-        for place in managed.places:
-            if not isinstance(place.module._parameters, dict):
-                raise AnnotationError(
-                    f"{verb}: parameter '{full_name(managed)}' of a {type(place.module).__name__} cannot be managed: it is not "
-                    "registered as torch.nn.Module does it; parameters of TorchScript modules are not. Annotate the module "
-                    "that was scripted, or leave it out with ignored_params"
-                )
         if verb != SHARD or not is_distributed():
             continue
         if type(parameter) is not nn.Parameter:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from composable.api.brackets import Brackets, annotate_each
+from composable.api.brackets import annotate_each
 from composable.contract.contract import contract
 from composable.contract.naming import known_fqn
 from composable.errors import AnnotationError, describe_module
@@ -24,7 +24,7 @@ _EQUIVALENTS: Final = {
 }
 
 
-@contract(state_cls=Brackets, equivalents=_EQUIVALENTS, only_submodules_with="policy")
+@contract(equivalents=_EQUIVALENTS, only_submodules_with="policy")
 def offload_activations(
     module: nn.Module | Sequence[nn.Module],
     *,

@@ -22,11 +22,7 @@ from composable.errors import NotAnnotatedError, PhaseError, closest
 
 
 def units_in(verb: str, module: nn.Module) -> list[Unit]:
-    """Find the units of both verbs in `module`.
-
-    Raises:
-        NotAnnotatedError: there are none.
-    """
+    """Find the units of both verbs in `module`."""
     module = unwrapped(module)
     units = units_below([module])
     if not units:

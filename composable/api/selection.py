@@ -15,11 +15,7 @@ from composable.policies import PolicyLike, select_modules
 
 
 def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) -> dict[int, None]:
-    """The ids of the parameters that `ignored` stands for: parameters, modules, FQNs and globs.
-
-    Raises:
-        AnnotationError: an item matches no parameter, or is of another type.
-    """
+    """The ids of the parameters that `ignored` stands for: parameters, modules, FQNs and globs."""
     if ignored is None:
         return {}
     if isinstance(ignored, (str, nn.Module, nn.Parameter)):

@@ -143,8 +143,9 @@ class GroupComm(ABC):
         self.size = dist.get_world_size(group)
         self._ledger = ledger_of(group)
         self._name = dist.get_rank()  # by which messages call this rank: its number among all
-        self._averages = backend_of(group, device) in _AVERAGING
         self._launchers = launchers(group, asynchronous=not self.traits.on_stream)
+        self._means = launchers(group, asynchronous=not self.traits.on_stream, mean=True)
+        self._averages = backend_of(group, device) in _AVERAGING
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -175,13 +176,13 @@ class GroupComm(ABC):
 
     @abstractmethod
     def _start(self, kind: str, label: str, scale: float, *tensors: list[Tensor]) -> Work:
-        """Launch collectives of one kind, a field of `Launchers`, for real outputs and inputs, or for what is reduced in place."""
+        """Launch collectives of one kind, a key of `launchers`, for real outputs and inputs, or for what is reduced in place."""
 
     def _launcher(self, kind: str, scale: float) -> tuple[Launcher, float]:
         """How to launch `kind`, and by what to multiply the results: some backends make means of sums by themselves."""
         if scale != 1.0 and scale == 1.0 / self.size and self._averages:
-            return getattr(self._launchers, f"{kind}_mean"), 1.0
-        return getattr(self._launchers, kind), scale
+            return self._means[kind], 1.0
+        return self._launchers[kind], scale
 
     # --- launches and errors ------------------------------------------------------------------------------------------
 

@@ -95,13 +95,12 @@ class HostCopy:
         near: the contents on the device, or on their way back to it.
     """
 
-    __slots__ = ("__weakref__", "_arrived", "_copies", "_on_host", "_readers", "_source", "_unread", "index", "near")
+    __slots__ = ("__weakref__", "_arrived", "_copies", "_on_host", "_source", "index", "near")
 
     def __init__(self, flat: Tensor, copies: HostCopies, index: int, *, pin_memory: bool) -> None:
         self.index = index
         self._copies = copies
         self._source = ref(flat.untyped_storage())
-        self._readers = self._unread = 0
         # Pinned memory comes from torch's caching allocator, which does not hand out freed memory before the copies that do
         # not block have ended.
         self._on_host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=pin_memory)
@@ -110,10 +109,6 @@ class HostCopy:
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
         return self._source() is storage
-
-    def add_reader(self) -> None:
-        self._readers += 1
-        self._unread += 1
 
     def bring_back(self) -> _OnDevice:
         """Launch the copy back, for the current stream, unless the contents are near on that stream."""
@@ -124,18 +119,14 @@ class HostCopy:
         _keep_near(copies.returning, self, 2 * AHEAD)
         near = _OnDevice(flat, copies.streams)
         near.launch(flat, self._on_host, TO_DEVICE_STREAM, blocks=not self._on_host.is_pinned(), after=self._arrived)
-        self.near, self._unread = near, self._readers
+        self.near = near
         return near
 
     def read(self) -> Tensor:
-        """The contents on the device, ordered before later work of the current stream. After the last reader they are dropped
-        there, so that reader may write to them; a second backward copies them again."""
+        """The contents on the device, ordered before later work of the current stream."""
         near = self.bring_back()
         self._copies.bring_back_older(self.index)
         near.wait()
-        self._unread -= 1
-        if self._unread <= 0:
-            self.near = None
         return near.flat
 
 
@@ -238,7 +229,6 @@ class _Offloaded(_Kept):
     def __init__(self, tensor: Tensor, where: str, copy: HostCopy, start: int) -> None:
         super().__init__(tensor, where)
         self._alias.data = _without_memory(tensor.dtype, tensor.device)  # the version counter stays, the memory does not
-        copy.add_reader()
         self._copy = copy
         self._shape, self._strides = tensor.shape, tensor.stride()
         self._offset = tensor.storage_offset() - start

@@ -14,7 +14,7 @@ from datetime import timedelta
 from functools import partial, wraps
 from itertools import repeat
 from operator import attrgetter, is_
-from typing import Any, Final, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -273,46 +273,36 @@ class Launcher:
     coalesced_options: Any
 
 
-class Launchers(NamedTuple):
-    all_gather: Launcher
-    reduce_scatter: Launcher
-    reduce_scatter_mean: Launcher  # not on gloo
-    all_reduce: Launcher
-    all_reduce_mean: Launcher  # not on gloo
+# The options of one collective, and of several at once.
+_OPTIONS: Final = {
+    "all_gather": (AllgatherOptions, AllgatherOptions),
+    "reduce_scatter": (ReduceScatterOptions, ReduceScatterOptions),
+    "all_reduce": (AllreduceOptions, AllreduceCoalescedOptions),
+}
 
 
-def launchers(group: dist.ProcessGroup, *, asynchronous: bool) -> Launchers:
-    """The group's own collectives.
+def launchers(group: dist.ProcessGroup, *, asynchronous: bool, mean: bool = False) -> dict[str, Launcher]:
+    """The group's own collectives by kind. With `mean`, which gloo does not know, reductions divide the sum.
 
     torch's public functions end in these methods, after 9 us of Python checks that give the same result at every call. The
     only public way to several collectives in one launch is a context, which stays open if an exception ends its body.
     """
-
-    def options(kind: Any, *, mean: bool = False) -> Any:
-        made = kind()
-        made.asyncOp = asynchronous
-        if mean:
-            made.reduceOp = dist.ReduceOp.AVG
-        return made
-
-    def all_reduce(mean: bool) -> Launcher:
-        single, coalesced = options(AllreduceOptions, mean=mean), options(AllreduceCoalescedOptions, mean=mean)
-        return Launcher("allreduce", "allreduce_coalesced", single, coalesced)
-
-    gather, total, mean = options(AllgatherOptions), options(ReduceScatterOptions), options(ReduceScatterOptions, mean=True)
     if hasattr(group, "all_gather_single"):  # not in torch 2.11
         gathers = ("all_gather_single", "all_gather_single_coalesced")
         scatters = ("reduce_scatter_single", "reduce_scatter_single_coalesced")
     else:
         gathers = ("_allgather_base", "allgather_into_tensor_coalesced")
         scatters = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced")
-    return Launchers(
-        Launcher(*gathers, gather, gather),
-        Launcher(*scatters, total, total),
-        Launcher(*scatters, mean, mean),
-        all_reduce(mean=False),
-        all_reduce(mean=True),
-    )
+    methods = {"all_gather": gathers, "reduce_scatter": scatters, "all_reduce": ("allreduce", "allreduce_coalesced")}
+    found = {}
+    for kind, (single, coalesced) in _OPTIONS.items():
+        options: list[Any] = [single(), coalesced()]
+        for each in options:
+            each.asyncOp = asynchronous
+            if mean and kind != "all_gather":
+                each.reduceOp = dist.ReduceOp.AVG
+        found[kind] = Launcher(*methods[kind], *options)
+    return found
 
 
 def cannot_coalesce(error: RuntimeError) -> bool:

@@ -152,8 +152,8 @@ def describe(module: nn.Module) -> Description:
     elsewhere: dict[str, list[str]] = {}
     for name, below in module.named_modules():
         annotations = registry(below)
-        verbs = _effective_verbs(annotations)
         managing = [verb for verb in (SHARD, REPLICATE) if verb in annotations]
+        verbs = _in_order(annotations)
         for verb in managing:
             unit = annotations[verb].state
             if id(unit) not in rows:
@@ -165,17 +165,13 @@ def describe(module: nn.Module) -> Description:
     return Description((*rows.values(), *_unmanaged(module, named=bool(elsewhere))), named, not_offloaded)
 
 
-def _effective_verbs(annotations: Mapping[str, Annotation]) -> list[str]:
-    """List the verbs that do something on this very module: first what makes it a unit, then the others in the order of calls.
-
-    With a policy, `checkpoint` and `offload_activations` do something on the picked modules below only.
-    """
-    others = [verb for verb in annotations if verb not in ("checkpoint", OFFLOAD) or annotations[verb].state.brackets]
-    return sorted(others, key=lambda verb: verb not in (SHARD, REPLICATE))
+def _in_order(annotations: Mapping[str, Annotation]) -> list[str]:
+    """List first the verb that makes a unit, then the others in the order of calls."""
+    return sorted(annotations, key=lambda verb: verb not in (SHARD, REPLICATE))
 
 
 def _offloads_nothing(module: nn.Module) -> bool:
-    if OFFLOAD not in _effective_verbs(registry(module)):
+    if OFFLOAD not in registry(module):
         return False
     devices = {tensor.device for held in (module.parameters(), module.buffers()) for tensor in held if not tensor.is_meta}
     # A module without parameters and buffers may run on any device.
@@ -245,7 +241,7 @@ def _unmanaged(module: nn.Module, *, named: bool) -> list[UnitRow]:
     if SHARD in annotations or REPLICATE in annotations or not rest:
         return []
     name = "(rest)" if named else "(not annotated)"
-    return [_plain_row(name, type(module).__name__, _effective_verbs(annotations), rest)]
+    return [_plain_row(name, type(module).__name__, _in_order(annotations), rest)]
 
 
 def _cells(row: UnitRow) -> tuple[str, ...]:

@@ -236,7 +236,7 @@ def _adds() -> tuple[list[float], list[float]]:
     row = torch.empty(1, dtype=torch.bfloat16, device=current_device())
     group = dist.group.WORLD
     assert group is not None
-    launcher = launchers(group, asynchronous=False).reduce_scatter
+    launcher = launchers(group, asynchronous=False)["reduce_scatter"]
     getattr(group, launcher.single)(row, x, launcher.options)
     dist.all_reduce(x)
     return row.tolist(), x.tolist()

@@ -56,7 +56,7 @@ def test_a_backend_without_a_launch_of_several_is_asked_for_one_after_the_other(
         refused.append(None)
         raise RuntimeError("Backend plain does not support all_gather_single_coalesced")
 
-    names = dict.fromkeys(each.coalesced for each in launchers(world_group(), asynchronous=False))
+    names = dict.fromkeys(each.coalesced for each in launchers(world_group(), asynchronous=False).values())
     comm = _comm()
     with mock.patch.multiple(dist.ProcessGroup, **dict.fromkeys(names, refuse)):
         for _ in range(2):
@@ -93,7 +93,7 @@ def test_complex_numbers_travel_as_pairs_of_real_ones() -> None:
 
 @contextmanager
 def _every_launch_raises(error: Exception) -> Iterator[None]:
-    names = [name for each in launchers(world_group(), asynchronous=False) for name in (each.single, each.coalesced)]
+    names = [name for each in launchers(world_group(), asynchronous=False).values() for name in (each.single, each.coalesced)]
     with mock.patch.multiple(dist.ProcessGroup, **{name: mock.Mock(side_effect=error) for name in dict.fromkeys(names)}):
         yield
 
@@ -153,7 +153,7 @@ def _reductions_apart(setting: str) -> list[str]:
 
         return note
 
-    for name in (names.all_gather.coalesced, names.reduce_scatter.coalesced):
+    for name in (names["all_gather"].coalesced, names["reduce_scatter"].coalesced):
         real[name] = getattr(dist.ProcessGroup, name)
     with mock.patch.multiple(dist.ProcessGroup, **{name: noting(name) for name in real}):
         assert [part.tolist() for part in _gather(comm)] == [[1.0] * 4, [2.0] * 4, [3.0] * 4]

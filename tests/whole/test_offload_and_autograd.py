@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import checkpoint, fully_shard, offload_activations, remove
 from composable.errors import SavedTensorError
-from composable.memory.activations import AHEAD
 from tests.helpers.compare import full_gradients
 from tests.helpers.offloading import Line, inputs_of, line, offloading
 from tests.helpers.world import current_device, spmd
@@ -169,37 +167,6 @@ def test_torchs_own_checkpointing_goes_around_and_inside(reentrant: bool) -> Non
         assert seen.left
         assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
         assert not seen.alive
-
-
-class _Scaled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x, y)
-        return x * y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, y = ctx.saved_tensors
-        return x.mul_(0).add_(y).mul_(gradient), y.mul_(0) + gradient  # in their own memory, as some kernels do
-
-
-class Greedy(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        y = _Scaled.apply(x.cos(), x.sin()) * x.sin()
-        for _ in range(AHEAD):  # what is near is what forward made, as without offload
-            y = y.sin()
-        return y
-
-
-@spmd(ranks=1)
-def test_functions_that_write_to_what_they_saved_get_memory_that_is_theirs_in_a_second_backward() -> None:
-    with offloading() as seen:
-        x = inputs_of().requires_grad_()
-        y = offload_activations(Greedy(), **seen.options)(x).sum()
-        y.backward(retain_graph=True)
-        first, x.grad = x.grad, None
-        y.backward()
-        assert torch.equal(first, x.grad)
 
 
 @spmd(ranks=1)
