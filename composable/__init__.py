@@ -5,6 +5,8 @@ from importlib.metadata import PackageNotFoundError, version
 from composable import errors, traversal
 from composable.algorithms import traced as _traced  # noqa: F401  (compiled autograd: it takes its place in the engine)
 from composable.algorithms.averaging import HierarchicalAverager, PeriodicAverager, average_parameters
+from composable.algorithms.join import join, joinable
+from composable.algorithms.skipped import skipped
 from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint
 from composable.api.comm_hooks import register_comm_hook
@@ -54,6 +56,8 @@ __all__ = [
     "export",
     "full_state_dict",
     "fully_shard",
+    "join",
+    "joinable",
     "keep_unsharded",
     "materialize",
     "no_sync",
@@ -69,6 +73,7 @@ __all__ = [
     "replicate",
     "reset",
     "reshard",
+    "skipped",
     "step_on_shards",
     "stream_full",
     "traversal",

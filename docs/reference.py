@@ -26,6 +26,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
         "OptimizerInBackward",
         "clip_grad_norm_",
     ),
+    "Ranks that are not alike": ("join", "joinable", "skipped"),
     "Ranks that train apart": ("average_parameters", "PeriodicAverager", "HierarchicalAverager"),
     "Verbs of your own": ("contract", "on_undo"),
 }

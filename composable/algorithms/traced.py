@@ -23,6 +23,7 @@ from composable.engine.accumulation import SyncMode
 from composable.engine.grad_bucket import division_factors
 from composable.engine.param import DeferredHooks
 from composable.engine.root import Root
+from composable.engine.shadow import LISTENERS
 from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
 
@@ -95,6 +96,8 @@ def trace_reductions(root: Root) -> str:
 
 
 def _obstacle(root: Root) -> str:
+    if LISTENERS:
+        return "a join scope is open, in which ranks without data follow the engine's reductions"
     if any("checkpoint" in registry(module) for module in root.module.modules()):
         return "a module of the model is annotated with checkpoint, whose recomputation runs outside of the graph"
     for unit in root.units:

@@ -17,6 +17,7 @@ from composable.comm.accelerator import AcceleratorComm
 from composable.comm.base import Comm, backend_of
 from composable.comm.host import GenericComm, PointToPointComm
 from composable.comm.local import LocalComm
+from composable.errors import CommunicationError, first_line
 from composable.memory.streams import has_streams, streams_of
 from composable.memory.torch_private import timeout_of
 
@@ -79,6 +80,19 @@ def reduce_numbers(numbers: Tensor, group: dist.ProcessGroup, *, largest: bool, 
     every = numbers.new_empty(comm.size * numbers.numel())
     comm.all_gather([(every, numbers.contiguous())], label).wait()
     return every.view(comm.size, -1).amax(0)
+
+
+def notification_sum(mine: float, group: dist.ProcessGroup, device: torch.device) -> float:
+    """The sum over all ranks of one number, as torch's `Join` makes it; other ranks may be inside of `Join` itself."""
+    number = torch.full((1,), mine, device=device)  # of this shape and dtype
+    try:
+        dist.all_reduce(number, group=group)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"rank {dist.get_rank()}: the exchange of which ranks have data failed: {first_line(error)}\nAnother rank raised or ended "
+            "inside of a join scope; look for the first error among all ranks."
+        ) from error
+    return number.item()
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------

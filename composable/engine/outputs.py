@@ -112,7 +112,5 @@ class Entry:
     def __call__(self, *_: Any) -> None:
         if self._counted:
             self._counted = False
-            self._unit.pending -= 1
-            if self._trained is not None:
-                self._trained.forwards_left -= 1
+            self._unit.count_backward(self._trained)
         self._unit.pre_backward()

@@ -395,8 +395,8 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
 
 
 @outside_transforms
-def broadcast_buffers(units: list[Unit], *, saved: bool) -> None:
-    """Buffers of replicated units follow rank 0, in training forwards only, as with DDP.
+def broadcast_buffers(units: Sequence[Unit], source: int = 0, *, saved: bool) -> None:
+    """Buffers of replicated units follow one rank, in training forwards only, as with DDP.
 
     The values are written into the tensors that users hold, on hosts only where they differ.
 
@@ -415,9 +415,9 @@ def broadcast_buffers(units: list[Unit], *, saved: bool) -> None:
     for (comm, _, _), members in messages.items():
         with torch.no_grad(), torch.inference_mode(False):
             message = torch.cat([buffer.detach().reshape(-1) for buffer, _ in members.values()])
-            comm.broadcast([message], "broadcast of buffers")
+            comm.broadcast([message], "broadcast of buffers", source)
         pieces = message.split([buffer.numel() for buffer, _ in members.values()])
-        for (buffer, places), piece in zip(members.values(), pieces, strict=True) if comm.rank else ():
+        for (buffer, places), piece in zip(members.values(), pieces, strict=True) if comm.rank != source else ():
             received = piece.view(buffer.shape)
             if not comm.traits.on_stream and torch.equal(buffer, received):
                 continue  # where a stream is, to compare would make the host wait

@@ -38,6 +38,7 @@ from composable.engine.accumulation import SyncMode
 from composable.engine.bucketing import Buckets
 from composable.engine.param import ManagedParam, unit_of
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
+from composable.engine.shadow import LISTENERS, Event, listener, narrates, source, tell, tell_of_call
 from composable.errors import CommunicationError, DifferentiationError, PhaseError, RanksDisagreeError, first_line
 from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
@@ -106,6 +107,8 @@ class BackwardEnd:
     @outside_transforms
     def __call__(self) -> None:
         try:
+            if LISTENERS:
+                tell(Event.END, self.roots[0].units[0], now=True)
             with torch.no_grad():
                 for root in self.roots:
                     root.launch_rest()
@@ -242,6 +245,10 @@ class Root:
 
     def enter_forward(self, unit: Unit, module: nn.Module) -> None:
         """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the next one's gather."""
+        if LISTENERS:
+            if not self.running and (scope := listener()) is not None:
+                scope.begin(self)
+            tell(Event.ENTER, unit, unit.modules.index(module), now=True)
         if not self.running:
             self._begin(module)
         for outer in self.running:
@@ -285,7 +292,7 @@ class Root:
         self._outermost = module
         self._show()
         if grad:
-            broadcast_buffers(self.units, saved=saved)
+            broadcast_buffers(self.units, source(), saved=saved)
             if backward_will_be_compiled():
                 self.eager_because = Root.trace_reductions(self)
             elif not self.eager_because:
@@ -406,6 +413,8 @@ class Root:
                 f"a backward came to unit '{self.name}' after an earlier one of the same step had raised: what that one brought is "
                 "lost, and on some ranks more than on others. Run the forward again; it gives up the lost step"
             )
+        if LISTENERS and (scope := listener()) is not None:
+            scope.open(self)
         # No forward since the last backward: other roots may take part as they did in their forwards before it.
         alone = iteration is not None and self._last_backward is not None and not self._others_since(self._last_backward)
         if iteration is None:  # its forward's iteration has ended: a second backward through one graph, or of one step
@@ -416,8 +425,12 @@ class Root:
         for unit in self.units:
             unit.kept_by.pop(EXPLICIT, None)
         self._show()
-        self.buckets.open(alone=alone)
+        self.buckets.open(alone=alone and not narrates())
         return iteration
+
+    def open_backward(self) -> Iteration:
+        """The iteration, whose backward is under way from now on."""
+        return self._in_backward() or self._open_backward()
 
     def _in_backward(self) -> Iteration | None:
         """The iteration, if its backward is under way."""
@@ -436,10 +449,14 @@ class Root:
 
     def enter_backward(self, unit: Unit) -> None:
         """Backward is about to go through an output of `unit`."""
-        iteration = self._in_backward() or self._open_backward()
+        iteration = self.open_backward()
         if unit in iteration.active:
+            if LISTENERS and not unit.is_unsharded:
+                tell(Event.BACK, unit, now=True)
             self._gather(unit, ())  # another output of it; a recomputation may have freed it
             return
+        if LISTENERS:
+            tell(Event.BACK, unit, now=True)
         # Units are left innermost first, here and at the end of backward. Ranks that enter an expert leave the units before it
         # earlier than ranks that do not, and both must launch in the same order.
         for other in [*reversed(iteration.active)]:
@@ -466,10 +483,12 @@ class Root:
         iteration = self.iteration
         if iteration is not None and unit in iteration.to_reduce and not unit.reduces_by_arrival:
             return
-        iteration = self._in_backward() or self._open_backward()
+        iteration = self.open_backward()
         if unit.reduces_by_arrival:
             self.buckets.arrived(param)
         else:
+            if LISTENERS:
+                tell(Event.GRADIENT, unit)
             iteration.to_reduce[unit] = None  # a parameter that was read outside of its module, or after the unit was left
 
     def _leave_backward(self, unit: Unit, *, at_end: bool = False) -> None:
@@ -761,6 +780,8 @@ def reset(modules: Sequence[nn.Module]) -> None:
 
 def reduce_held(units: Sequence[Unit]) -> None:
     """Reduce what these units accumulated under `no_sync`. All ranks call it, outside of forward and backward."""
+    if LISTENERS:
+        tell_of_call("reduce", [param.at_rest for unit in units for param in unit.params])
     for unit in units:
         if unit.root is None:
             Root.plan(unit, unit.modules[0])

@@ -47,7 +47,8 @@ from composable.engine.param import (
 )
 from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
-from composable.engine.root import EXPLICIT, Root, root_for_call, units_below
+from composable.engine.root import EXPLICIT, Iteration, Root, root_for_call, units_below
+from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
 from composable.memory.torch_private import can_take_data, in_backward, local_of, next_node
@@ -417,6 +418,8 @@ class Unit:
         self._calls.append(call)  # before anything else that may raise: `on_error` takes it back
         if root is None:
             # Checkpointing runs this forward again: no order is recorded and nothing resharded, backward needs it next.
+            if LISTENERS:
+                tell(Event.ENTER, self, self.modules.index(module), now=True)
             self.unshard()
             self.wait_for_unshard()
         else:
@@ -444,18 +447,24 @@ class Unit:
             keep = False
             if grad:
                 output, keep = self._watch(module, output, call)
-            if not self.depth and not self._stays_shown:
-                self.swap_out()
-            if root is None:
-                return output
-            if module in self._to_run:
-                self._to_run.remove(module)
-            root.leave_forward(self, keep=keep, complete=not self._to_run)
+            self._end_call(module, root, keep=keep)
         except BaseException:
             if root is not None and self in root.running:
                 root.on_error(self)
             raise
         return output
+
+    def _end_call(self, module: nn.Module, root: Root | None, *, keep: bool) -> None:
+        if LISTENERS:
+            outermost = root is not None and len(root.running) == 1
+            tell(Event.LEAVE, self, 2 * self.modules.index(module) + keep, now=outermost)
+        if not self.depth and not self._stays_shown:
+            self.swap_out()
+        if root is None:
+            return
+        if module in self._to_run:
+            self._to_run.remove(module)
+        root.leave_forward(self, keep=keep, complete=not self._to_run)
 
     def _watch(self, module: nn.Module, output: Any, call: _Call) -> tuple[Any, bool]:
         """Let `pre_backward` be called before backward goes through `output`. Returns it, and whether parameters must outlive forward."""
@@ -466,10 +475,7 @@ class Unit:
         entry = Entry(self, trained, counted=root is not None)
         seen = watch(output, call.since, entry, self._aliases, counted=root is not None and bool(self.params))
         if seen.found and root is not None:
-            self.pending += 1
-            if trained is not None:
-                trained.forwards += 1
-                trained.forwards_left += 1
+            self._expect_backward(trained)
         if seen.opaque and not seen.found and self.trains and self.is_sharded:
             raise OutputError(
                 f"unit '{self.name}': forward returned {', '.join(seen.opaque)}, in which no tensor that requires grad was "
@@ -477,6 +483,22 @@ class Unit:
                 "attributes"
             )
         return seen.output, seen.aliases or (not seen.found and self.trains)
+
+    def _expect_backward(self, trained: Iteration | None) -> None:
+        if LISTENERS:
+            tell(Event.OUTPUT, self, trained is not None)
+        self.pending += 1
+        if trained is not None:
+            trained.forwards += 1
+            trained.forwards_left += 1
+
+    def count_backward(self, trained: Iteration | None) -> None:
+        """Backward has come to the outputs of one forward."""
+        if LISTENERS:
+            tell(Event.COUNT, self, self.root is not None and trained is not None and trained is self.root.iteration)
+        self.pending -= 1
+        if trained is not None:
+            trained.forwards_left -= 1
 
     def _aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
@@ -502,11 +524,13 @@ class Unit:
             return  # `enter` raised, and `Root.enter_forward` has cleaned up
         _explain(self, module, sys.exception())
         self.depth -= 1
+        if call.root is None:  # checkpointing stops a recomputation by an exception when it has what it needs
+            self._end_call(module, None, keep=False)
+            return
         if not self.depth and not self._stays_shown:
             self.swap_out()
-        if call.root is not None:  # checkpointing stops a recomputation by an exception when it has what it needs
-            self._to_run = []
-            call.root.on_error(self)
+        self._to_run = []
+        call.root.on_error(self)
 
     def pre_backward(self) -> None:
         """Backward is about to go through an output of the unit."""
@@ -519,6 +543,28 @@ class Unit:
             return
         root = self.root or Root.plan(self, self.modules[0])  # anew, if a unit came or went since the forward
         root.enter_backward(self)
+
+    def shadow(self, event: Event, detail: int) -> None:
+        """On a rank without data: do what another rank says that it does, and compute nothing. See `shadow.py`."""
+        if event is Event.ENTER:
+            self.enter(self.modules[detail], (), {})
+        elif event is Event.LEAVE:
+            self.depth -= 1
+            self._end_call(self.modules[detail // 2], self._calls.pop().root, keep=bool(detail % 2))
+        elif event is Event.BACK:
+            self.fed = True  # with zeros
+            self.pre_backward()
+        else:
+            root = self.root
+            assert root is not None
+            if event is Event.OUTPUT:
+                self._expect_backward(root.iteration if detail else None)
+            elif event is Event.COUNT:
+                self.count_backward(root.iteration if detail else None)
+            elif event is Event.OPEN:
+                root.open_backward()
+            elif event is Event.GRADIENT:
+                root.on_gradient(self, self.params[0])
 
     def drop_calls(self) -> None:
         """After an error: no forward of the unit is under way."""

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from composable.engine.param import label_of, model_group_of
+from composable.engine.shadow import LISTENERS, tell_of_call
 from composable.errors import OptimizerError
 from composable.memory.torch_private import locals_of
 from composable.optim.in_backward import OptimizerInBackward
@@ -32,8 +33,7 @@ _UNSCALE: Final = "_unscale_grads_"
 Found = dict[torch.device, Tensor]  # by device: 1.0 if a gradient is not finite
 
 
-def _unscale(optimizer: Optimizer, inverse_scale: Tensor, allow_fp16: bool) -> Found:
-    """Unscale the gradients of an optimizer, in place, and say on which devices one is not finite on any rank."""
+def _unscale(scaler: Any, optimizer: Optimizer, inverse_scale: Tensor, allow_fp16: bool) -> Found:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if isinstance(optimizer, OptimizerInBackward):
         raise OptimizerError(
@@ -41,6 +41,13 @@ def _unscale(optimizer: Optimizer, inverse_scale: Tensor, allow_fp16: bool) -> F
             "gradients that were scaled and may have been infinite. Train in float32 or bfloat16 without a scaler, or with an "
             "optimizer that steps after backward; load the last checkpoint first"
         )
+    if LISTENERS:
+        tell_of_call("unscale", parameters, scaler, inverse_scale, allow_fp16)
+    return unscale_gradients(parameters, inverse_scale, allow_fp16)
+
+
+def unscale_gradients(parameters: list[Tensor], inverse_scale: Tensor, allow_fp16: bool) -> Found:
+    """Unscale gradients, in place, and say on which devices one is not finite on any rank."""
     found = _unscale_locally(parameters, inverse_scale, allow_fp16)
     groups = _groups_of(parameters)
     if not groups:
@@ -102,7 +109,7 @@ def _extended(unscale: Callable[..., Found]) -> Callable[..., Found]:
         if not managed and not isinstance(optimizer, OptimizerInBackward):  # other models are torch's
             return unscale(self, optimizer, inv_scale, found_inf, allow_fp16, *args)
         with torch.no_grad():
-            return _unscale(optimizer, inv_scale, allow_fp16)
+            return _unscale(self, optimizer, inv_scale, allow_fp16)
 
     return unscaled
 

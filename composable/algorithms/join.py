@@ -1,0 +1,649 @@
+"""Uneven inputs: a rank without data follows the ranks that have some, through torch's `Join`.
+
+`Join` knows of one collective: before each iteration a rank that has data adds 1 to a sum of one number, and a rank without
+data adds 0. The model has many, so between two such sums the rank with data that comes first, the source, says what it does:
+which units it enters and leaves (`composable.engine.shadow`), and which functions and optimizers it calls. The others do the
+same without computing. They are told each time, and not by a record of an earlier step: so a rank may have no data at all, and
+steps may differ. While all ranks have data, nothing but the sums is sent.
+
+Between two forwards all ranks run sums of one number, so that a rank that leaves the scope finds its first sum wherever the
+others are:
+
+| sum | means |
+|---|---|
+| 0 | no rank has data any more |
+| at most the number of ranks | so many ranks have data, and begin a forward |
+| `_CALL` | the source calls something, and says what |
+
+An iteration is closed by one sum and the next begins with another, both of ones. Ranks in `Join.__exit__` take part in the first
+or the second, and then shadow the forward like those that left the scope earlier.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from composable.api.scopes import units_in
+from composable.comm import Comm, is_distributed, notification_sum
+from composable.engine import root as roots
+from composable.engine.accumulation import SyncMode
+from composable.engine.param import is_unreduced, unit_of
+from composable.engine.prepare import broadcast_buffers
+from composable.engine.root import Root
+from composable.engine.shadow import LISTENERS, Event
+from composable.engine.unit import Unit
+from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
+from composable.memory.torch_private import locals_of
+from composable.optim.clip import clip_grad_norm_
+from composable.optim.in_backward import stepped_in_backward
+from composable.optim.scaler import unscale_gradients
+
+_CALL: Final = float(1 << 20)  # larger than any number of ranks; float32 holds it exactly
+_EVENTS: Final = 64  # in one message
+_MODES: Final = list(SyncMode)
+
+
+class _LostStepError(Exception):
+    """The ranks with data gave up a step."""
+
+
+class ModelJoinable(Joinable):
+    """What `joinable` returns: models, with what is stepped and carried along with them."""
+
+    def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], carried: Sequence[Any]) -> None:
+        super().__init__()
+        self.models = list(models)
+        self.optimizers = list(optimizers)
+        self.carried = list(carried)
+        self.units = [unit for model in models for unit in units_in("joinable", model)]
+        self.comm = self.units[0].mesh_info.all
+        first = _ranks_of(self.comm)
+        for unit in self.units:
+            if _ranks_of(unit.mesh_info.all) != first or unit.mesh_info.device != self.units[0].mesh_info.device:
+                raise MeshError(
+                    f"joinable: unit '{unit.name}' is on ranks {_ranks_of(unit.mesh_info.all)} of {unit.mesh_info.device}, and unit "
+                    f"'{self.units[0].name}' on ranks {first} of {self.units[0].mesh_info.device}. A rank without data can stand in for "
+                    "units on the same ranks and device only; annotate the models on one mesh"
+                )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Open a scope, or add this to the one that another joinable of the same `Join` has opened."""
+        for each in LISTENERS:
+            scope = each()
+            assert isinstance(scope, _Scope)
+            return scope.also(self)
+        return _Scope(self, initial=kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` makes its sums."""
+        return self.comm.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Over which ranks."""
+        mesh = self.units[0].mesh_info.mesh
+        return self.comm.group or (dist.group.WORLD if mesh is None else mesh.get_group(0))
+
+
+def _ranks_of(comm: Comm) -> list[int]:
+    if comm.group is None:
+        return [dist.get_rank() if is_distributed() else 0]
+    return dist.get_process_group_ranks(comm.group)
+
+
+class _Scope(JoinHook):
+    """One `Join`: on a rank with data it says what is done, on a rank without data it does that.
+
+    Attributes:
+        source: the rank that says it; buffers follow it.
+        narrates: this rank has data, and others have none.
+        running: the ranks that had data in the last forward.
+    """
+
+    def __init__(self, first: ModelJoinable, *, initial: bool) -> None:
+        self.source = 0
+        self.narrates = False
+        self.running = first.comm.size
+        self._members: list[ModelJoinable] = []
+        self._first = first
+        self._comm = first.comm
+        self._group, self._device = first.join_process_group, first.join_device
+        self._initial = initial
+        self._units: list[Unit] = []
+        self._indices: dict[Unit, int] = {}
+        self._used = False
+        self._shadows = False  # this rank has no data any more
+        self._open = False  # a forward has begun, and no sum was sent since
+        self._phase = ""  # what the source does now: "forward", "backward" or nothing
+        self._said: list[int] = []
+        self._depth = 0  # of the forwards that this rank follows
+        self._undo: list[Callable[[], object]] = []
+        self.also(first)
+        scope = ref(self)
+        LISTENERS.append(ref(self, _forget))
+        self._undo.append(register_optimizer_step_pre_hook(partial(_on_step, scope)).remove)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        undo, self._undo = self._undo, []
+        for each in undo:
+            each()
+        LISTENERS[:] = [each for each in LISTENERS if each() not in (None, self)]
+
+    def also(self, member: ModelJoinable) -> JoinHook:
+        """Another of the joinables of the same `Join`."""
+        if self._used:
+            raise PhaseError(
+                "joinable: a join scope is open already. Scopes do not nest: pass all models to one, join(model, other, optimizer)"
+            )
+        if _ranks_of(member.comm) != _ranks_of(self._comm) or member.join_device != self._device:
+            raise MeshError(
+                f"joinable: models of one Join are on ranks {_ranks_of(member.comm)} of {member.join_device} and on ranks "
+                f"{_ranks_of(self._comm)} of {self._device}. Annotate them on one mesh, or open a scope for each"
+            )
+        self._members.append(member)
+        for unit in member.units:
+            if unit not in self._indices:
+                self._indices[unit] = len(self._units)
+                self._units.append(unit)
+                if not self._initial:
+                    self._undo += _scale_gradients(unit, ref(self))
+        return self if member is self._first else JoinHook()
+
+    # --- sums and messages ------------------------------------------------------------------------------------------
+
+    def _sum(self, mine: float) -> float:
+        """Take part in one of the sums that `Join` knows of."""
+        return notification_sum(mine, self._group, self._device)
+
+    def _send(self) -> None:
+        """Say what was told since the last message. Ranks that say the same as the source send nothing of it."""
+        message = torch.zeros(1 + 3 * _EVENTS, dtype=torch.int64)
+        message[0] = len(self._said)
+        message[1 : 1 + len(self._said)] = torch.tensor(self._said, dtype=torch.int64)
+        self._said = []
+        self._comm.broadcast([message.to(self._device)], "message to ranks without data", self.source)
+
+    def _receive(self) -> Iterator[tuple[Event, int, int]]:
+        message = torch.zeros(1 + 3 * _EVENTS, dtype=torch.int64, device=self._device)
+        self._comm.broadcast([message], "message to ranks without data", self.source)
+        count, *numbers = message.tolist()
+        for start in range(0, count, 3):
+            event, unit, detail = numbers[start : start + 3]
+            torch.set_grad_enabled(bool(event % 2))
+            yield Event(event // 2), unit, detail
+
+    def _object(self, value: Any = None) -> Any:
+        """Exchange an object: the source's, on all ranks."""
+        sent = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self._device)
+        length = torch.tensor([sent.numel()], device=self._device)
+        label = "call to ranks without data"
+        self._comm.broadcast([length], label, self.source)
+        if self._comm.rank != self.source:
+            sent = sent.new_empty(int(length.item()))
+        self._comm.broadcast([sent], label, self.source)
+        return pickle.loads(bytes(sent.tolist()))
+
+    def _meet(self) -> None:
+        """Find the source: the first rank that has data."""
+        rows = self._comm.all_gather_ints([int(not self._shadows)], "exchange of which ranks have data")
+        self.source = next(rank for rank, (has_data,) in enumerate(rows) if has_data)
+
+    # --- a rank with data -------------------------------------------------------------------------------------------
+
+    @property
+    def _listens(self) -> bool:
+        return self._first._join_config.enable and not self._shadows
+
+    def begin(self, root: Root) -> None:
+        self._used = True
+        if not self._listens:
+            return
+        if not self._first._join_config.is_first_joinable:
+            raise PhaseError(
+                "joinable: a model that is annotated must be the first joinable of its Join, since it says before each forward which "
+                "ranks have data: Join([joinable(model, optimizer), other])"
+            )
+        if self._first._join_config.throw_on_early_termination:
+            work = Join.notify_join_context(self._first)
+            if work is not None:
+                work.wait()
+            return
+        if self._phase:
+            self._tell(Event.LOST, 0, 0, now=True)
+        self._said, self._phase = [], ""
+        if self._open:
+            self._sum(1.0)
+        self._open = True
+        self.running = int(self._sum(1.0))
+        self.narrates = self.running < self._comm.size
+        problem = self._foreign(root)
+        if self.narrates:
+            self._meet()
+            self._object(problem)
+            self._phase = "forward"
+        if problem is not None:
+            raise problem
+
+    def _foreign(self, root: Root) -> Exception | None:
+        """Find what is wrong with a root: it has units that this scope does not know."""
+        unknown = [unit for unit in root.units if unit not in self._indices]
+        if not unknown:
+            return None
+        if len(unknown) < len(root.units):
+            return PhaseError(
+                f"unit '{unknown[0].name}' was annotated inside of a join scope, and ranks without data do not know it. Annotate the "
+                "whole model before the scope"
+            )
+        if all(unit.mesh_info.all.size == 1 for unit in unknown):
+            return None
+        return PhaseError(
+            f"unit '{root.name}' of another model ran inside of a join scope, and ranks without data do not take part in it. Pass the "
+            "model to the scope: join(model, other, optimizer)"
+        )
+
+    def open(self, root: Root) -> None:
+        if not self._listens or root.units[0] not in self._indices:
+            return
+        missing = self._never_stepped(root)
+        if not self.narrates:
+            if missing is not None:
+                raise missing
+            return
+        if self._phase != "backward":
+            if missing is not None:
+                self._call("raise", missing)
+                raise missing
+            self._call("backward", [_MODES.index(unit.accumulation.now) for unit in self._units], self._cleared())
+            self._phase = "backward"
+        self.tell(Event.OPEN, root.units[0], 0, now=False)
+
+    def _never_stepped(self, root: Root) -> Exception | None:
+        """Every rank steps its own shards: a rank without data needs to know the optimizer."""
+        stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        for unit in root.units:
+            for param in unit.params if unit.is_sharded else ():
+                at_rest = param.at_rest
+                if at_rest.requires_grad and id(at_rest) not in stepped and stepped_in_backward([at_rest]) is None:
+                    return OptimizerError(
+                        f"join: parameter '{param.fqn}' of unit '{unit.name}' is trained by no optimizer that the scope knows. A rank "
+                        "without data goes on to hold its shard, and has to step it: join(model, optimizer), or joinable(model, optimizer)"
+                    )
+        return None
+
+    @property
+    def _optimizers(self) -> list[Optimizer]:
+        return [each for member in self._members for each in member.optimizers]
+
+    @property
+    def _carried(self) -> list[Any]:
+        return [each for member in self._members for each in member.carried]
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [param.at_rest for unit in self._units for param in unit.params]
+
+    def tell(self, event: Event, unit: Unit, detail: int, *, now: bool) -> None:
+        # The first count of a backward comes before the backward is announced, and is sent behind that.
+        if self._listens and self.narrates and (self._phase or event is Event.COUNT):
+            self._tell(event, self._indices.get(unit, 0), detail, now=now)
+            if event is Event.END or (event is Event.LEAVE and now and self._phase == "forward"):
+                self._phase = ""
+
+    def _tell(self, event: Event, unit: int, detail: int, *, now: bool) -> None:
+        self._said += [2 * event + torch.is_grad_enabled(), unit, detail]
+        if now or len(self._said) == 3 * _EVENTS:
+            self._send()
+
+    def _call(self, *what: Any) -> None:
+        """Between forwards and backwards: say that something is called."""
+        self._sum(_CALL if self._comm.rank == self.source else 0.0)
+        self._object(what)
+
+    def call(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
+        if not self._listens:
+            return
+        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters)}
+        known = [numbers[id(parameter)] for parameter in parameters if id(parameter) in numbers]
+        if not known:
+            return
+        if what == "unscale":
+            scaler, inverse_scale, allow_fp16 = args
+            if scaler not in self._carried:
+                raise OptimizerError(
+                    f"join: {type(scaler).__name__} scales gradients of a model in the scope, and is not known to it. Pass it, so that "
+                    "ranks without data go on with its scale: join(model, optimizer, scaler), or joinable(model, optimizer, scaler)"
+                )
+            args = (float(inverse_scale), allow_fp16) if self.narrates else ()
+        if self.narrates:
+            self._call(what, known, *args)
+
+    def step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """`optimizer` is about to step."""
+        if not self._listens:
+            return
+        if optimizer in self._optimizers:
+            if len(args) > 1 or kwargs.get("closure") is not None:
+                raise OptimizerError(
+                    f"join: {type(optimizer).__name__}.step was called with a closure, which ranks without data do not have. Run forward "
+                    "and backward before the step"
+                )
+            if self.narrates:
+                self._call("step", self._optimizers.index(optimizer), _options_of(optimizer))
+        elif isinstance(optimizer, Joinable) and optimizer._join_config.enable and self._open:
+            # `Join` calls its hook next, on ranks without data. The next forward begins with one sum.
+            if self.narrates:
+                self._call("yield")
+            self._open = False
+
+    def _cleared(self) -> list[int]:
+        """The parameters whose gradients are None, or zero because all are."""
+        parameters = self._parameters
+        there = locals_of([parameter.grad for parameter in parameters if parameter.grad is not None])
+        if there and not torch.stack([local.any().to(self._device) for local in there]).any().item():
+            return list(range(len(parameters)))
+        return [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+
+    # --- a rank without data ----------------------------------------------------------------------------------------
+
+    def main_hook(self) -> None:
+        self._used = True
+        if not self._shadows:
+            self._shadows = True
+            if self._open:
+                self._sum(0.0)  # the first sum was that which closes this rank's last iteration
+        self._open = True
+        grad = torch.is_grad_enabled()
+        try:
+            while self._follow_iteration():
+                self._sum(0.0)
+        finally:
+            torch.set_grad_enabled(grad)
+
+    def _follow_iteration(self) -> bool:
+        """Shadow one forward and what follows it; returns whether another forward comes."""
+        self._meet()
+        problem = self._object()
+        if problem is not None:
+            raise problem
+        try:
+            self._follow(in_backward=False)
+        except _LostStepError:
+            self._reset()
+        while (said := self._sum(0.0)) >= _CALL:
+            what, *args = self._object()
+            if what == "yield":
+                self._open = False
+                return False
+            self._perform(what, *args)
+        return said > 0
+
+    def _follow(self, *, in_backward: bool) -> None:
+        """Do what the source tells, until its forward or backward has ended."""
+        while True:
+            for event, unit, detail in self._receive():
+                if event is Event.LOST:
+                    raise _LostStepError
+                if event is Event.END:
+                    return
+                self._units[unit].shadow(event, detail)
+                self._depth += (event is Event.ENTER) - (event is Event.LEAVE)
+            if not self._depth and not in_backward:
+                return
+
+    def _reset(self) -> None:
+        self._depth = 0
+        roots.reset([model for member in self._members for model in member.models])
+
+    def _perform(self, what: str, *args: Any) -> None:
+        if what == "raise":
+            raise args[0]
+        if what == "backward":
+            self._follow_backward(*args)
+        elif what == "step":
+            optimizer, options = self._optimizers[args[0]], args[1]
+            _set_options(optimizer, options)
+            with torch.enable_grad():
+                optimizer.step()
+        else:
+            parameters = [self._parameters[number] for number in args[0]]
+            if what == "reduce":
+                roots.reduce_held(list(dict.fromkeys(filter(None, map(unit_of, parameters)))))
+            elif what == "clip":
+                try:
+                    clip_grad_norm_(parameters, *args[1:-1], error_if_nonfinite=args[-1])
+                except NonFiniteError:
+                    return
+            else:
+                scale, allow_fp16 = args[1:]
+                unscale_gradients(parameters, torch.tensor(scale, device=self._device), allow_fp16)
+
+    def _follow_backward(self, modes: list[int], cleared: list[int]) -> None:
+        self._clear(cleared)
+        scope = object()
+        for unit, mode in zip(self._units, modes, strict=True):
+            unit.accumulation.open_scope(scope, _MODES[mode])
+        try:
+            # In autograd's engine, which calls the end of backward.
+            with torch.enable_grad():
+                anchor = torch.zeros((), device=self._device, requires_grad=True)
+                outcome = _Shadow.apply(anchor, partial(self._follow, in_backward=True))  # type: ignore[no-untyped-call]
+                outcome.backward()
+        except _LostStepError:
+            self._reset()
+        finally:
+            for unit in self._units:
+                unit.accumulation.close_scope(scope)
+
+    def _clear(self, cleared: list[int]) -> None:
+        """Drop the gradients that the source does not have.
+
+        Of a unit that accumulates under `no_sync`, a single parameter may have one here only: the source did not use it.
+        """
+        numbers, first = set(cleared), 0
+        for unit in self._units:
+            mine = range(first, first + len(unit.params))
+            first = mine.stop
+            for number, param in zip(mine, unit.params, strict=True):
+                if number in numbers and (numbers.issuperset(mine) or not is_unreduced(param.at_rest.grad)):
+                    param.at_rest.grad = None
+
+    # --- all ranks --------------------------------------------------------------------------------------------------
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._used = True
+        if is_last_joiner and self._open and self.running < self._comm.size:
+            self._sum(0.0)  # ranks that left the scope earlier wait in `Join`, and not in this hook
+        last = self._comm.all_gather_ints([int(is_last_joiner)], "exchange of which ranks had data to the end")
+        if not all(row[0] for row in last):
+            self._take_over([row[0] for row in last].index(1), is_last_joiner)
+        self.close()
+
+    @torch.no_grad()
+    def _take_over(self, source: int, is_last_joiner: bool) -> None:
+        """Ranks without data take what is not trained by gradients from one that had data to the end."""
+        self.source = source
+        optimizers, carried = self._optimizers, self._carried
+        state = [_options_of(each) for each in optimizers], [each.state_dict() for each in carried], self._cleared()
+        options, states, cleared = self._object(state)
+        broadcast_buffers(self._units, source, saved=False)
+        stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        alike = [p for p in self._parameters if id(p) not in stepped and stepped_in_backward([p]) is None]
+        whole = [local for p, local in zip(alike, locals_of(alike), strict=True) if local.numel() == p.numel()]
+        if self._comm.size > 1:
+            self._comm.broadcast(whole, "broadcast of parameters after join", source)
+        if not is_last_joiner:
+            for optimizer, option in zip(optimizers, options, strict=True):
+                _set_options(optimizer, option)
+            for each, its_state in zip(carried, states, strict=True):
+                each.load_state_dict(its_state)
+            self._clear(cleared)
+
+
+class _Shadow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, follow: Callable[[], None]) -> Tensor:
+        ctx.follow = follow
+        return anchor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[None, None]:
+        ctx.follow()
+        return None, None
+
+
+def _forget(scope: ref[Any]) -> None:
+    if scope in LISTENERS:
+        LISTENERS.remove(scope)
+
+
+def _on_step(scope: ref[_Scope], optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    found = scope()
+    if found is not None:
+        found.step(optimizer, args, kwargs)
+
+
+def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The learning rate and the like."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def _set_options(optimizer: Optimizer, options: list[dict[str, Any]]) -> None:
+    for group, option in zip(optimizer.param_groups, options, strict=True):
+        group.update(option)
+
+
+def _scale_gradients(unit: Unit, scope: ref[_Scope]) -> list[Callable[[], object]]:
+    """The mean over the ranks that have data, where the library divides by all of them."""
+
+    def scaled(gradient: Tensor) -> Tensor:
+        found = scope()
+        if found is None or found.running == found._comm.size:
+            return gradient
+        return gradient * (found._comm.size / found.running)
+
+    undo = []
+    for param in unit.params:
+        parameter, trains = param.compute, param.compute.requires_grad
+        if parameter.is_floating_point() or parameter.is_complex():
+            parameter.requires_grad_(True)  # a frozen one takes no hook
+            undo.append(parameter.register_hook(scaled).remove)
+            parameter.requires_grad_(trains)
+    return undo
+
+
+def joinable(model: nn.Module, *others: Any) -> Joinable:
+    """Make a model known to torch's `Join`, so that its ranks may have different numbers of batches.
+
+    A rank that has left the scope takes part in what the others do: it gathers and reduces with zeros for gradients, and
+    follows them in `optimizer.step()`, `zero_grad`, `no_sync`, `reduce_gradients`, `clip_grad_norm_` and `GradScaler`. So all
+    ranks have the same parameters and the same states of optimizers in the end. Buffers of replicated models follow a rank
+    that has data. `join(model, optimizer)` is the short form.
+
+    It must be the first joinable of its `Join`. A `ZeroRedundancyOptimizer` over a replicated model may be another one. Keyword
+    arguments of `Join`: `divide_by_initial_world_size`, see `join`.
+
+    Args:
+        model: annotated, all of it on the same ranks.
+        others: more models that run in the scope; the optimizers, which are needed for sharded models that are trained; and
+            objects with `state_dict` and `load_state_dict`, such as a `GradScaler` or a scheduler, whose state is taken over from a
+            rank that had data to the end. A rank without data steps with the options (learning rates) of the others.
+
+    Raises:
+        NotAnnotatedError: no annotated module in a model.
+        MeshError: units are on different ranks or devices.
+        OptimizerError: one of `others` is none of these.
+
+    Example:
+        >>> with Join([joinable(model, optimizer)]):
+        ...     for batch in batches:
+        ...         optimizer.zero_grad()
+        ...         loss_of(model, batch).backward()
+        ...         optimizer.step()
+    """
+    models, optimizers, carried = [model], [], []
+    for other in others:
+        if isinstance(other, nn.Module):
+            models.append(other)
+        elif isinstance(other, Optimizer):
+            optimizers.append(other)
+        elif callable(getattr(other, "state_dict", None)) and callable(getattr(other, "load_state_dict", None)):
+            carried.append(other)
+        else:
+            raise OptimizerError(
+                f"joinable: a {type(other).__name__} is neither a model nor an optimizer, and has no state_dict() and "
+                "load_state_dict() to carry to ranks without data. Pass other joinables to Join([joinable(model), other])"
+            )
+    return ModelJoinable(models, optimizers, carried)
+
+
+@contextmanager
+def join(
+    model: nn.Module,
+    *others: Any,
+    divide_by_initial_world_size: bool = True,
+    enable: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """Let ranks run out of data at different times: `Join([joinable(model, *others)], ...)`.
+
+    Inside the scope every rank trains, or evaluates, on as many batches as it has. All ranks enter and leave it. Before each
+    forward of a model the ranks exchange one number, twice; once a rank has run out, one more message per unit is sent.
+
+    Collectives that the library does not see, such as `dist.all_reduce` of a loss, `SyncBatchNorm` and torch's own
+    `clip_grad_norm_`, must not be called inside. What changes gradients between backward and step, and what has to happen on
+    every rank after a step, belongs in hooks of the optimizer (`register_step_pre_hook`), which ranks without data call, too.
+
+    Args:
+        model: annotated, all of it on the same ranks.
+        others: as for `joinable`: more models, the optimizers, a `GradScaler`, schedulers.
+        divide_by_initial_world_size: gradients are divided by the number of all ranks; False: by the number of those that had
+            data in the last forward.
+        enable: False if no rank can run out: nothing is exchanged.
+        throw_on_early_termination: raise on all ranks when one has run out.
+
+    Raises:
+        NotAnnotatedError, MeshError, OptimizerError: as for `joinable`.
+        PhaseError: a model ran inside that was not passed, or was annotated inside.
+        OptimizerError: a sharded parameter is trained by no optimizer that was passed.
+
+    Example:
+        >>> with join(model, optimizer):
+        ...     for batch in batches:  # of this rank
+        ...         optimizer.zero_grad()
+        ...         loss_of(model, batch).backward()
+        ...         optimizer.step()
+
+    After PyTorch's `Join` (pytorch #61555).
+    """
+    if not is_distributed():  # one process alone
+        yield
+        return
+    scope = Join(
+        [joinable(model, *others)],
+        enable=enable,
+        throw_on_early_termination=throw_on_early_termination,
+        divide_by_initial_world_size=divide_by_initial_world_size,
+    )
+    try:
+        with scope:
+            yield
+    finally:
+        for each in [*LISTENERS]:
+            if (open_scope := each()) is not None:
+                open_scope.close()  # also after an exception

@@ -1,0 +1,84 @@
+"""A unit that some ranks compute and others skip."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from composable.compilation import untraced, unwrapped
+from composable.contract.values import map_tensors
+from composable.engine.root import units_below
+from composable.engine.unit import Unit
+
+T = TypeVar("T")
+
+
+@untraced
+def skipped(module: nn.Module, x: T) -> T:
+    """Return `x`, and take part in the collectives of `module` without computing it, because other ranks do.
+
+    Ranks may decide for themselves: `y = layer(x) if keep else skipped(layer, x)`, for stochastic depth, mixture of depths, or
+    experts without tokens. The gradients of the module's parameters count as zero from a rank that skips it. Its parameters are
+    gathered and its gradients are reduced all the same, so a rank that skips saves the computation, and no communication.
+
+    Annotated modules below `module` are taken to run once each, in the order of `.modules()`.
+
+    Args:
+        module: an annotated module; of any other, nothing needs to be done.
+        x: its input: a tensor, or a container of tensors.
+
+    Returns:
+        `x`, as another tensor of the graph.
+
+    Example:
+        >>> def forward(self, x):
+        ...     for layer in self.layers:
+        ...         keep = not self.training or random.random() > 0.1  # on each rank
+        ...         x = layer(x) if keep else skipped(layer, x)
+        ...     return x
+    """
+    module = unwrapped(module)
+    units = units_below([module])
+    return _through(module, x, units) if units else x
+
+
+def _through(module: nn.Module, x: Any, units: list[Unit]) -> Any:
+    """Enter and leave the units of `module` and below that are still in `units`; take them out."""
+    unit = next((unit for unit in units if module in unit.modules), None)
+    if unit is None:
+        for child in module.children():
+            x = _through(child, x, units)
+        return x
+    units.remove(unit)
+    unit.enter(module, (), {})
+    try:
+        for child in module.children():
+            x = _through(child, x, units)
+        anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)
+        # If the parameters train, backward comes to this unit on ranks that compute it.
+        y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor, unit))
+    except BaseException:
+        unit.on_error(module)
+        raise
+    return unit.leave(module, y)
+
+
+def _with_a_node(anchor: Tensor, tensor: Tensor, unit: Unit) -> Tensor:
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    outcome: Tensor = _Skipped.apply(anchor, tensor, unit)  # type: ignore[no-untyped-call]
+    return outcome
+
+
+class _Skipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, unit: Unit) -> Tensor:
+        ctx.unit = unit
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
+        ctx.unit.fed = True  # with zeros
+        return None, gradient, None

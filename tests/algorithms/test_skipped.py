@@ -1,0 +1,190 @@
+"""Row 34 of the behaviours: ranks that skip a unit are refused by name, and work by choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from composable import checkpoint, fully_shard, join, no_sync, replicate, skipped
+from composable.errors import RanksDisagreeError
+from tests.helpers.compare import full
+from tests.helpers.world import current_device, spmd
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.outer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.outer(self.inner(x).tanh())
+        return y
+
+
+class Model(nn.Module):
+    """Layers that each rank may skip; `first` of them without anything that is trained before."""
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Identity() if first else nn.Linear(4, 4)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, keeps: list[bool]) -> Tensor:
+        x = self.embedding(x)
+        for layer, keep in zip(self.layers, keeps, strict=True):
+            x = layer(x) if keep else skipped(layer, x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def _make(first: bool) -> Model:
+    return Model(first).double().to(current_device())
+
+
+def _loss(model: Model, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    x = torch.randn(2, 4, generator=generator, dtype=torch.float64).to(current_device())
+    keeps = [bool(torch.rand((), generator=generator) < 0.5) for _ in model.layers]
+    loss: Tensor = model(x, keeps).square().mean()
+    return loss
+
+
+def _assert_trains_as_one_process(annotate: Callable[[Model], None], *, first: bool = False, accumulates: bool = False) -> None:
+    alone, model = _make(first), _make(first)
+    annotate(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (alone, model)]
+    ranks = dist.get_world_size()
+    for step in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for micro_batch in range(1 + accumulates):
+            for rank in range(ranks):
+                (_loss(alone, rank, 10 * step + micro_batch) / ranks).backward()
+            with no_sync(model, enabled=micro_batch < accumulates):
+                _loss(model, dist.get_rank(), 10 * step + micro_batch).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, parameter), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter.detach()), expected.detach(), rtol=1e-9, atol=1e-11, msg=name)
+
+
+def _shard(model: Model) -> None:
+    fully_shard(model, policy={Block})
+
+
+def _shard_inside(model: Model) -> None:
+    fully_shard(model, policy={Block, nn.Linear})
+
+
+def _shard_and_keep(model: Model) -> None:
+    fully_shard(model, policy={Block}, reshard_after_forward=False)
+
+
+def _hybrid(model: Model) -> None:
+    fully_shard(model, policy={Block}, mesh=init_device_mesh(current_device().type, (2, dist.get_world_size() // 2)))
+
+
+def _replicate_layers(model: Model) -> None:
+    for layer in model.layers:
+        replicate(layer)
+    fully_shard(model)
+
+
+def _replicate(model: Model) -> None:
+    replicate(model, policy={Block})
+
+
+def _checkpoint_inside(model: Model) -> None:
+    for layer in model.layers:
+        checkpoint(layer)
+    fully_shard(model, policy={Block})
+
+
+def _checkpoint_around(model: Model) -> None:
+    fully_shard(model, policy={Block})
+    checkpoint(model)
+
+
+_PLANS = [_shard, _shard_inside, _shard_and_keep, _replicate_layers, _replicate, _checkpoint_inside, _checkpoint_around]
+
+
+@spmd(ranks=[1, 2, 3])
+@pytest.mark.parametrize("annotate", _PLANS)
+def test_34_layers_that_some_ranks_skip_train_as_in_one_process(annotate: Callable[[Model], None]) -> None:
+    _assert_trains_as_one_process(annotate)
+
+
+@spmd(ranks=4)
+def test_34_skipped_on_a_hybrid_mesh() -> None:
+    _assert_trains_as_one_process(_hybrid)
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("annotate", [_shard, _shard_inside, _replicate_layers])
+def test_34_backward_comes_to_a_skipped_layer_whose_input_needs_no_gradient(annotate: Callable[[Model], None]) -> None:
+    _assert_trains_as_one_process(annotate, first=True)
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("annotate", [_shard, _replicate])
+def test_34_skipped_layers_accumulate_nothing_under_no_sync(annotate: Callable[[Model], None]) -> None:
+    _assert_trains_as_one_process(annotate, accumulates=True)
+
+
+@spmd(ranks=2)
+def test_34_skipped_without_gradients() -> None:
+    model = _make(first=False)
+    _shard(model)
+    x = torch.ones(2, 4, dtype=torch.float64, device=current_device())
+    with torch.no_grad():
+        for step in range(3):
+            y = model(x, [dist.get_rank() == 0, step == 0, dist.get_rank() == 1])
+    assert not y.requires_grad
+    assert len(list(model.layers[0].parameters())) == 4
+
+
+@spmd(ranks=2)
+def test_34_a_layer_skipped_without_being_asked_is_refused_by_name() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 1)).to(current_device())
+    fully_shard(model, policy={nn.Linear})
+    x = torch.ones(2, 4, device=current_device())
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = model[2](x if dist.get_rank() else model[1](x))
+        return y
+
+    model.forward = forward  # type: ignore[method-assign]
+    with pytest.raises(RanksDisagreeError, match="rank 0 runs '1', rank 1 runs '2'"):
+        model(x)
+
+
+def test_34_modules_without_annotations_need_nothing() -> None:
+    x = torch.ones(2, 4)
+    assert skipped(nn.Linear(4, 4), x) is x
+
+
+@spmd(ranks=2)
+def test_34_skipped_layers_inside_of_join() -> None:
+    alone, model = _make(first=False), _make(first=False)
+    _shard(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    with join(model, optimizers[1]):
+        for step in range(4 - 2 * dist.get_rank()):
+            optimizers[1].zero_grad()
+            _loss(model, dist.get_rank(), step).backward()
+            optimizers[1].step()
+    for step in range(4):
+        optimizers[0].zero_grad()
+        for rank in range(2 if step < 2 else 1):
+            (_loss(alone, rank, step) / 2).backward()
+        optimizers[0].step()
+    for parameter, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter.detach()), expected.detach(), rtol=1e-9, atol=1e-11)
