@@ -6,6 +6,7 @@ from composable import errors, traversal
 from composable.algorithms import traced as _traced  # noqa: F401  (compiled autograd: it takes its place in the engine)
 from composable.algorithms.averaging import HierarchicalAverager, PeriodicAverager, average_parameters
 from composable.algorithms.join import join, joinable
+from composable.algorithms.outer_steps import LocalSteps, local_steps
 from composable.algorithms.skipped import skipped
 from composable.api.accumulation import no_sync, reduce_gradients
 from composable.api.checkpoint import checkpoint
@@ -37,6 +38,7 @@ __all__ = [
     "CPUOffloadPolicy",
     "CustomPolicy",
     "HierarchicalAverager",
+    "LocalSteps",
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "NamePolicy",
@@ -59,6 +61,7 @@ __all__ = [
     "join",
     "joinable",
     "keep_unsharded",
+    "local_steps",
     "materialize",
     "no_sync",
     "offload_activations",

@@ -27,7 +27,7 @@ CHAPTERS: Final[dict[str, tuple[str, ...]]] = {
         "clip_grad_norm_",
     ),
     "Ranks that are not alike": ("join", "joinable", "skipped"),
-    "Ranks that train apart": ("average_parameters", "PeriodicAverager", "HierarchicalAverager"),
+    "Ranks that train apart": ("average_parameters", "PeriodicAverager", "HierarchicalAverager", "local_steps", "LocalSteps"),
     "Verbs of your own": ("contract", "on_undo"),
 }
 MODULES: Final = ("errors", "traversal")  # the rest of the public names, with chapters of their own

@@ -47,7 +47,7 @@ class CommHookHandle:
         """
         units = [unit for unit in self._units if unit.modules]  # it has none after the annotation was removed
         for unit in units:
-            _refuse_moment("remove a communication hook", unit)
+            refuse_moment("remove a communication hook", unit)
         self._units = []
         for unit in units:
             unit.set_comm_hook(self._stage, None)
@@ -183,10 +183,11 @@ def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> N
             f"{_VERB}: unit '{unit.name}' is on another mesh than the module that the hook is for. Register a hook for "
             "each, with a state of its own"
         )
-    _refuse_moment(_VERB, unit)
+    refuse_moment(_VERB, unit)
 
 
-def _refuse_moment(what: str, unit: Unit) -> None:
+def refuse_moment(what: str, unit: Unit) -> None:
+    """Raise if `unit` is not between two steps: how its gradients are reduced must not change then."""
     accumulates = unit.accumulation.now is not SyncMode.REDUCE or unit.has_unreduced
     if in_backward() or unit.depth or accumulates or (unit.root is not None and unit.root.iteration is not None):
         raise PhaseError(

@@ -607,6 +607,17 @@ class Unit:
         if self.root is not None:
             self.root.buckets.attach_hooks()
 
+    def set_mesh_info(self, mesh_info: MeshInfo) -> None:
+        """Reduce gradients over other ranks; those that hold the shards together stay the same. Between two steps."""
+        self.mesh_info = mesh_info
+        for undo in self._rebuild_undo:
+            undo()
+        self._rebuild_undo = []
+        self._build_buckets()
+        self.rename(self.name)
+        if self.root is not None:
+            self.root.forget()
+
     # --- removal ----------------------------------------------------------------------------------------------------
 
     @staticmethod
