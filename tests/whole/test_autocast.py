@@ -16,7 +16,7 @@ from tests.helpers.battery import Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients, full_gradients
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import current_device, spmd
 
 BF16: Final = torch.bfloat16
 
@@ -66,7 +66,17 @@ def _assert_equal(plain: nn.Module, model: nn.Module) -> None:
     assert_mean_gradients(plain, model, rtol=near, atol=near)
 
 
-def _trains_as_plain(scheme: str) -> None:
+def _need_autocast() -> None:
+    if current_device().type == "sim":
+        pytest.skip("autocast does not know the simulated accelerator")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "scheme"), [*((2, scheme) for scheme in _SCHEMES), (4, "fully_shard by policy"), (4, "hybrid")]
+)
+@spmd()
+def test_training_under_autocast_is_that_of_the_plain_model(scheme: str) -> None:
+    _need_autocast()
     plain, model = _pair(Model)
     if scheme == "hybrid":
         mesh = init_device_mesh(current_device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -91,22 +101,10 @@ def _trains_as_plain(scheme: str) -> None:
         torch.testing.assert_close(model(_batch(9)), plain(_batch(9)), rtol=1e-2, atol=1e-2)
 
 
-def _need_autocast(device: str) -> None:
-    if device == "sim":
-        pytest.skip("autocast does not know the simulated accelerator")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "scheme"), [*((2, scheme) for scheme in _SCHEMES), (4, "fully_shard by policy"), (4, "hybrid")]
-)
-def test_training_under_autocast_is_that_of_the_plain_model(pool: Pool, ranks: int, scheme: str, device: str) -> None:
-    need_devices(device, ranks)
-    _need_autocast(device)
-    pool.run(ranks, _trains_as_plain, scheme, device=device)
-
-
-def _a_policy_and_autocast_agree() -> None:
+@spmd(ranks=[2, 4])
+def test_a_policy_casts_as_autocast_does_where_both_should_agree() -> None:
     """Where all that casts is a linear map, both cast inputs and weights, and neither the rest."""
+    _need_autocast()
     precision = MixedPrecisionPolicy("bf16", reduce_dtype="fp32")
     for verb in (fully_shard, replicate):
         scoped, asked = _pair(lambda: nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)))
@@ -124,10 +122,3 @@ def _a_policy_and_autocast_agree() -> None:
             assert wanted is not None
             assert wanted.dtype is torch.float32
             assert torch.equal(found[name], wanted), name  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_a_policy_casts_as_autocast_does_where_both_should_agree(pool: Pool, ranks: int, device: str) -> None:
-    need_devices(device, ranks)
-    _need_autocast(device)
-    pool.run(ranks, _a_policy_and_autocast_agree, device=device)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError, create_selective_checkpoint_contexts
 
-from composable import checkpoint, fully_shard, registry, replicate
+from composable import checkpoint, fully_shard, replicate
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.transformers import Block, Transformer, next_token_loss
 from tests.helpers.compare import assert_same_training, averaged_gradients, full_gradients
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import current_device, spmd
 
 _SAVED: Final = [torch.ops.aten.addmm.default]
 _selective = partial(create_selective_checkpoint_contexts, _SAVED)
@@ -32,7 +32,10 @@ OPTIONS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
-def _train(options: str, order: str) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("ranks", "order"), [(1, "checkpoint alone"), (2, "checkpoint first"), (2, "checkpoint last")])
+@spmd()
+def test_every_option_trains_the_same(options: str, order: str) -> None:
     def annotate(model: nn.Module, case: Case) -> None:
         if order == "checkpoint first":
             checkpoint(model, policy=set(case.units), **OPTIONS[options])
@@ -42,18 +45,6 @@ def _train(options: str, order: str) -> None:
             checkpoint(model, policy=set(case.units), **OPTIONS[options])
 
     assert_same_training(BATTERY["transformer with tied embedding"], annotate)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("order", ["checkpoint first", "checkpoint last"])
-def test_every_option_trains_the_same_with_shards(pool: Pool, options: str, order: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _train, options, order, device=device)
-
-
-@pytest.mark.parametrize("options", OPTIONS)
-def test_every_option_trains_the_same_alone(pool: Pool, options: str, device: str) -> None:
-    pool.run(1, _train, options, "checkpoint alone", device=device)
 
 
 class _Count(TorchDispatchMode):
@@ -78,20 +69,17 @@ def _tokens() -> Tensor:
     return tokens
 
 
-def _operators(how: str) -> Counter[str]:
-    model = _transformer()
-    if how != "not checkpointed":
-        options = OPTIONS["selective"] if how == "selective" else {}
-        checkpoint(model, policy={Block}, early_stop=False, **options)
-    with _Count() as count:
-        next_token_loss(model, _tokens()).backward()
-    return count.calls
-
-
-def test_checkpointing_runs_the_blocks_again_and_selective_checkpointing_spares_what_it_saves(pool: Pool) -> None:
-    (plain,) = pool.run(1, _operators, "not checkpointed")
-    (whole,) = pool.run(1, _operators, "whole")
-    (selective,) = pool.run(1, _operators, "selective")
+@spmd(ranks=1)
+def test_checkpointing_runs_the_blocks_again_and_selective_checkpointing_spares_what_it_saves() -> None:
+    calls = {}
+    for how, options in {"plain": None, "whole": {}, "selective": OPTIONS["selective"]}.items():
+        model = _transformer()
+        if options is not None:
+            assert checkpoint(model, policy={Block}, early_stop=False, **options) is model
+        with _Count() as count:
+            next_token_loss(model, _tokens()).backward()
+        calls[how] = count.calls
+    plain, whole, selective = calls.values()
     layers = {"aten.addmm.default": 3, "aten.native_layer_norm.default": 2, "aten.gelu.default": 1}
     for operator, per_block in layers.items():
         assert whole[operator] == plain[operator] + 3 * per_block
@@ -99,31 +87,26 @@ def test_checkpointing_runs_the_blocks_again_and_selective_checkpointing_spares_
     assert selective["aten.gelu.default"] == whole["aten.gelu.default"]
 
 
-def _survivors(how: str) -> int:
-    """How many inner activations outlive forward."""
+@pytest.mark.parametrize(("how", "expected"), [("plain", 3), ("checkpointed", 0), ("checkpointed and sharded", 0)])
+@spmd(ranks=2)
+def test_inner_activations_are_gone_after_forward(how: str, expected: int) -> None:
     model = _transformer()
-    if how == "checkpointed":
-        checkpoint(model, policy={Block})
     if how == "checkpointed and sharded":
         fully_shard(model, policy={Block})
+    if how != "plain":
         checkpoint(model, policy={Block})
     inner: list[weakref.ref[Tensor]] = []
     for block in model.blocks:
         block.up.register_forward_hook(lambda module, args, output: inner.append(weakref.ref(output)))
     loss = next_token_loss(model, _tokens())
-    alive = sum(reference() is not None for reference in inner)
+    assert sum(reference() is not None for reference in inner) == expected
     loss.backward()
-    return alive
 
 
-def test_inner_activations_are_gone_after_forward(pool: Pool) -> None:
-    assert pool.run(2, _survivors, "not checkpointed") == [3, 3]
-    assert pool.run(2, _survivors, "checkpointed") == [0, 0]
-    assert pool.run(2, _survivors, "checkpointed and sharded") == [0, 0]
-
-
-def _dropout_gradients(preserve: bool, shard: bool) -> bool:
-    """Whether the gradients are those of the same dropout without checkpoints."""
+@pytest.mark.parametrize("preserve", [True, False])
+@pytest.mark.parametrize("shard", [False, True])
+@spmd(ranks=2)
+def test_dropout_is_recomputed_with_its_own_random_numbers(shard: bool, preserve: bool) -> None:
     plain, model = _transformer(0.4), _transformer(0.4)
     if shard:
         fully_shard(model, policy={Block})
@@ -135,26 +118,9 @@ def _dropout_gradients(preserve: bool, shard: bool) -> bool:
         torch.manual_seed(200)  # what a recomputation must not draw from
         losses[-1].backward()
     assert torch.equal(*losses)
-    if not shard:
-        gradients: list[Tensor | None] = [p.grad for p in plain.parameters()]
-    else:
-        gradients = list(averaged_gradients(plain).values())
-    pairs = zip(gradients, full_gradients(model).values(), strict=True)
-    return all(a is not None and b is not None and torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in pairs)
-
-
-@pytest.mark.parametrize("shard", [False, True])
-def test_dropout_is_recomputed_with_its_own_random_numbers(pool: Pool, shard: bool, device: str) -> None:
-    need_devices(device, 2)
-    assert pool.run(2, _dropout_gradients, True, shard, device=device) == [True, True]
-    assert pool.run(2, _dropout_gradients, False, shard, device=device) == [False, False]
-
-
-@spmd(ranks=1)
-def test_a_policy_annotates_the_picked_modules_only_and_in_place() -> None:
-    model = _transformer()
-    assert checkpoint(model, policy={Block}) is model
-    assert [name for name, module in model.named_modules() if registry(module)] == ["blocks.0", "blocks.1", "blocks.2"]
+    expected = averaged_gradients(plain) if shard else {name: p.grad for name, p in plain.named_parameters()}
+    found = full_gradients(model)
+    assert all(torch.allclose(expected[name], found[name], rtol=1e-9, atol=1e-12) for name in found) is preserve  # type: ignore[arg-type]
 
 
 class OwnNorm(nn.modules.batchnorm._BatchNorm):

@@ -1,4 +1,7 @@
-"""Hooks that reduce gradients: torch's own give the bits that they give under DistributedDataParallel; shards take them, too."""
+"""Hooks that reduce gradients: torch's own give the bits that they give under DistributedDataParallel; shards take them, too.
+
+What scales, casts, accumulates, offloads and steps around hooks is in test_compositions.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import (
-    CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    apply_optimizer_in_backward,
     describe,
     fully_shard,
     no_sync,
-    reduce_gradients,
     register_comm_hook,
     replicate,
 )
 from composable.comm import comms_wrapped_by
-from tests.helpers.compare import full, full_gradients, sgd
+from tests.helpers.compare import full_gradients, sgd
 from tests.helpers.hooked_models import (
     BOTH,
     KINDS,
     STAGES,
     WIRES,
     Calls,
-    Head,
     assert_same,
     loss_of,
     mesh_of,
@@ -199,63 +198,14 @@ _PRECISIONS: Final = {
 }
 
 
-@pytest.mark.parametrize("precision", _PRECISIONS)
-def test_hooks_see_gradients_in_the_dtype_that_they_are_summed_in(pool: Pool, precision: str) -> None:
-    pool.run(4, _same_as_without, "hybrid", "messages", BOTH, device="cpu", mp_policy=_PRECISIONS[precision])
-
-
-def _scaled(what: str, kind: str) -> None:
-    options: dict[str, Any] = {"grad_reduce": "sum"} if what == "a sum" else {}
-    if what == "rest":
-        options["offload_policy"] = CPUOffloadPolicy()  # on a mesh of CPUs that means nothing
-    if what in _PRECISIONS:
-        options["mp_policy"] = _PRECISIONS[what]
-    every: list[tuple[str | None, ...]] = [*STAGES] if kind == "hybrid" else [(None,)]
-    for stages in every:
-        models = [KINDS[kind](**options) for _ in range(2)]
-        handles = [register_comm_hook(models[1], allreduce_hook, stage=stage) for stage in stages]
-        before = [full(parameter) for parameter in models[1].parameters()]
-        if what == "steps in backward":
-            for model in models:
-                apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
-        for number in range(3):
-            for model in models:
-                with no_sync(model, enabled=what == "explicitly", level="replicate" if number else "all"):
-                    loss_of(model, number, spare=True).backward()
-        for model in models if what == "explicitly" else ():
-            reduce_gradients(model)
-        if what == "steps in backward":
-            for first, second, was in zip(*(model.parameters() for model in models), before, strict=True):
-                assert torch.equal(full(first), full(second)), what
-                assert torch.equal(full(second), was) != second.requires_grad, what
-            continue
-        assert_same(models, what, 1e-6)
-        for handle in handles:
-            handle.remove()
-        for model in models:
-            model.zero_grad()
-            loss_of(model, 5, spare=True).backward()
-        assert_same(models, "afterwards")
-
-
-_AROUND: Final = ("a sum", "bfloat16", "bfloat16, summed in float32", "explicitly", "rest", "steps in backward")
-
-
 @pytest.mark.parametrize(
-    ("what", "kind"),
-    [
-        (what, kind)
-        for kind in ("replicated", "sharded", "hybrid")
-        for what in _AROUND
-        if (what, kind) != ("rest", "replicated")
-    ],
+    ("ranks", "kind", "stages"), [(2, "replicated", (None,)), (2, "sharded", (None,)), (4, "hybrid", BOTH)]
 )
-def test_what_scales_casts_and_moves_gradients_or_says_when_does_so_around_hooks(
-    pool: Pool, what: str, kind: str, device: str
+@pytest.mark.parametrize("precision", _PRECISIONS)
+def test_hooks_see_gradients_in_the_dtype_that_they_are_summed_in(
+    pool: Pool, precision: str, ranks: int, kind: str, stages: tuple[str | None, ...]
 ) -> None:
-    ranks = 4 if kind == "hybrid" else 2
-    need_devices(device, ranks)
-    pool.run(ranks, _scaled, what, kind, device=device)
+    pool.run(ranks, _same_as_without, kind, "messages", stages, device="cpu", mp_policy=_PRECISIONS[precision])
 
 
 # --- what hooks do to shards ----------------------------------------------------------------------------------------------
@@ -338,24 +288,6 @@ def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(
     ranks = 4 if kind == "hybrid" else 2
     need_devices(device, ranks)
     pool.run(ranks, _low_rank, kind, stage, device=device)
-
-
-@spmd(ranks=2)
-def test_sharded_and_replicated_modules_of_one_model_have_hooks_side_by_side() -> None:
-    models = [model_of(), model_of()]
-    for model in models:
-        replicate(model.first)
-        fully_shard(model, policy={Head})
-    register_comm_hook(models[1], allreduce_hook)
-    register_comm_hook(models[1].first, allreduce_hook)
-    assert [row.comm_hook for row in describe(models[1]).rows] == ["allreduce_hook"] * 3
-    for step in range(3):
-        for model in models:
-            with no_sync(model, enabled=step == 1):
-                loss_of(model, step, spare=dist.get_rank() == 0).backward()
-            if step == 1:
-                reduce_gradients(model)
-        assert_same(models, step, 1e-7)
 
 
 # --- groups, results, and where there is nothing to reduce --------------------------------------------------------------------

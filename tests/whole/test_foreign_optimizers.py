@@ -58,6 +58,13 @@ def _inside_a_forward() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, made[0]
 
 
+def _before_an_annotation_came_around_both() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, _ = _model()
+    replicate(model[0])
+    optimizer = _optimizer(model[0])
+    return fully_shard(model), optimizer
+
+
 MADE: Final[dict[str, tuple[Callable[[], tuple[nn.Module, torch.optim.Optimizer]], str]]] = {
     "before the annotation": (
         _before_the_annotation,
@@ -68,6 +75,11 @@ MADE: Final[dict[str, tuple[Callable[[], tuple[nn.Module, torch.optim.Optimizer]
         _before_the_annotation_was_removed,
         "parameter '0.weight' of unit '(root)' was replaced when the annotation was removed. Make the optimizer anew",
     ),
+    "before an annotation came around both": (
+        _before_an_annotation_came_around_both,
+        "parameter 'weight' of unit '0' is what modules compute with: the optimizer was made inside a forward or backward, or before "
+        "an annotation came around both replicated and sharded modules. Make it after annotating, and between steps,",
+    ),
     "inside a forward": (
         _inside_a_forward,
         "parameter '0.weight' of unit '(root)' is what modules compute with: the optimizer was made inside a forward",
@@ -77,36 +89,31 @@ MADE: Final[dict[str, tuple[Callable[[], tuple[nn.Module, torch.optim.Optimizer]
 
 @pytest.mark.parametrize("when", MADE)
 @spmd(ranks=2)
-def test_an_optimizer_that_would_train_nothing_is_refused(when: str) -> None:
+def test_an_optimizer_that_would_train_nothing_is_refused_and_its_parameters_are_not_clipped(when: str) -> None:
     model, optimizer = MADE[when][0]()
     x = _model()[1]
     with torch.no_grad():
         before = model(x)
     model(x).sum().backward()
+    stale = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    gradients = [
+        None if parameter.grad is None else full(parameter.grad).clone() for parameter in (*stale, *model.parameters())
+    ]
+    with pytest.raises(ClippingError, match=r"parameter '(0\.)?weight' of unit .* is not the one that is trained"):
+        clip_grad_norm_(stale, 1e-3)
+    after = [None if parameter.grad is None else full(parameter.grad) for parameter in (*stale, *model.parameters())]
+    torch.testing.assert_close(after, gradients, rtol=0, atol=0)
     with pytest.raises(OptimizerError) as caught:
         optimizer.step()
     assert str(caught.value).startswith(f"SGD.step: {MADE[when][1]}")
     assert str(caught.value).endswith("from model.parameters(), or call rebind_optimizer(). The step would train nothing")
     with torch.no_grad():
         torch.testing.assert_close(model(x), before, rtol=0, atol=0)
+    assert clip_grad_norm_(model, 1e-3) > 0
     another = _optimizer(model)
     another.step()
     with torch.no_grad():
-        assert not torch.allclose(model(x), before), "one that is made anew trains"
-
-
-@spmd(ranks=2)
-@pytest.mark.parametrize("when", MADE)
-def test_a_list_of_such_parameters_is_not_clipped(when: str) -> None:
-    model, optimizer = MADE[when][0]()
-    stale = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    model(_model()[1]).sum().backward()
-    before = [None if parameter.grad is None else full(parameter.grad).clone() for parameter in (*stale, *model.parameters())]
-    with pytest.raises(ClippingError, match=r"parameter '(0\.)?weight' of unit .* is not the one that is trained"):
-        clip_grad_norm_(stale, 1e-3)
-    after = [None if parameter.grad is None else full(parameter.grad) for parameter in (*stale, *model.parameters())]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert clip_grad_norm_(model, 1e-3) > 0
+        assert not torch.equal(model(x), before), "one that is made anew trains"
 
 
 @spmd(ranks=2)

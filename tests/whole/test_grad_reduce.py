@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
 
 import pytest
 import torch
@@ -11,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composable import describe, fully_shard, no_sync, reduce_gradients, remove, replicate
+from composable import describe, fully_shard, no_sync, reduce_gradients, registry, remove, replicate
 from composable.errors import AnnotationError
 from tests.helpers.compare import full_gradients
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import current_device, spmd
 
 VALUES: Final = ("sum", 6.0)  # means are what all other tests are about
 
@@ -78,71 +79,56 @@ def twice(model: Model, rank: int) -> None:
     model(batch(rank, 2)).sum().backward()
 
 
+def _held(model: Model, **options: Any) -> AbstractContextManager[None]:
+    """`no_sync`, of an annotated model."""
+    return no_sync(model, **options) if _annotated(model) else nullcontext()
+
+
+def _annotated(model: Model) -> bool:
+    return any(registry(module) for module in model.modules())
+
+
 def held(model: Model, rank: int) -> None:
     """After a gradient that was reduced."""
     model(batch(rank, 0)).sum().backward()
     for number in (1, 2):
-        with no_sync(model, enabled=number == 1):
+        with _held(model, enabled=number == 1):
             model(batch(rank, number), spare=number == 1).sum().backward()
 
 
 def over_shards(model: Model, rank: int) -> None:
-    with no_sync(model, level="replicate"):
+    with _held(model, level="replicate"):
         model(batch(rank, 0)).sum().backward()
-    with no_sync(model):
+    with _held(model):
         model(batch(rank, 1), spare=rank == 0).sum().backward()
-    reduce_gradients(model)
+    if _annotated(model):
+        reduce_gradients(model)
 
 
 PROGRAMS: Final = (once, held, over_shards, twice)
 
 
-def _expected(value: str | float, batches: dict[int, list[tuple[int, bool]]]) -> dict[str, Tensor]:
+def _expected(value: str | float, program: Callable[[Model, int], None]) -> dict[str, Tensor]:
     model = _model()
-    for rank, numbers in batches.items():
-        for number, spare in numbers:
-            model(batch(rank, number), spare=spare).sum().backward()
+    for rank in range(dist.get_world_size()):
+        program(model, rank)
     divisor = 1.0 if value == "sum" else float(value)
     return {name: p.grad / divisor for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _batches(program: Callable[..., None], ranks: int) -> dict[int, list[tuple[int, bool]]]:
-    """What each rank's program runs: the numbers of batches, and whether `spare` is used."""
-    return {
-        rank: {
-            "once": [(0, False)],
-            "twice": [(0, True), (1, rank == 0), (2, False)],
-            "held": [(0, False), (1, True), (2, False)],
-            "over_shards": [(0, False), (1, rank == 0)],
-        }[program.__name__]
-        for rank in range(ranks)
-    }
-
-
-def _compare() -> int:
-    ranks, rank, compared = dist.get_world_size(), dist.get_rank(), 0
-    for value in VALUES:
-        wanted = {program: _expected(value, _batches(program, ranks)) for program in PROGRAMS}
-        for scheme in SCHEMES:
-            model = _model()
-            scheme(model, value)
-            for program, expected in wanted.items():
-                program(model, rank)
-                for name, gradient in full_gradients(model).items():
-                    said = f"{scheme.__name__}, {program.__name__}, grad_reduce={value}, '{name}'"
-                    assert (gradient is None) == (name not in expected), said
-                    if gradient is not None:
-                        torch.testing.assert_close(gradient, expected[name], rtol=1e-9, atol=1e-11, msg=said)
-                        compared += 1
-                model.zero_grad()
-    return compared
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_sums_are_divided_as_asked_for(pool: Pool, ranks: int, device: str) -> None:
-    need_devices(device, ranks)
-    compared = pool.run(ranks, _compare, device=device)
-    assert compared == [len(VALUES) * len(SCHEMES) * (5 + 6 + 6 + 6)] * ranks
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("program", PROGRAMS)
+@spmd(ranks=[2, 4])
+def test_sums_are_divided_as_asked_for(program: Callable[[Model, int], None], value: str | float) -> None:
+    expected = _expected(value, program)
+    for scheme in SCHEMES:
+        model = _model()
+        scheme(model, value)
+        program(model, dist.get_rank())
+        found = full_gradients(model)
+        assert {name for name, gradient in found.items() if gradient is not None} == expected.keys(), scheme.__name__
+        for name, wanted in expected.items():
+            torch.testing.assert_close(found[name], wanted, rtol=1e-9, atol=1e-11, msg=f"{scheme.__name__}, '{name}'")
 
 
 def test_on_one_process_there_is_nothing_to_sum_and_a_number_divides_all_the_same() -> None:

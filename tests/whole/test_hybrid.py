@@ -51,6 +51,17 @@ def _plain_around_hybrid(mesh: DeviceMesh, **options: Any) -> Annotate:
     return annotate
 
 
+def _over_different_ranks(mesh: DeviceMesh, other: DeviceMesh) -> Annotate:
+    """Every other unit is replicated over the ranks over which the rest is sharded."""
+
+    def annotate(model: nn.Module, case: Case) -> None:
+        for unit in outermost_units_of(model, case)[::2]:
+            fully_shard(unit, mesh=other)
+        fully_shard(model, policy=set(case.units), mesh=mesh)
+
+    return annotate
+
+
 def _hybrid_around_replicated(mesh: DeviceMesh) -> Annotate:
     def annotate(model: nn.Module, case: Case) -> None:
         for unit in outermost_units_of(model, case)[::2]:
@@ -83,6 +94,8 @@ def _ways_to_annotate() -> dict[str, Annotate]:
         "mixed and kept": _plain_around_hybrid(_mesh(2, 2), reshard_after_forward=False),
         "mixed and regrouping": _plain_around_hybrid(_mesh(2, 2), reshard_after_forward=2),
         "with replicated units": _hybrid_around_replicated(_mesh(2, 2)),
+        "mixed, the other way round": _plain_around_hybrid(_mesh(2, 2, names=("shard", "replicate"))),
+        "over different ranks": _over_different_ranks(_mesh(2, 2), _mesh(2, 2, names=("shard", "replicate"))),
     }
 
 
@@ -96,10 +109,10 @@ def test_it_trains_as_one_process() -> None:
             assert_same_training(BATTERY[case], annotate)
 
 
-_WRAPPERS: Final[dict[str, tuple[Callable[[Comm], Comm], ...]]] = {
-    "late on one rank": (partial(Slow, rank=0, seconds=0.002),),
-    "the backend's own collectives": (all_ordered,),
-    "at the last moment": (LastMoment,),
+_WRAPPERS: Final[dict[str, Callable[[Comm], Comm]]] = {
+    "late on one rank": partial(Slow, rank=0, seconds=0.002),
+    "the backend's own collectives": all_ordered,
+    "at the last moment": LastMoment,
 }
 
 
@@ -107,9 +120,7 @@ _WRAPPERS: Final[dict[str, tuple[Callable[[Comm], Comm], ...]]] = {
 @spmd(ranks=4)
 def test_it_does_not_depend_on_when_collectives_arrive_or_which_ones_are_launched(how: str) -> None:
     def annotate(model: nn.Module, case: Case) -> None:
-        with ExitStack() as stack:
-            for wrapper in _WRAPPERS[how]:
-                stack.enter_context(comms_wrapped_by(wrapper))
+        with comms_wrapped_by(_WRAPPERS[how]):
             _plain_around_hybrid(mesh)(model, case)
 
     mesh = _mesh(2, 2)
@@ -210,17 +221,3 @@ def test_parameters_are_replicated_over_one_dimension_and_cut_over_the_other() -
         assert model.weight.device_mesh is mesh
         assert model.weight.to_local().shape[0] == 4 // mesh.size(expected.index(shard))
         assert model.scale.placements == (same, same)  # type: ignore[union-attr]
-
-
-@spmd(ranks=4)
-def test_units_of_one_model_may_be_replicated_over_different_ranks() -> None:
-    other = _mesh(2, 2, names=("shard", "replicate"))
-    for case in _CASES:
-        assert_same_training(BATTERY[case], _plain_around_hybrid(other))
-
-        def annotate(model: nn.Module, case: Case) -> None:
-            for unit in outermost_units_of(model, case)[::2]:
-                fully_shard(unit, mesh=other)
-            fully_shard(model, policy=set(case.units), mesh=_mesh(2, 2))
-
-        assert_same_training(BATTERY[case], annotate)

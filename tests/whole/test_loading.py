@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from composable import fully_shard, remove
+from composable.errors import ForeignParameterError
 from tests.helpers.compare import full
-from tests.helpers.world import Pool, current_device, spmd
+from tests.helpers.world import current_device, spmd
 
 
 class Tied(nn.Module):
@@ -153,64 +154,35 @@ def _anywhere(text: str) -> str:
     return text.replace(f" {current_device().type} mesh", " any mesh")
 
 
-def _refusals(assign: bool) -> list[str]:
-    model = _shard(_made(0))
-    plain = _made(1)
-    said = []
+@pytest.mark.parametrize("assign", [False, True])
+@spmd(ranks=2, everywhere=True)
+def test_what_does_not_fit_is_named(assign: bool) -> None:
+    model, plain = _shard(_made(0)), _made(1)
 
-    def fails(entries: dict[str, Any]) -> None:
+    def fails(entries: dict[str, Any], said: str) -> None:
         with pytest.raises(RuntimeError) as caught:
             model.load_state_dict(plain.state_dict() | entries, assign=assign)
-        said.append(_anywhere(str(caught.value).partition("\n\t")[2]))
+        assert _anywhere(str(caught.value).partition("\n\t")[2]) == said
 
-    fails({"body.0.weight": torch.ones(5, 7)})
+    fails(
+        {"body.0.weight": torch.ones(5, 7)},
+        "size mismatch for body.0.weight: copying a param with shape torch.Size([5, 7]) from checkpoint, the shape in current "
+        "model is torch.Size([5, 6]).",
+    )
     other = init_device_mesh(current_device().type, (1, 2), mesh_dim_names=("a", "b"))
-    fails({"body.2.weight": distribute_tensor(torch.ones(6, 5), other, [Replicate(), Replicate()])})
+    fails(
+        {"body.2.weight": distribute_tensor(torch.ones(6, 5), other, [Replicate(), Replicate()])},
+        '"body.2.weight" is a DTensor over the (1, 2) any mesh of ranks 0, 1, the parameter is sharded over '
+        "the (2,) any mesh of ranks 0, 1; load its full_tensor() in place of it",
+    )
+    untied = {"head.weight": torch.ones(7, 6)}
     if assign:
-        fails({"head.weight": torch.ones(7, 6)})
+        fails(untied, '"head.weight" and "embed.weight" are one parameter, and the state dict has different values for them')
     else:
-        model.load_state_dict(plain.state_dict() | {"head.weight": torch.ones(7, 6)})
+        model.load_state_dict(plain.state_dict() | untied)
         assert torch.equal(full(model.embed.weight), torch.ones(7, 6)), "as in a plain model, the last entry counts"
     model.load_state_dict(plain.state_dict(), assign=assign)
     _assert_trains_like(model, plain)
-    return said
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_what_does_not_fit_is_named(pool: Pool, assign: bool) -> None:
-    expected = [
-        "size mismatch for body.0.weight: copying a param with shape torch.Size([5, 7]) from checkpoint, the shape in current "
-        "model is torch.Size([5, 6]).",
-        '"body.2.weight" is a DTensor over the (1, 2) any mesh of ranks 0, 1, the parameter is sharded over '
-        "the (2,) any mesh of ranks 0, 1; load its full_tensor() in place of it",
-    ]
-    if assign:
-        expected.append('"head.weight" and "embed.weight" are one parameter, and the state dict has different values for them')
-    assert pool.run(2, _refusals, assign) == [expected, expected]
-
-
-def _register(what: str) -> list[str]:
-    model = _shard(_made(0))
-    mesh = model.body[0].weight.device_mesh
-    said = []
-    kept = model.body[0].weight, model.embed.weight
-    if what == "another placement":
-        model.body[0].weight = nn.Parameter(distribute_tensor(torch.ones(6, 6)[:5], mesh, [Shard(1)]))
-    elif what == "another mesh":
-        other = init_device_mesh(current_device().type, (1, 2), mesh_dim_names=("a", "b"))
-        model.body[0].weight = nn.Parameter(distribute_tensor(torch.ones(5, 6), other, [Replicate(), Shard(0)]))
-    else:
-        model.embed.weight = nn.Parameter(torch.ones(7, 6))
-        model.head.weight = nn.Parameter(torch.ones(7, 6))
-    for _ in range(2):
-        with pytest.raises(RuntimeError) as caught:
-            model(torch.arange(3))
-        said.append(_anywhere(f"{type(caught.value).__name__}: {caught.value}"))
-    assert said[0] == said[1]
-    model.body[0].weight = kept[0]
-    model.embed.weight = model.head.weight = kept[1]
-    _assert_trains_like(model, _made(0))
-    return said[:1]
 
 
 _OURS: Final = "(Shard(dim=0),) over the (2,) any mesh of ranks 0, 1"
@@ -226,5 +198,23 @@ _REFUSED: Final = {
 
 
 @pytest.mark.parametrize("what", _REFUSED)
-def test_a_foreign_parameter_that_cannot_be_the_units_own_is_refused_by_name(pool: Pool, what: str) -> None:
-    assert pool.run(2, _register, what) == [[f"ForeignParameterError: {_REFUSED[what]}"]] * 2
+@spmd(ranks=2, everywhere=True)
+def test_a_foreign_parameter_that_cannot_be_the_units_own_is_refused_by_name(what: str) -> None:
+    model = _shard(_made(0))
+    mesh = model.body[0].weight.device_mesh
+    kept = model.body[0].weight, model.embed.weight
+    if what == "another placement":
+        model.body[0].weight = nn.Parameter(distribute_tensor(torch.ones(6, 6)[:5], mesh, [Shard(1)]))
+    elif what == "another mesh":
+        other = init_device_mesh(current_device().type, (1, 2), mesh_dim_names=("a", "b"))
+        model.body[0].weight = nn.Parameter(distribute_tensor(torch.ones(5, 6), other, [Replicate(), Shard(0)]))
+    else:
+        model.embed.weight = nn.Parameter(torch.ones(7, 6))
+        model.head.weight = nn.Parameter(torch.ones(7, 6))
+    for _ in range(2):
+        with pytest.raises(ForeignParameterError) as caught:
+            model(torch.arange(3))
+        assert _anywhere(str(caught.value)) == _REFUSED[what]
+    model.body[0].weight = kept[0]
+    model.embed.weight = model.head.weight = kept[1]
+    _assert_trains_like(model, _made(0))

@@ -1,8 +1,5 @@
 """Models that are annotated before they have values, or get new ones, in place: made, loaded, initialised."""
 
-# Messages are compared word for word, each on one line.
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 import copy
@@ -13,14 +10,13 @@ from typing import Final
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline as assert_text
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composable import fully_shard, replicate
 from tests.helpers.compare import full
 from tests.helpers.refusals import refusal
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import current_device, spmd
 
 
 def _blank(annotate: Callable[[nn.Module], object]) -> nn.Module:
@@ -43,12 +39,30 @@ def _mix(model: nn.Module) -> None:
 _VERBS = {"fully_shard": _shard, "replicate": replicate, "replicate inside fully_shard": _mix}
 
 
-def _forward_too_early(verb: str, cure: str) -> list[str]:
-    """What the first forwards say; then the model gets its values and trains."""
+_UNITS: Final = {
+    "fully_shard": ("weight' of unit '0", "weight' of unit '1"),
+    "replicate": ("0.weight' of unit '(root)", "1.weight' of unit '(root)"),
+    "replicate inside fully_shard": ("1.weight' of unit '(root)", "1.weight' of unit '(root)"),
+}
+
+
+@pytest.mark.parametrize("cure", ["load", "to_empty"])
+@pytest.mark.parametrize("verb", _VERBS)
+@spmd(ranks=2)
+def test_a_forward_on_the_meta_device_is_refused_by_name_and_trains_once_there_are_values(verb: str, cure: str) -> None:
     model = _blank(_VERBS[verb])
-    x = torch.ones(2, 4, device=current_device())
-    said = [refusal(lambda: model(x))]
     assert isinstance(model, nn.Sequential)
+    x = torch.ones(2, 4, device=current_device())
+
+    def assert_refused(parameter: str) -> None:
+        assert refusal(lambda: model(x)) == (
+            f"PhaseError: parameter '{parameter}' is still on the meta device: it has a shape, but no values to compute with. "
+            "Materialise the model before its first forward: call model.to_empty(device=...) and initialise it, or "
+            "model.load_state_dict(state_dict, assign=True)"
+        )
+
+    first, second = _UNITS[verb]
+    assert_refused(first)
     plain = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(current_device())
     for number, parameter in enumerate(plain.parameters()):
         nn.init.constant_(parameter, 0.5 + number)
@@ -56,7 +70,7 @@ def _forward_too_early(verb: str, cure: str) -> list[str]:
         model.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
     else:
         model[0].to_empty(device=current_device())
-        said.append(refusal(lambda: model(x)))
+        assert_refused(second)
         model[1].to_empty(device=current_device())
         for number, parameter in enumerate(model.parameters()):
             nn.init.constant_(parameter, 0.5 + number)
@@ -65,28 +79,6 @@ def _forward_too_early(verb: str, cure: str) -> list[str]:
         torch.optim.SGD(each.parameters(), lr=0.1).step()
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(one), other.detach())
-    return said
-
-
-@pytest.mark.parametrize("cure", ["load", "to_empty"])
-@pytest.mark.parametrize("verb", _VERBS)
-def test_a_forward_on_the_meta_device_is_refused_by_name_and_trains_once_there_are_values(
-    pool: Pool, verb: str, cure: str, device: str
-) -> None:
-    need_devices(device, 2)
-    said = pool.run(2, _forward_too_early, verb, cure, device=device)
-    assert said[0] == said[1]
-    units = {
-        "fully_shard": ["weight' of unit '0", "weight' of unit '1"],
-        "replicate": ["0.weight' of unit '(root)", "1.weight' of unit '(root)"],
-    }
-    expected = units.get(verb, ["1.weight' of unit '(root)", "1.weight' of unit '(root)"])
-    for text, where in zip(said[0], expected, strict=False):
-        assert text == (
-            f"PhaseError: parameter '{where}' is still on the meta device: it has a shape, but no values to compute with. "
-            "Materialise the model before its first forward: call model.to_empty(device=...) and initialise it, or "
-            "model.load_state_dict(state_dict, assign=True)"
-        )
 
 
 # --- initialisation in place ------------------------------------------------------------------------------------------
@@ -140,8 +132,8 @@ def test_modules_reset_their_sharded_parameters(dim: int) -> None:
             assert not torch.equal(first, second), label
 
 
-def _resize() -> list[str]:
-    torch.manual_seed(0)
+@spmd(ranks=2, everywhere=True)
+def test_a_shard_that_was_resized_is_named_and_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     fully_shard(model, policy={nn.Linear})
@@ -151,19 +143,13 @@ def _resize() -> list[str]:
     if "no valid sharding strategy" in str(caught.value):
         pytest.skip("this torch refuses before anything is resized")
     assert "not resizable" in str(caught.value)
-    said = refusal(lambda: model(x))
+    assert refusal(lambda: model(x)) == (
+        "ForeignParameterError: parameter 'weight' of unit '1': its shard was resized by an operator with out=, as "
+        "torch.nn.init.eye_ calls one. The shard has its shape and its values again. Initialise the parameter before fully_shard, "
+        "or load_state_dict() the whole tensor"
+    )
     for parameter, former in zip(model.parameters(), before, strict=True):
         assert torch.equal(full(parameter), former)
     model.load_state_dict({"1.weight": torch.eye(4)}, strict=False)
     model(x).sum().backward()
     assert torch.equal(full(model[1].weight), torch.eye(4))  # type: ignore[arg-type]
-    return [said]
-
-
-def test_a_shard_that_was_resized_is_named_and_as_it_was(pool: Pool) -> None:
-    ((said,), (other,)) = pool.run(2, _resize)
-    assert said == other
-    assert_text(
-        said,
-        """ForeignParameterError: parameter 'weight' of unit '1': its shard was resized by an operator with out=, as torch.nn.init.eye_ calls one. The shard has its shape and its values again. Initialise the parameter before fully_shard, or load_state_dict() the whole tensor""",
-    )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from composable import fully_shard, remove, replicate
 from composable.errors import AnnotationError, ForeignParameterError
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import current_device, spmd
 
 
 class Model(nn.Module):
@@ -103,20 +103,6 @@ def _mixed(model: Model) -> None:
     fully_shard(model)
 
 
-def _refusals(change: str, annotate: Callable[[Model], object], steps: int) -> list[str]:
-    model, x = _model()
-    annotate(model)
-    for _ in range(steps):
-        model(x).sum().backward()
-    CHANGES[change][0](model)
-    said = []
-    for _ in range(2):  # nothing is half done after the first
-        with pytest.raises((AnnotationError, ForeignParameterError)) as caught:
-            model(x)
-        said.append(str(caught.value))
-    return said
-
-
 _APART: Final = ("a layer exchanged", "a layer adapted", "a parameter more")
 _REFUSED: Final = [
     *[(change, _in_units, steps) for change in CHANGES for steps in (0, 1)],
@@ -125,14 +111,20 @@ _REFUSED: Final = [
 
 
 @pytest.mark.parametrize(("change", "annotate", "steps"), _REFUSED)
+@spmd(ranks=2)
 def test_what_would_train_apart_is_refused_at_the_next_forward(
-    pool: Pool, change: str, annotate: Callable[[Model], object], steps: int, device: str
+    change: str, annotate: Callable[[Model], object], steps: int
 ) -> None:
-    need_devices(device, 2)
-    text = CHANGES[change][1]
-    if annotate is replicate:
-        text = text.replace("fully_shard", "replicate")
-    assert pool.run(2, _refusals, change, annotate, steps, device=device) == [[text] * 2] * 2
+    model, x = _model()
+    annotate(model)
+    for _ in range(steps):
+        model(x).sum().backward()
+    make, text = CHANGES[change]
+    make(model)
+    for _ in range(2):  # nothing is half done after the first
+        with pytest.raises((AnnotationError, ForeignParameterError)) as caught:
+            model(x)
+        assert str(caught.value) == (text.replace("fully_shard", "replicate") if annotate is replicate else text)
 
 
 @spmd(ranks=2)
@@ -151,26 +143,6 @@ def test_what_does_no_harm_may_come_into_replicas() -> None:
         model(x)
     remove(model, replicate)
     replicate(model, ignored_params=())(x).sum().backward()
-
-
-@spmd(ranks=2)
-def test_the_cure_cures() -> None:
-    model, x = _model()
-    fully_shard(model, policy={nn.Linear})
-    model(x).sum().backward()
-    remove(model, fully_shard)
-    _adapt_a_layer(model)
-    _tie_units(model)
-    plain, _ = _model()
-    _adapt_a_layer(plain)
-    _tie_units(plain)
-    plain.load_state_dict(model.state_dict())
-    model.zero_grad()
-    fully_shard(model)
-    for each in (plain, model):
-        each(x).square().sum().backward()
-    for expected, actual in zip(plain.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
 
 
 @spmd(ranks=2)

@@ -17,7 +17,7 @@ from composable.memory.elastic import idle_bytes
 from tests.helpers.battery import BATTERY
 from tests.helpers.compare import sgd
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import current_device, spmd
 
 STEPS: Final = 200
 WARM_UP: Final = 100
@@ -50,32 +50,6 @@ def _hooks(model: nn.Module) -> int:
     )
 
 
-def _train_for_long(scheme: str) -> tuple[list[tuple[int, int]], list[int], list[int]]:
-    case = BATTERY["a unit used several times"]
-    model = case.model(0, 0, current_device())
-    SCHEMES[scheme].annotate(model, case)
-    optimizer = sgd(model)
-    for group in optimizer.param_groups:
-        group["lr"] = 1e-4
-        group["foreach"] = False  # with DTensors of torch 2.11 every such call leaks: pytorch/pytorch#178276
-    live, resident, hooks = [], [], []
-    for step in range(STEPS):
-        # Evaluation and forwards that nobody uses are where leftovers would gather.
-        if step % 4 == 0:
-            with torch.no_grad():
-                model(*case.inputs(0, step, dist.get_rank(), current_device()))
-        loss = case.loss(model, *case.inputs(0, step, dist.get_rank(), current_device()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step + 1 in (WARM_UP, STEPS):
-            del loss
-            live.append(_live())
-            resident.append(_resident_bytes())
-            hooks.append(_hooks(model))
-    return live, resident, hooks
-
-
 @pytest.mark.parametrize(
     "scheme",
     [
@@ -86,28 +60,41 @@ def _train_for_long(scheme: str) -> tuple[list[tuple[int, int]], list[int], list
         "checkpoint, then fully_shard",
     ],
 )
-def test_nothing_grows_over_two_hundred_steps(pool: Pool, scheme: str, device: str) -> None:
-    need_devices(device, 2)
-    for live, resident, hooks in pool.run(2, _train_for_long, scheme, device=device):
-        (tensors_before, objects_before), (tensors_after, objects_after) = live
-        assert tensors_after <= tensors_before
-        assert objects_after <= objects_before + 50  # caches of the interpreter; a leak would be one per step
-        assert resident[1] <= resident[0] + SLACK_BYTES
-        assert hooks[1] == hooks[0]
+@spmd(ranks=2)
+def test_nothing_grows_over_two_hundred_steps(scheme: str) -> None:
+    case = BATTERY["a unit used several times"]
+    model = case.model(0, 0, current_device())
+    SCHEMES[scheme].annotate(model, case)
+    optimizer = sgd(model)
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-4
+        group["foreach"] = False  # with DTensors of torch 2.11 every such call leaks: pytorch/pytorch#178276
+    seen = []
+    for step in range(STEPS):
+        inputs = case.inputs(0, step, dist.get_rank(), current_device())
+        # Evaluation and forwards that nobody uses are where leftovers would gather.
+        if step % 4 == 0:
+            with torch.no_grad():
+                model(*inputs)
+        loss = case.loss(model, *inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step + 1 in (WARM_UP, STEPS):
+            del loss, inputs
+            seen.append((*_live(), _resident_bytes(), _hooks(model)))
+    (tensors_before, objects_before, resident_before, hooks_before), (tensors, objects, resident, hooks) = seen
+    assert tensors <= tensors_before
+    assert objects <= objects_before + 50  # caches of the interpreter; a leak would be one per step
+    assert resident <= resident_before + SLACK_BYTES
+    assert hooks == hooks_before
 
 
-def _leak() -> tuple[int, int]:
-    """What the measure must be able to see."""
-    kept = []
+@spmd(ranks=1)
+def test_a_leaked_tensor_per_step_would_be_seen() -> None:
     before, _ = _live()
-    for _ in range(STEPS):
-        kept.append(torch.zeros(1))
-    after, _ = _live()
-    return after - before, len(kept)
-
-
-def test_a_leaked_tensor_per_step_would_be_seen(pool: Pool) -> None:
-    assert pool.run(1, _leak) == [(STEPS, STEPS)]
+    kept = [torch.zeros(1) for _ in range(STEPS)]
+    assert _live()[0] - before == len(kept) == STEPS
 
 
 # --- between steps ----------------------------------------------------------------------------------------------------
@@ -159,22 +146,14 @@ def _train_and_drop(scheme: str) -> list[weakref.ref[nn.Module | torch.Tensor]]:
     return [*originals, *map(weakref.ref, model.modules()), *map(weakref.ref, model.parameters())]
 
 
-def _left_of_dropped(scheme: str) -> tuple[int, int, int]:
-    left = tensors = 0
+@pytest.mark.parametrize("scheme", SCHEMES)
+@spmd(ranks=2)
+def test_a_model_that_is_dropped_is_gone_with_all_that_it_held(scheme: str) -> None:
+    """torch keeps a gradient hook alive with its parameter where the collector does not look."""
     counts = []
     for _ in range(4):
         references = _train_and_drop(scheme)
         gc.collect()
-        left += sum(reference() is not None for reference in references)
-        tensors, _ = _live()
-        counts.append(tensors)
-    return left, counts[0], counts[-1]
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_model_that_is_dropped_is_gone_with_all_that_it_held(pool: Pool, scheme: str, device: str) -> None:
-    """torch keeps a gradient hook alive with its parameter where the collector does not look."""
-    need_devices(device, 2)
-    for left, first, last in pool.run(2, _left_of_dropped, scheme, device=device):
-        assert left == 0
-        assert last < first + 3, "one for each model that followed"
+        assert [reference() for reference in references if reference() is not None] == []
+        counts.append(_live()[0])
+    assert counts[-1] < counts[0] + 3, "one for each model that followed"
