@@ -21,25 +21,15 @@ from composable.engine.unit import Unit
 from composable.errors import NotAnnotatedError, PhaseError, closest
 
 
-def units_in(verb: str, module: nn.Module) -> list[Unit]:
-    """Find the units of both verbs in `module`."""
+def units_in(verb: str, module: nn.Module, *, sharded: bool = False) -> list[Unit]:
+    """Find the units of both verbs in `module`, or those of `fully_shard` as a traversal finds them."""
     module = unwrapped(module)
-    units = units_below([module])
+    units = get_states(module) if sharded else units_below([module])
     if not units:
-        raise NotAnnotatedError(
-            f"{verb}: no fully sharded or replicated module in this {type(module).__name__}; call fully_shard(module) or "
-            "replicate(module) first"
-        )
-    return units
-
-
-def _sharded_in(verb: str, module: nn.Module) -> list[Unit]:
-    module = unwrapped(module)
-    units: list[Unit] = get_states(module)
-    if not units:
-        raise NotAnnotatedError(
-            f"{verb}: no fully sharded module in this {type(module).__name__}; call fully_shard(module) first"
-        )
+        kind, calls = "fully sharded", "fully_shard(module)"
+        if not sharded:
+            kind, calls = f"{kind} or replicated", f"{calls} or replicate(module)"
+        raise NotAnnotatedError(f"{verb}: no {kind} module in this {type(module).__name__}; call {calls} first")
     return units
 
 
@@ -85,7 +75,7 @@ def unshard(module: nn.Module, *, async_op: bool = False) -> Unsharding:
         >>> batch = next(batches)
         >>> pending.wait()
     """
-    units = _sharded_in("unshard", module)
+    units = units_in("unshard", module, sharded=True)
     for unit in units:
         if not unit.depth:  # in its own forward nothing changes: the end of that reshards as usual
             unit.keep(EXPLICIT)
@@ -104,7 +94,7 @@ def reshard(module: nn.Module) -> None:
         NotAnnotatedError: no fully sharded module in `module`.
         PhaseError: inside of a forward of a unit.
     """
-    units = _sharded_in("reshard", module)
+    units = units_in("reshard", module, sharded=True)
     running = next((unit for unit in units if unit.depth), None)
     if running is not None:
         raise PhaseError(f"reshard was called inside of the forward of unit '{running.name}', which needs its parameters")
@@ -129,7 +119,7 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
         >>> with keep_unsharded(model), torch.no_grad():
         ...     for _ in range(100): tokens = extend(tokens, model(tokens))
     """
-    units = _sharded_in("keep_unsharded", module)
+    units = units_in("keep_unsharded", module, sharded=True)
     scope = object()
     try:
         for unit in units:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from composable.contract.naming import module_name, require_callable
-from composable.contract.traversal import REPLICATE, SHARD, Managed, Place, walk
+from composable.contract.traversal import REPLICATE, SHARD, Managed, Place, T, walk
 from composable.errors import AnnotationError, PolicyError, closest
 from composable.policies import PolicyLike, select_modules
 
@@ -102,9 +102,9 @@ def _is_read_by_parent(module: nn.Module) -> bool:
 
 
 def by_unit(
-    modules: Sequence[nn.Module], picked: Sequence[nn.Module], everything: Sequence[Managed[nn.Parameter]]
-) -> list[list[Managed[nn.Parameter]]]:
-    """The parameters of the unit `modules`, then those of each unit in `picked`, with FQNs relative to their unit.
+    modules: Sequence[nn.Module], picked: Sequence[nn.Module], everything: Sequence[Managed[T]]
+) -> list[list[Managed[T]]]:
+    """The parameters, or buffers, of the unit `modules`, then those of each unit in `picked`, with FQNs relative to their unit.
 
     A parameter that is tied across units goes to the innermost unit that contains all its places: it is unsharded whenever
     one of them computes.
@@ -113,7 +113,7 @@ def by_unit(
         return [list(everything)]
     chains = enclosing_units(modules[0], picked)
     names = {id(m): name for name, m in modules[0].named_modules()}
-    shares: list[list[Managed[nn.Parameter]]] = [[] for _ in range(len(picked) + 1)]
+    shares: list[list[Managed[T]]] = [[] for _ in range(len(picked) + 1)]
     for managed in everything:
         common = chains[id(managed.places[0].module)]
         for place in managed.places[1:]:

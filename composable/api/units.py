@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from composable.api.arguments import (
     bucket_bytes_of,
@@ -46,7 +46,7 @@ from composable.api.mesh import (
     device_of,
     spread_over,
 )
-from composable.api.selection import by_unit, enclosing_units, ids_of_ignored, picked_units, refuse_read_by_parent
+from composable.api.selection import by_unit, ids_of_ignored, picked_units, refuse_read_by_parent
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
@@ -57,7 +57,6 @@ from composable.contract.traversal import (
     REPLICATE,
     SHARD,
     Managed,
-    Place,
     managed_buffers,
     managed_parameters,
     names_below,
@@ -80,7 +79,6 @@ class UnitPlan:
         spread: its mesh; None in a single process without a process group.
         device: of the parameters now, or once they leave the meta device.
         settings: the fields of its `UnitSpec` that do not depend on what is attached first.
-        treatment: for each parameter, what the arguments mean for it, as text; ranks compare these texts.
     """
 
     modules: tuple[nn.Module, ...]
@@ -91,7 +89,6 @@ class UnitPlan:
     spread: Spread | None
     device: torch.device
     settings: dict[str, Any]
-    treatment: list[str]
 
 
 # The plan for the call of a verb that is about to begin. A context variable: verbs may run in other threads.
@@ -125,7 +122,7 @@ def annotate(
         plans, tied = _planned_units(name, modules, policy, ignored_params, spread, options)
         parameters = [managed for plan in plans for managed in plan.parameters]
         buffers = managed_buffers(modules)
-    treatment = [text for plan in plans for text in plan.treatment]
+        treatment = [text for plan in plans for text in _treatment(name, plan)]
     synchronise(name, comm, sync_module_states, parameters, buffers, treatment)
     if name == SHARD and spread is not None:
         warn_of_gradients(parameters)
@@ -170,15 +167,12 @@ def _planned_units(
     units = [modules, *((unit,) for unit in picked)]
     all_options = [options, *({**options, "mp_policy": inherited[unit], **own} for unit, own in picked.items())]
     shares = by_unit(modules, list(picked), managed)
+    buffers = by_unit(modules, list(picked), managed_buffers(modules))
     # From the innermost unit outwards, as units are made: shard_placement_fn is the user's, and asked once per parameter.
     plans = [
-        _plan(verb, modules, spread, options["mesh"], unit, own, share, ignored)
-        for unit, own, share in reversed([*zip(units, all_options, shares, strict=True)])
+        _plan(verb, modules, spread, options["mesh"], unit, own, share, held, ignored)
+        for unit, own, share, held in reversed([*zip(units, all_options, shares, buffers, strict=True)])
     ][::-1]
-    if verb == REPLICATE:
-        _plan_buffers(modules, plans)
-    for plan in plans:
-        plan.treatment.extend(_treatment(verb, plan))
     return plans, tied
 
 
@@ -190,6 +184,7 @@ def _plan(
     modules: tuple[nn.Module, ...],
     options: dict[str, Any],
     share: list[Managed[nn.Parameter]],
+    buffers: list[Managed[Tensor]],
     ignored: Mapping[int, None],
 ) -> UnitPlan:
     """The plan of one unit, after the checks of its arguments."""
@@ -212,40 +207,28 @@ def _plan(
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
         if spread is not None:
-            refuse_elsewhere(verb, share, communication_device(spread.mesh, device))
+            refuse_elsewhere(verb, [*share, *buffers], communication_device(spread.mesh, device))
+        follow = options["broadcast_buffers"]
+        if type(follow) is not bool:
+            raise AnnotationError(f"broadcast_buffers must be True or False, got {follow!r}")
+        settings["broadcast_buffers"] = tuple(place for each in buffers if follow for place in each.places)
     exact = ids_of_exact(modules, precision)
     settings["params"] = tuple(
         ParamInfo(managed.fqn, managed.places, dim, is_exact(verb, managed, exact))
         for managed, dim in zip(share, dims, strict=True)
     )
     settings["left_alone"] = tuple(place for each in modules for place, p in registered_parameters(each) if id(p) in ignored)
-    return UnitPlan(modules, top, options, share, precision, spread, device, settings, [])
-
-
-def _plan_buffers(modules: Sequence[nn.Module], plans: Sequence[UnitPlan]) -> None:
-    """`replicate`: which buffers follow rank 0 before training forwards."""
-    buffers, top = managed_buffers(modules), plans[0]
-    if top.spread is not None:
-        on = communication_device(top.spread.mesh, top.device)
-        refuse_elsewhere(REPLICATE, buffers, on)
-    chains = enclosing_units(modules[0], [plan.modules[0] for plan in plans[1:]]) if plans[1:] else {}
-    places: list[list[Place]] = [[] for _ in plans]
-    for place in [place for each in buffers for place in each.places]:
-        places[(chains.get(id(place.module)) or (0,))[-1]].append(place)
-    for plan, own in zip(plans, places, strict=True):
-        follow = plan.options["broadcast_buffers"]
-        if type(follow) is not bool:
-            raise AnnotationError(f"broadcast_buffers must be True or False, got {follow!r}")
-        plan.settings["broadcast_buffers"] = tuple(own) if follow else ()
+    return UnitPlan(modules, top, options, share, precision, spread, device, settings)
 
 
 def _treatment(verb: str, plan: UnitPlan) -> list[str]:
+    """For each parameter, what the arguments mean for it, as text; ranks compare these texts."""
     settings = plan.settings
     rest = f", {plan.precision}" if str(plan.precision) else ""
     rest += "" if settings["divisor"] is None else f", grad_reduce {grad_reduce_in_words(settings['divisor'])}"
     if verb == REPLICATE:
-        followers = f"{len(settings['broadcast_buffers'])} buffers that follow rank 0"
-        return [f"bucket_cap_mb={plan.options['bucket_cap_mb']}, {followers}{rest}"] * len(plan.parameters)
+        start = f"bucket_cap_mb={plan.options['bucket_cap_mb']}, broadcast_buffers={plan.options['broadcast_buffers']}"
+        return [start + rest] * len(plan.parameters)
     rest += "" if settings["offload"] is None else ", offloaded"
     over = "" if plan.options["mesh"] is None or plan.spread is None else f", over ranks {plan.spread.rows.tolist()}"
     name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
