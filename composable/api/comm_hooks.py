@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 from torch import nn
@@ -28,6 +30,9 @@ from composable.errors import (
 from composable.memory.torch_private import in_backward
 
 _VERB: Final = "register_comm_hook"
+_TORCHS: Final = "torch.distributed.algorithms.ddp_comm_hooks."
+# They return what they are given. By name, since to import them takes time, and NumPy.
+_LOCAL: Final = (f"{_TORCHS}debugging_hooks.noop_hook", f"{_TORCHS}post_localSGD_hook.post_localSGD_hook")
 
 Hook = Callable[[Any, Any], Any]  # of a state and a bucket; returns a tensor or a future of one
 
@@ -100,7 +105,8 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
         NotAnnotatedError: `module` is neither replicated nor fully sharded.
         AlreadyAnnotatedError: a unit has a hook for this stage.
         AnnotationError: the hook cannot be called with two arguments; there is no such stage, or there are two and none is
-            named; a parameter has sparse gradients.
+            named; a parameter has sparse gradients; the hook is one of torch's that leave gradients local (`noop_hook`,
+            `post_localSGD_hook`), and would do so to those of shards.
         MeshError: units are on different meshes.
         PhaseError: a forward waits for its backward; inside of a backward, or of `no_sync`.
         RanksDisagreeError: another rank refuses, or registers another hook.
@@ -141,6 +147,12 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
                 f"{_VERB}: gradients of unit '{unit.name}' are reduced by {' and then by '.join(stages)}; stage= must name the one "
                 f"that the hook replaces, got {stage!r}"
             )
+        if chosen == REDUCE_SCATTER and unit.mesh_info.shard.size > 1 and _inside(hook) in _LOCAL:
+            raise AnnotationError(
+                f"{_VERB}: {name} leaves gradients on their rank, and the ranks of unit '{unit.name}' hold its parameters together: "
+                "each shard would be trained on the batches of one rank alone. Use it with replicate(), or for "
+                "stage='all_reduce' of a mesh of two dimensions"
+            )
         for each in units:
             _check_unit(each, unit, stages, str(chosen))
     except ComposableError as error:
@@ -163,6 +175,18 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     for each in units:
         each.set_comm_hook(chosen, shared)
     return CommHookHandle(units, chosen)
+
+
+def _inside(hook: Any) -> str:
+    """Return the full name of a hook inside of partials, and of torch's wrappers, which compress what it is given."""
+    while True:
+        module = str(getattr(hook, "__module__", ""))
+        if isinstance(hook, partial):
+            hook = hook.func
+        elif module.startswith(_TORCHS) and "hook" in getattr(getattr(hook, "__code__", None), "co_freevars", ()):
+            hook = inspect.getclosurevars(hook).nonlocals["hook"]
+        else:
+            return f"{module}.{getattr(hook, '__qualname__', '')}"
 
 
 def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> None:

@@ -112,30 +112,30 @@ def _refusals_of_shards(which: str) -> str:
     stage = {"one stage": "all_reduce", "one within": "reduce_scatter", "no such": "all_gather"}.get(which)
     if which == "window":
         with no_sync(model):
-            return refusal(lambda: register_comm_hook(model, noop_hook))
+            return refusal(lambda: register_comm_hook(model, allreduce_hook))
     if which == "twice":
-        register_comm_hook(model.head, noop_hook)
+        register_comm_hook(model.head, allreduce_hook)
     if which == "a stage twice":
         stage = "all_reduce"
         for each in BOTH:
-            register_comm_hook(model.head, noop_hook, stage=each)
+            register_comm_hook(model.head, allreduce_hook, stage=each)
     if which == "differs":
         stage = BOTH[dist.get_rank() == 3]
-    return refusal(lambda: register_comm_hook(model, noop_hook, stage=stage))
+    return refusal(lambda: register_comm_hook(model, allreduce_hook, stage=stage))
 
 
 _TEXTS_OF_SHARDS: Final = {
     "one stage": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by reduce_scatter; stage= must "
     "name the one that the hook replaces, got 'all_reduce'",
     "window": _TEXTS["in a window"],
-    "twice": _TEXTS["twice"].replace("(root)", "head"),
+    "twice": _TEXTS["twice"].replace("(root)", "head").replace("noop_hook", "allreduce_hook"),
     "neither": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by reduce_scatter and then by "
     "all_reduce; stage= must name the one that the hook replaces, got None",
     "no such": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by reduce_scatter and then by "
     "all_reduce; stage= must name the one that the hook replaces, got 'all_gather'",
     "one within": "MeshError: register_comm_hook: unit 'head' is on another mesh than the module that the hook is for. "
     "Register a hook for each, with a state of its own",
-    "a stage twice": _TEXTS["twice"].replace("(root)", "head").replace("'noop_hook'", "'noop_hook' for all_reduce"),
+    "a stage twice": _TEXTS["twice"].replace("(root)", "head").replace("'noop_hook'", "'allreduce_hook' for all_reduce"),
 }
 
 
@@ -149,8 +149,8 @@ def test_ranks_that_name_different_stages_are_told(pool: Pool) -> None:
         other = 0 if rank == 3 else 3
         stages = ["all_reduce" if number == 3 else "reduce_scatter" for number in (other, rank)]
         assert text == (
-            f"RanksDisagreeError: register_comm_hook: rank {other} registers noop_hook for {stages[0]}, and rank {rank} "
-            f"registers noop_hook for {stages[1]}; no rank registers a hook. All ranks register the same hooks, in the same "
+            f"RanksDisagreeError: register_comm_hook: rank {other} registers allreduce_hook for {stages[0]}, and rank {rank} "
+            f"registers allreduce_hook for {stages[1]}; no rank registers a hook. All ranks register the same hooks, in the same "
             "order"
         )
 
