@@ -201,34 +201,19 @@ def test_gradients_of_several_backwards_add_up(window: str) -> None:
 # --- what works on gradients and parameters ---------------------------------------------------------------------------
 
 
-def _clipped(clip: Callable[..., Any]) -> Callable[[nn.Module, int], None]:
+@spmd(ranks=2)  # with more the last bit may differ: torch's adds up over the host's group here, whose order is gloo's
+@pytest.mark.parametrize("clip", [clip_grad_norm_, torch.nn.utils.clip_grad_norm_])
+def test_clipping(clip: Callable[..., Any]) -> None:
+    norms: list[float] = []
+
     def step_of(model: nn.Module, step: int) -> None:
         one_batch(model, step)
         norm = clip(model.parameters(), 0.01)
         norms.append(float(norm.full_tensor() if isinstance(norm, DTensor) else norm))
 
-    norms: list[float] = []
-    step_of.norms = norms  # type: ignore[attr-defined]
-    return step_of
-
-
-def _trains_alike_clipped_by(clip: Callable[..., Any]) -> None:
-    step_of = _clipped(clip)
     train(twins_of(), step_of)
-    norms = step_of.norms  # type: ignore[attr-defined]
     assert norms[::2] == norms[1::2]
     assert min(norms) > 0.01
-
-
-@spmd(ranks=[2, 4])
-def test_clipping() -> None:
-    _trains_alike_clipped_by(clip_grad_norm_)
-
-
-@spmd(ranks=2)
-def test_torchs_clipping() -> None:
-    """With more ranks the last bit may differ: it adds up over the host's group here, whose order is gloo's."""
-    _trains_alike_clipped_by(torch.nn.utils.clip_grad_norm_)
 
 
 @spmd(ranks=2)

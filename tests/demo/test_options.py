@@ -26,45 +26,24 @@ def answer(capsys: pytest.CaptureFixture[str], *command_line: str) -> str:
     return printed.err.strip()
 
 
-def test_a_value_that_is_no_number_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_expected_inline(
-        answer(capsys, "--steps", "many"),
-        """python -m composable demo: --steps: needs a whole number of at least 1, got 'many' (see python -m composable demo --help)""",
-    )
+_REFUSED = {
+    "no number": ("--steps many", "--steps: needs a whole number of at least 1, got 'many' (see python -m composable demo --help)"),
+    "out of range": ("--ranks 0", "--ranks: needs a whole number from 1 to 64, got '0' (see python -m composable demo --help)"),
+    "no learning rate": (
+        "--learning-rate nan", "--learning-rate: needs a number from 1e-06 to 1, got 'nan' (see python -m composable demo --help)"
+    ),
+    "ranks that cannot share a batch": (
+        "--batch-size 16 --ranks 3", "--batch-size 16 cannot be divided among 3 ranks; 15 or 18 can"
+    ),
+    "more ranks than rows": ("--batch-size 1 --ranks 4", "--batch-size 1 cannot be divided among 4 ranks; 4 can"),
+    "a part of a head": ("--width 100", "--width 100 must be a multiple of 32, the width of an attention head"),
+}  # fmt: skip
 
 
-def test_a_number_out_of_range_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_expected_inline(
-        answer(capsys, "--ranks", "0"),
-        """python -m composable demo: --ranks: needs a whole number from 1 to 64, got '0' (see python -m composable demo --help)""",
-    )
-
-
-def test_a_learning_rate_that_is_not_positive_is_refused_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_expected_inline(
-        answer(capsys, "--learning-rate", "nan"),
-        """python -m composable demo: --learning-rate: needs a number from 1e-06 to 1, got 'nan' (see python -m composable demo --help)""",
-    )
-
-
-def test_a_batch_that_ranks_cannot_share_is_refused_with_sizes_that_they_can(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert_expected_inline(
-        answer(capsys, "--batch-size", "16", "--ranks", "3"),
-        """python -m composable demo: --batch-size 16 cannot be divided among 3 ranks; 15 or 18 can""",
-    )
-    assert_expected_inline(
-        answer(capsys, "--batch-size", "1", "--ranks", "4"),
-        """python -m composable demo: --batch-size 1 cannot be divided among 4 ranks; 4 can""",
-    )
-
-
-def test_a_width_that_does_not_fill_whole_heads_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert_expected_inline(
-        answer(capsys, "--width", "100"),
-        """python -m composable demo: --width 100 must be a multiple of 32, the width of an attention head""",
-    )
+@pytest.mark.parametrize("what", _REFUSED)
+def test_a_bad_value_is_refused_in_one_line(capsys: pytest.CaptureFixture[str], what: str) -> None:
+    options, text = _REFUSED[what]
+    assert answer(capsys, *options.split()) == f"python -m composable demo: {text}"
 
 
 def test_resuming_where_nothing_was_saved_is_refused_and_leaves_no_folder_behind(

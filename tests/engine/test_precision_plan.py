@@ -1,13 +1,20 @@
-"""Which dtypes a mixed precision policy means for one parameter."""
+"""Which dtypes a mixed precision policy means for one parameter, and by how much gradients are divided: once and after the sum,
+or in two steps where the sum could overflow."""
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import bfloat16, float16, float32
 
 from composable import MixedPrecisionPolicy
+from composable.engine.grad_bucket import division_factors
 from composable.engine.precision import Precision, resolve
+from tests.engine.layouts import SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -39,3 +46,28 @@ def test_whether_anything_is_cast_depends_on_the_parameter() -> None:
 def test_what_is_no_real_number_of_two_bytes_or_more_keeps_its_dtype(original: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(bfloat16, reduce_dtype=float16, keep_grads_in_reduce_dtype=True)
     assert not resolve(policy, original).changes
+
+
+_RANKS = st.one_of(st.integers(1, 64), st.integers(0, 14).map(lambda power: 2**power), st.integers(1, 5000))
+
+
+@SETTINGS
+@given(_RANKS, st.sampled_from([torch.float32, torch.float64, torch.bfloat16]))
+def test_a_dtype_that_cannot_overflow_is_divided_once_and_after_the_sum(ranks: int, dtype: torch.dtype) -> None:
+    assert division_factors(dtype, ranks) == (1.0, float(ranks))
+
+
+@SETTINGS
+@given(_RANKS)
+def test_float16_is_divided_before_the_sum_exactly_and_never_too_much(ranks: int) -> None:
+    before, after = division_factors(torch.float16, ranks)
+    assert before * after == ranks
+    assert min(before, after) >= 1
+    assert math.log2(before).is_integer(), "a power of two loses no digit"
+    assert before <= math.sqrt(2 * ranks), "more would make small gradients vanish"
+
+
+@pytest.mark.parametrize("ranks", [2**power for power in range(15)])
+def test_float16_is_divided_by_about_the_square_root_on_both_sides(ranks: int) -> None:
+    for factor in division_factors(torch.float16, ranks):
+        assert math.sqrt(ranks / 2) <= factor <= math.sqrt(ranks * 2)

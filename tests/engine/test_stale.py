@@ -189,7 +189,9 @@ class Kept(nn.Module):
         return self.result if self.way == "view" else None
 
 
-def _two_forwards(way: str) -> None:
+@pytest.mark.parametrize("way", ["attribute", "view", "unit"])
+@spmd(ranks=2)
+def test_what_a_backward_still_needs_outlives_another_forward(way: str) -> None:
     torch.manual_seed(0)
     plain, model = TwoPaths(way), TwoPaths(way)
     model.load_state_dict(plain.state_dict())
@@ -209,13 +211,8 @@ def _two_forwards(way: str) -> None:
             torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("way", ["attribute", "view", "unit"])
-def test_what_a_backward_still_needs_outlives_another_forward(pool: Pool, way: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _two_forwards, way, device=device)
-
-
-def _cast_while_kept() -> None:
+@spmd(ranks=2)
+def test_parameters_cast_while_they_are_kept_are_gathered_again() -> None:
     model, x = _model()
     with keep_unsharded(model), torch.no_grad():
         model(x)
@@ -223,11 +220,6 @@ def _cast_while_kept() -> None:
         after = model(x.double())
         assert after.dtype is torch.float64
         torch.testing.assert_close(after, _expected(model, x.double()))
-
-
-def test_parameters_cast_while_they_are_kept_are_gathered_again(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _cast_while_kept, device=device)
 
 
 def _labels_after_a_step(whose: str) -> list[str]:

@@ -27,26 +27,23 @@ def launched(pool: Pool, ranks: int, program: Path | str, *arguments: str) -> st
     return printed[0]
 
 
+def environment(port: int, **more: str) -> dict[str, str]:
+    """What a launcher says to this rank."""
+    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
+    of_ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    return {**of_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
+
+
 def _as_torchrun_does(program: Path | str, arguments: tuple[str, ...]) -> str:
     """Ranks find each other by the environment, in a store that is there already."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if dist.get_rank() == 0 else None
     port = [store.port if store is not None else 0]
     dist.broadcast_object_list(port)
+    said = environment(port[0], TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0")
     dist.destroy_process_group()
-    said = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port[0],
-        "TORCHELASTIC_USE_AGENT_STORE": True,
-        "TORCHELASTIC_RESTART_COUNT": 0,
-    }
     printed = io.StringIO()
     with (
-        mock.patch.dict(os.environ, {name: str(value) for name, value in said.items()}),
+        mock.patch.dict(os.environ, said),
         mock.patch.object(sys, "argv", [str(program), *arguments]),
         redirect_stdout(printed),
         warnings.catch_warnings(action="default"),  # as in a program that nobody tests

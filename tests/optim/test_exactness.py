@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from composable import step_on_shards
-from tests.helpers.world import Pool, need_devices
+from tests.helpers.world import Pool, need_devices, spmd
 from tests.optim.twins import (
     OPTIMIZERS,
     flags_of,
@@ -46,7 +46,9 @@ def test_every_bit_is_what_it_would_be_in_half_precision(pool: Pool, name: str, 
     pool.run(2, _train, name, torch.bfloat16, device=device)
 
 
-def _beside_plain_copies(name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@spmd(ranks=2)
+def test_shards_are_stepped_like_plain_tensors_even_where_torch_cannot_step_dtensors(name: str) -> None:
     kind, options = OPTIMIZERS[name]
     for flag in flags_of(kind):
         model = sharded_model()
@@ -54,11 +56,3 @@ def _beside_plain_copies(name: str) -> None:
         optimizer, reference = (kind(each, **options, **flag) for each in (groups, plain_copies(groups)))  # type: ignore[call-arg]
         step_on_shards(optimizer)
         step_beside_plain_copies(model, optimizer, reference, skipped=2)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_shards_are_stepped_like_plain_tensors_even_where_torch_cannot_step_dtensors(
-    pool: Pool, name: str, device: str
-) -> None:
-    need_devices(device, 2)
-    pool.run(2, _beside_plain_copies, name, device=device)

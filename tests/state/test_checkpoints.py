@@ -96,8 +96,9 @@ def test_checkpoints_go_to_and_from_fsdp2(pool: Pool, device: str, tmp_path: Pat
         torch.testing.assert_close(each, expected, rtol=1e-4, atol=1e-6)
 
 
-def _plain_file(folder: str) -> None:
-    path = Path(folder) / f"{dist.get_rank()}.pt"
+@spmd(ranks=2)
+def test_plain_files_load_and_ours_load_there(tmp_path: Path) -> None:
+    path = tmp_path / f"{dist.get_rank()}.pt"
     expected = plain(1)
     torch.save(expected.state_dict(), path)
     model = _annotated("fully_shard")
@@ -109,14 +110,10 @@ def _plain_file(folder: str) -> None:
         assert torch.equal(full[name], value.cpu()), name
 
 
-def test_plain_files_load_and_ours_load_there(pool: Pool, device: str, tmp_path: Path) -> None:
-    need_devices(device, 2)
-    pool.run(2, _plain_file, str(tmp_path), device=device)
-
-
-def _one_ranks_file(folder: str) -> None:
+@spmd(ranks=2)
+def test_a_file_of_one_rank_is_refused_on_another(tmp_path: Path) -> None:
     model = _annotated("fully_shard")
-    path = Path(folder) / "model.pt"
+    path = tmp_path / "model.pt"
     if dist.get_rank() == 0:
         torch.save(model.state_dict(), path)
     dist.barrier()
@@ -133,12 +130,8 @@ def _one_ranks_file(folder: str) -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
-def test_a_file_of_one_rank_is_refused_on_another(pool: Pool, device: str, tmp_path: Path) -> None:
-    need_devices(device, 2)
-    pool.run(2, _one_ranks_file, str(tmp_path), device=device)
-
-
-def _meta_from_rank_0() -> None:
+@spmd(ranks=2)
+def test_a_model_of_the_meta_device_takes_rank_0s_weights() -> None:
     with torch.device("meta"):
         model = Net()
     fully_shard(model, policy={Block})
@@ -152,16 +145,12 @@ def _meta_from_rank_0() -> None:
 
 
 @spmd(ranks=2)
-def test_a_model_of_the_meta_device_takes_rank_0s_weights() -> None:
-    _meta_from_rank_0()
-
-
-def _partial(folder: str) -> None:
+def test_a_part_of_a_checkpoint_loads(tmp_path: Path) -> None:
     model = _annotated("fully_shard")
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=tmp_path)
     other = _annotated("fully_shard", seed=1)
     wanted = {"model": {name: value for name, value in other.state_dict().items() if name.startswith("blocks.0.")}}
-    dcp.load(wanted, checkpoint_id=folder)
+    dcp.load(wanted, checkpoint_id=tmp_path)
     other.load_state_dict(wanted["model"], strict=False)
     found, saved = full_state_dict(other, rank0_only=False), plain().state_dict()
     kept = plain(1).state_dict()
@@ -169,12 +158,8 @@ def _partial(folder: str) -> None:
         assert torch.equal(value, (saved if name.startswith("blocks.0.") else kept)[name].cpu()), name
 
 
-def test_a_part_of_a_checkpoint_loads(pool: Pool, device: str, tmp_path: Path) -> None:
-    need_devices(device, 2)
-    pool.run(2, _partial, str(tmp_path), device=device)
-
-
-def _optimizer_state_by_name() -> None:
+@spmd(ranks=2)
+def test_optimizer_state_goes_by_name_and_leaves_frozen_parameters_out() -> None:
     model = _annotated("fully_shard")
     model.blocks[0].up.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
@@ -182,11 +167,6 @@ def _optimizer_state_by_name() -> None:
     state = get_optimizer_state_dict(model, optimizer)
     assert "blocks.1.up.weight" in state["state"]
     assert "blocks.0.up.weight" not in state["state"]
-
-
-@spmd(ranks=2)
-def test_optimizer_state_goes_by_name_and_leaves_frozen_parameters_out() -> None:
-    _optimizer_state_by_name()
 
 
 def _asynchronous(folder: str, process: bool) -> None:
@@ -221,31 +201,27 @@ def test_an_asynchronous_save_has_the_weights_of_its_time(pool: Pool, process: b
     pool.run(2, _asynchronous, str(tmp_path), process, spoils=process, device=device)
 
 
-def _hugging_face(folder: str, consolidated: bool) -> None:
+@pytest.mark.parametrize("consolidated", [False, True])
+@spmd(ranks=2)
+def test_safetensors_of_hugging_face_are_written_and_read(tmp_path: Path, consolidated: bool) -> None:
     model = _annotated("fully_shard")
     weights = {name: value for name, value in get_model_state_dict(model).items() if name != "head.weight"}
     if consolidated:  # torch 2.13 consolidates no integers
         weights = {name: value for name, value in weights.items() if value.is_floating_point()}
     names = dict.fromkeys(weights, 1)
-    writer = HuggingFaceStorageWriter(folder, names, save_distributed=True, enable_consolidation=consolidated)
+    writer = HuggingFaceStorageWriter(tmp_path, names, save_distributed=True, enable_consolidation=consolidated)
     dcp.save(weights, storage_writer=writer)
     expected = plain().state_dict()
     if consolidated and dist.get_rank() == 0:
-        (file,) = Path(folder).glob("*.safetensors")
+        (file,) = tmp_path.glob("*.safetensors")
         read = load_file(file)
         assert all(torch.equal(read[name], expected[name].cpu()) for name in weights)
     if not consolidated:
         other = _annotated("hybrid", seed=1)
         loaded = {name: value for name, value in other.state_dict().items() if name != "head.weight"}
-        dcp.load(loaded, storage_reader=HuggingFaceStorageReader(folder))
+        dcp.load(loaded, storage_reader=HuggingFaceStorageReader(tmp_path))
         for name, value in full_state_dict(other, rank0_only=False).items():
             assert torch.equal(value, expected[name].cpu()), name
-
-
-@pytest.mark.parametrize("consolidated", [False, True])
-def test_safetensors_of_hugging_face_are_written_and_read(pool: Pool, consolidated: bool, device: str, tmp_path: Path) -> None:
-    need_devices(device, 2)
-    pool.run(2, _hugging_face, str(tmp_path), consolidated, device=device)
 
 
 def _save_averages(folder: str) -> dict[str, Tensor]:

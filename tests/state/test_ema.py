@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from composable import EMA, full_state_dict, fully_shard
 from composable.comm import ledger_of
 from composable.errors import AnnotationError, ForeignParameterError
-from tests.helpers.world import Pool, need_devices, spmd
+from tests.helpers.world import spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
 
 _EXACT = [plan for plan in PLANS if plan != "mixed precision"]
@@ -34,7 +34,9 @@ def _averages(model: Net, ema: EMA) -> dict[str, torch.Tensor]:
         return full_state_dict(model, rank0_only=False)
 
 
-def _same_as_one_process(plan: str) -> None:
+@pytest.mark.parametrize("plan", _EXACT)
+@spmd(ranks=[2, 4])
+def test_averages_are_those_of_one_process(plan: str) -> None:
     expected = plain()
     reference = AveragedModel(expected, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     reference.update_parameters(expected)  # the first one copies
@@ -60,13 +62,6 @@ def _same_as_one_process(plan: str) -> None:
     after = full_state_dict(model, rank0_only=False)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert any(not torch.equal(found[name], value) for name, value in before.items())
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("plan", _EXACT)
-def test_averages_are_those_of_one_process(pool: Pool, plan: str, ranks: int, device: str) -> None:
-    need_devices(device, ranks)
-    pool.run(ranks, _same_as_one_process, plan, device=device)
 
 
 @spmd(ranks=2)
@@ -114,15 +109,11 @@ def test_another_plan_and_bad_arguments_are_refused_by_name() -> None:
         ema.load_state_dict(whole)
 
 
-def _averaged_by_torch(plan: str) -> None:
+@pytest.mark.parametrize("plan", _EXACT)
+@spmd(ranks=2)
+def test_torchs_averaged_model_is_refused_by_name(plan: str) -> None:
     model = plain()
     PLANS[plan](model)
     with pytest.raises(AnnotationError, match=r"use composable\.EMA\(model, decay\)"):
         AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     model(tokens(0)).sum().backward()
-
-
-@pytest.mark.parametrize("plan", _EXACT)
-def test_torchs_averaged_model_is_refused_by_name(pool: Pool, plan: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _averaged_by_torch, plan, device=device)

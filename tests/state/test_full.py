@@ -28,7 +28,9 @@ def _annotated(plan: str, seed: int = 0) -> Net:
     return model
 
 
-def _same_as_one_process(plan: str) -> None:
+@pytest.mark.parametrize("plan", PLANS)
+@spmd(ranks=[2, 4])
+def test_whole_tensors_are_those_of_one_process(plan: str) -> None:
     model, expected = _annotated(plan), plain().state_dict()
     found = full_state_dict(model)
     if dist.get_rank():
@@ -46,14 +48,9 @@ def _same_as_one_process(plan: str) -> None:
         assert torch.equal(value.cpu(), expected[name].cpu()), name
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("plan", PLANS)
-def test_whole_tensors_are_those_of_one_process(pool: Pool, plan: str, ranks: int, device: str) -> None:
-    need_devices(device, ranks)
-    pool.run(ranks, _same_as_one_process, plan, device=device)
-
-
-def _loads(plan: str) -> None:
+@spmd(ranks=2)
+def test_a_whole_state_dict_loads_into_every_plan(plan: str) -> None:
     state = full_state_dict(_annotated("fully_shard", seed=1), rank0_only=False)
     model = _annotated(plan)
     model.load_state_dict(state)
@@ -61,12 +58,6 @@ def _loads(plan: str) -> None:
         assert torch.equal(value, state[name]), name
     model(tokens(0)).sum().backward()
     plain().load_state_dict(state)
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_a_whole_state_dict_loads_into_every_plan(pool: Pool, plan: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _loads, plan, device=device)
 
 
 @spmd(ranks=2)

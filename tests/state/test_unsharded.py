@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from composable import MixedPrecisionPolicy, full_state_dict, fully_shard, no_sync, unsharded
 from composable.errors import ForeignParameterError, NotAnnotatedError, PhaseError
 from tests.helpers.compare import full
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import current_device, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
 
 _CHOICES = [
@@ -28,7 +28,10 @@ def _annotated(plan: str) -> Net:
     return model
 
 
-def _edit(plan: str, choices: dict[str, bool]) -> None:
+@pytest.mark.parametrize("choices", _CHOICES)
+@pytest.mark.parametrize("plan", PLANS)
+@spmd(ranks=[2, 4])
+def test_edits_are_written_back(plan: str, choices: dict[str, bool]) -> None:
     model, expected = _annotated(plan), plain()
     edits = not choices.get("rank0_only") or dist.get_rank() == 0
     with torch.no_grad(), unsharded(model, **choices):
@@ -48,15 +51,9 @@ def _edit(plan: str, choices: dict[str, bool]) -> None:
     model(tokens(0)).sum().backward()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("choices", _CHOICES)
 @pytest.mark.parametrize("plan", PLANS)
-def test_edits_are_written_back(pool: Pool, plan: str, choices: dict[str, bool], ranks: int, device: str) -> None:
-    need_devices(device, ranks)
-    pool.run(ranks, _edit, plan, choices, device=device)
-
-
-def _dropped(plan: str) -> None:
+@spmd(ranks=2)
+def test_edits_without_writeback_or_before_an_exception_are_dropped(plan: str) -> None:
     model = _annotated(plan)
     before = full_state_dict(model, rank0_only=False)
     with torch.no_grad(), unsharded(model, writeback=False):
@@ -76,12 +73,8 @@ def _dropped(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_edits_without_writeback_or_before_an_exception_are_dropped(pool: Pool, plan: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _dropped, plan, device=device)
-
-
-def _gradients(plan: str) -> None:
+@spmd(ranks=2)
+def test_gradients_are_read_and_written(plan: str) -> None:
     model = _annotated(plan)
     model(tokens(dist.get_rank())).sum().backward()
     before = {name: full(parameter.grad).clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
@@ -99,12 +92,6 @@ def _gradients(plan: str) -> None:
     assert model.blocks[0].scale.grad is None
     with unsharded(model):
         assert plan == "replicate" or all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("plan", PLANS)
-def test_gradients_are_read_and_written(pool: Pool, plan: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _gradients, plan, device=device)
 
 
 @spmd(ranks=2)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable import fully_shard
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import current_device, spmd
 
 
 def _penalty(model: nn.Module) -> Tensor:
@@ -19,7 +19,10 @@ def _penalty(model: nn.Module) -> Tensor:
     return torch.stack([term.full_tensor() if isinstance(term, DTensor) else term for term in terms]).sum()
 
 
-def _train(rows: int) -> None:
+@pytest.mark.parametrize("rows", [1, 3, 4])
+@spmd(ranks=2)
+def test_a_penalty_on_parameters_trains_as_in_one_process(rows: int) -> None:
+    """Of one row, DTensor makes gradients that every rank holds whole."""
     torch.manual_seed(0)
     model = nn.Linear(8, rows).to(current_device())
     plain = copy.deepcopy(model)
@@ -35,10 +38,3 @@ def _train(rows: int) -> None:
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert isinstance(one, DTensor)
         torch.testing.assert_close(one.full_tensor(), other)
-
-
-@pytest.mark.parametrize("rows", [1, 3, 4])
-def test_a_penalty_on_parameters_trains_as_in_one_process(pool: Pool, rows: int, device: str) -> None:
-    """Of one row, DTensor makes gradients that every rank holds whole."""
-    need_devices(device, 2)
-    pool.run(2, _train, rows, device=device)

@@ -16,7 +16,7 @@ from composable.errors import PhaseError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import assert_same_gradients
 from tests.helpers.schemes import SCHEMES
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
 class _Stop(BaseException):
@@ -151,7 +151,10 @@ def _side_by_side(model: nn.Module, case: Case) -> None:
         replicate(child)
 
 
-def _fail_then_train(failure: str, scheme: str) -> None:
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@pytest.mark.parametrize("failure", FAILURES)
+@spmd(ranks=2)
+def test_the_step_after_an_exception_is_a_good_one(failure: str, scheme: str) -> None:
     def program(model: nn.Module, x: Tensor) -> None:
         FAILURES[failure](model, x)
         if scheme.startswith("checkpoint"):
@@ -164,14 +167,8 @@ def _fail_then_train(failure: str, scheme: str) -> None:
     assert_same_gradients(BATTERY["a unit used several times"], annotate, program)
 
 
-@pytest.mark.parametrize("scheme", _SCHEMES)
-@pytest.mark.parametrize("failure", FAILURES)
-def test_the_step_after_an_exception_is_a_good_one(pool: Pool, failure: str, scheme: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _fail_then_train, failure, scheme, device=device)
-
-
-def _fail_where_another_model_was_dropped() -> None:
+@spmd(ranks=2)
+def test_what_a_failed_backward_has_launched_does_not_depend_on_the_garbage_collector() -> None:
     case = BATTERY["a unit used several times"]
     models = [case.model(0, 0, current_device()) for _ in range(2)]
     for model in models:
@@ -191,12 +188,9 @@ def _fail_where_another_model_was_dropped() -> None:
         _loss(model(x)).backward()
 
 
-def test_what_a_failed_backward_has_launched_does_not_depend_on_the_garbage_collector(pool: Pool, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _fail_where_another_model_was_dropped, device=device)
-
-
-def _go_on_after_a_failed_backward(scheme: str) -> None:
+@pytest.mark.parametrize("scheme", [scheme for scheme in _SCHEMES if scheme in SCHEMES])
+@spmd(ranks=2)
+def test_a_second_backward_of_a_step_that_is_lost_is_refused(scheme: str) -> None:
     def program(model: nn.Module, x: Tensor) -> None:
         fails = [True]
 
@@ -215,12 +209,6 @@ def _go_on_after_a_failed_backward(scheme: str) -> None:
         model.zero_grad()
 
     assert_same_gradients(BATTERY["a unit used several times"], SCHEMES[scheme].annotate, program)
-
-
-@pytest.mark.parametrize("scheme", [scheme for scheme in _SCHEMES if scheme in SCHEMES])
-def test_a_second_backward_of_a_step_that_is_lost_is_refused(pool: Pool, scheme: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _go_on_after_a_failed_backward, scheme, device=device)
 
 
 def _states_after(failure: str, scheme: str) -> list[str]:

@@ -126,7 +126,9 @@ def test_removing_gives_a_model_equal_to_one_never_annotated(
     pool.run(ranks, _remove, case, scheme, steps_before, device=device)
 
 
-def _annotate_again(scheme: str) -> None:
+@pytest.mark.parametrize("scheme", _SCHEMES)
+@spmd(ranks=2)
+def test_a_model_can_be_annotated_anew_after_removing(scheme: str) -> None:
     def twice(model: nn.Module, case: Case) -> None:
         SCHEMES[scheme].annotate(model, case)
         _step(model, case, 0)
@@ -135,9 +137,3 @@ def _annotate_again(scheme: str) -> None:
         SCHEMES["fully_shard by policy"].annotate(model, case)
 
     assert_same_training(BATTERY["transformer with tied embedding"], twice)
-
-
-@pytest.mark.parametrize("scheme", _SCHEMES)
-def test_a_model_can_be_annotated_anew_after_removing(pool: Pool, scheme: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _annotate_again, scheme, device=device)

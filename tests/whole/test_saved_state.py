@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.tensor import DTensor
 
 from composable import fully_shard
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
 class Small(nn.Module):
@@ -99,7 +99,9 @@ _OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 }
 
 
-def _load_full_state(optimizer: str) -> None:
+@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
+@spmd(ranks=2)
+def test_an_optimizer_goes_on_from_a_full_state_dict(optimizer: str) -> None:
     """A full state dict of model and optimizer, loaded into fresh ones, and into those that it is of."""
     options = StateDictOptions(full_state_dict=True)
     model = _model()
@@ -111,9 +113,3 @@ def _load_full_state(optimizer: str) -> None:
     for each, stepping in ((fresh, _OPTIMIZERS[optimizer](fresh.parameters())), (model, first)):
         set_state_dict(each, stepping, model_state_dict=weights, optim_state_dict=copy.deepcopy(state), options=options)
         torch.testing.assert_close(_train(each, stepping), expected)
-
-
-@pytest.mark.parametrize("optimizer", _OPTIMIZERS)
-def test_an_optimizer_goes_on_from_a_full_state_dict(pool: Pool, optimizer: str, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _load_full_state, optimizer, device=device)

@@ -19,7 +19,7 @@ from tests.helpers.compare import full
 from tests.helpers.mixes import RECIPES, WIDTH, WORDS, Block, assert_alike, batch_of, gradient, kinds, losses
 from tests.helpers.mixes import train as train_as
 from tests.helpers.placed import placed
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import current_device, spmd
 
 
 class Tied(nn.Module):
@@ -203,10 +203,6 @@ def test_one_process_without_a_group_keeps_the_tie() -> None:
     assert_alike(plain, model, "gradients", gradient)
 
 
-def test_a_group_of_one_rank_keeps_the_tie(pool: Pool, device: str) -> None:
-    need_devices(device, 1)
-    pool.run(1, _alone, device=device)
-
-
-def _alone() -> None:
+@spmd(ranks=1)
+def test_a_group_of_one_rank_keeps_the_tie() -> None:
     _train(*twins())

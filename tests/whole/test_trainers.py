@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from composable import fully_shard, remove, replicate
 from tests.helpers.compare import anatomy, averaged_gradients, full_parameters
+from tests.helpers.launched import environment
 from tests.helpers.refusals import refusal, same_on_all
 from tests.helpers.world import Pool, current_device, spmd
 
@@ -183,30 +185,13 @@ def _launched() -> Iterator[None]:
     """What a launcher says in the environment, and accelerate's own state, for this run only."""
     from accelerate.state import AcceleratorState, GradientState  # noqa: PLC0415, slow, and it warns
 
-    rank, ranks = str(dist.get_rank()), str(dist.get_world_size())
-    said = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": ranks,
-        "LOCAL_WORLD_SIZE": ranks,
-        "ACCELERATE_USE_CPU": "true",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "1",
-    }
-    before = {name: os.environ.get(name) for name in said}
-    os.environ.update(said)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # theirs
+    with mock.patch.dict(os.environ, environment(1, ACCELERATE_USE_CPU="true")), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # theirs
+        try:
             yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name)
-            else:
-                os.environ[name] = value
+        finally:
+            AcceleratorState._reset_state(reset_partial_state=True)
+            GradientState._reset_state()
 
 
 def _in_one_process() -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from composable import fully_shard, no_sync, reduce_gradients, registry, replica
 from tests.helpers.battery import Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.compare import assert_same_gradients
-from tests.helpers.world import Pool, need_devices
+from tests.helpers.world import spmd
 
 
 def _layers(*widths: int) -> nn.Sequential:
@@ -144,17 +144,12 @@ PROGRAMS: Final[dict[str, Callable[[Models, Tensor], None]]] = {
 }  # fmt: skip
 
 
-def _run(scheme: str) -> None:
+@pytest.mark.parametrize("scheme", SCHEMES)
+@spmd(ranks=[2, 4])
+def test_each_model_has_the_gradients_of_its_own_windows(scheme: str) -> None:
     for name, program in PROGRAMS.items():
         try:
             assert_same_gradients(CASE, SCHEMES[scheme], program)
         except BaseException as error:
             error.add_note(f"in {name}")
             raise
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_each_model_has_the_gradients_of_its_own_windows(pool: Pool, scheme: str, ranks: int, device: str) -> None:
-    need_devices(device, ranks)
-    pool.run(ranks, _run, scheme, device=device)

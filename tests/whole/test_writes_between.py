@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from composable import fully_shard
-from tests.helpers.world import Pool, current_device, need_devices
+from tests.helpers.world import Pool, current_device, need_devices, spmd
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -95,7 +95,10 @@ def _a_step_of_weights_that_are_not_needed(model: nn.Module, x: Tensor) -> None:
 LEGAL: Final = {program.__name__: program for program in (_a_step_for_another_part, _a_step_of_weights_that_are_not_needed)}
 
 
-def _same_gradients(program: str, after: bool | None) -> None:
+@pytest.mark.parametrize("after", [None, True, False])
+@pytest.mark.parametrize("program", LEGAL)
+@spmd(ranks=2)
+def test_what_plain_autograd_allows_is_allowed(program: str, after: bool | None) -> None:
     plain, sharded, x = _model(after)
     for _ in range(2):
         for model in (plain, sharded):
@@ -105,10 +108,3 @@ def _same_gradients(program: str, after: bool | None) -> None:
             assert (expected.grad is None) == (actual.grad is None)
             if expected.grad is not None:
                 torch.testing.assert_close(actual.grad.full_tensor(), expected.grad)  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize("after", [None, True, False])
-@pytest.mark.parametrize("program", LEGAL)
-def test_what_plain_autograd_allows_is_allowed(pool: Pool, program: str, after: bool | None, device: str) -> None:
-    need_devices(device, 2)
-    pool.run(2, _same_gradients, program, after, device=device)
