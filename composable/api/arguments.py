@@ -7,7 +7,7 @@ has its default: no setting is dropped silently.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -87,19 +87,6 @@ def inherited_policies(
     exact = exact_modules(modules, precision)
     within = {id(below) for module in exact for below in module.modules() if below is not module}
     return {unit: policy.in_full_precision() if id(unit) in within else policy for unit in picked}
-
-
-def is_exact(verb: str, managed: Managed[nn.Parameter], exact: Collection[int]) -> bool:
-    """Whether a parameter keeps its dtype, because it is in the modules with the ids `exact`, at all of its places."""
-    kept = [place for place in managed.places if id(place.module) in exact]
-    cast = [place for place in managed.places if id(place.module) not in exact]
-    if kept and cast:
-        raise AnnotationError(
-            f"{verb}: parameter '{managed.fqn}' is tied: '{kept[0].fqn}' keeps its dtype, since full_precision_classes has the "
-            f"class of its module or of one around it, and '{cast[0].fqn}' is cast. Untie them, or name the other class, "
-            f"{type(cast[0].module).__name__}, too"
-        )
-    return bool(kept)
 
 
 def buffer_holders(

@@ -21,7 +21,6 @@ from composable.api.arguments import (
     exact_modules,
     ids_of_exact,
     inherited_policies,
-    is_exact,
     move_buffers,
     offload_policy_of,
     precision_policy,
@@ -214,7 +213,7 @@ def _plan(
         settings["broadcast_buffers"] = tuple(place for each in buffers if follow for place in each.places)
     exact = ids_of_exact(modules, precision)
     settings["params"] = tuple(
-        ParamInfo(managed.fqn, managed.places, dim, is_exact(verb, managed, exact))
+        ParamInfo(managed.fqn, managed.places, dim, all(id(place.module) in exact for place in managed.places))
         for managed, dim in zip(share, dims, strict=True)
     )
     settings["left_alone"] = tuple(place for each in modules for place, p in registered_parameters(each) if id(p) in ignored)

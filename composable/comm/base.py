@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, ParamSpec, Protocol, TypeVar
 from weakref import ref
@@ -209,17 +209,16 @@ class GroupComm(ABC):
 
     @torch.no_grad()
     def broadcast(self, tensors: Sequence[Tensor], label: str, src: int = 0) -> None:
-        flat = [tensor.detach().reshape(-1) for tensor in tensors]  # a view, where that is possible
-        # As bytes, so that tensors of all dtypes share messages, and because backends do not know all dtypes.
-        for pieces in _messages([each.view(torch.uint8) for each in flat]):
-            alone = len(pieces) == 1 and pieces[0].device == self.device
-            message = pieces[0] if alone else torch.cat([piece.to(self.device) for piece in pieces])
-            self._launch(label, self._broadcast, message, src)
-            if not alone and self.rank != src:
-                torch._foreach_copy_(pieces, message.split([piece.numel() for piece in pieces]))
-        for tensor, values in zip(tensors, flat, strict=True):
-            if values.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(values.view(tensor.shape))
+        for tensor in tensors:
+            flat = tensor.detach().reshape(-1)  # a view, where that is possible
+            # As bytes, because backends do not know all dtypes.
+            for piece in flat.view(torch.uint8).split(MESSAGE_BYTES) if flat.numel() else ():
+                message = piece.to(self.device)
+                self._launch(label, self._broadcast, message, src)
+                if message is not piece and self.rank != src:
+                    piece.copy_(message)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(flat.view(tensor.shape))
 
     def _broadcast(self, message: Tensor, src: int) -> None:
         dist.broadcast(message, group=self.group, group_src=src)
@@ -260,20 +259,6 @@ def launch_each(group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[
     if len(tensors) == 1:
         return [launch([tensor], launcher.options) for tensor in tensors[0]]
     return [launch(output, source, launcher.options) for output, source in zip(*tensors, strict=True)]
-
-
-def _messages(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut `tensors` of bytes into pieces, and put these together to messages of `MESSAGE_BYTES` at most, alike on all ranks."""
-    pieces: list[Tensor] = []
-    used = 0
-    for piece in [piece for tensor in tensors if tensor.numel() for piece in tensor.split(MESSAGE_BYTES)]:
-        if pieces and used + piece.numel() > MESSAGE_BYTES:
-            yield pieces
-            pieces, used = [], 0
-        pieces.append(piece)
-        used += piece.numel()
-    if pieces:
-        yield pieces
 
 
 def _cure(error: Exception) -> str:

@@ -169,16 +169,6 @@ def test_removal_takes_the_casts_away(verb: Any) -> None:
     assert not model[0].norm._forward_hooks
 
 
-def test_a_parameter_that_would_have_to_keep_its_dtype_and_be_cast_is_refused() -> None:
-    model = parts()
-    model[0].up.bias = model[0].norm.bias
-    assert refused(model, lambda: fully_shard(model, policy={Part}, mp_policy=KEPT)) == (
-        "AnnotationError: fully_shard: parameter 'norm.bias' is tied: 'norm.bias' keeps its dtype, since "
-        "full_precision_classes has the class of its module or of one around it, and 'up.bias' is cast. Untie them, or name "
-        "the other class, Linear, too"
-    )
-
-
 def test_what_is_no_class_of_modules_is_refused() -> None:
     for wrong in ("LayerNorm", int, [nn.LayerNorm, 3]):
         text = refusal(lambda wrong=wrong: MixedPrecisionPolicy("bf16", full_precision_classes=wrong))
