@@ -34,12 +34,6 @@ class Log:
     def labels(self, what: str = "launch") -> list[str]:
         return [label for event, label in self.events if event == what]
 
-    def while_in_flight(self, label: str, what: str) -> list[str]:
-        """Labels of the events `what` between the first launch of `label` and its wait."""
-        start = self.events.index(("launch", label))
-        end = self.events.index(("wait", label), start)
-        return [other for event, other in self.events[start:end] if event == what]
-
 
 class Waited:
     """A work that calls `act` at the first wait."""

@@ -11,7 +11,7 @@ from typing import Any, Final
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
     allreduce_hook,
@@ -47,7 +47,7 @@ from tests.helpers.hooked_models import (
     model_of,
     odd_model,
 )
-from tests.helpers.world import Pool, current_device, need_devices, spmd
+from tests.helpers.world import Pool, current_device, spmd
 
 
 def _power(**options: Any) -> PowerSGDState:
@@ -265,7 +265,9 @@ def test_a_hook_over_replicas_gets_the_means_of_its_replica_and_makes_means(name
             assert made.to_local().equal(_mean_of(rows, mesh["replicate"].get_group(), dtype)), name
 
 
-def _low_rank(kind: str, stage: str | None) -> None:
+@pytest.mark.parametrize(("ranks", "kind", "stage"), [(2, "sharded", None), *((4, "hybrid", stage) for stage in BOTH)])
+@spmd()
+def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(kind: str, stage: str | None) -> None:
     models = [KINDS[kind]() for _ in range(2)]
     state = PowerSGDState(None, matrix_approximation_rank=7, start_powerSGD_iter=2, min_compression_rate=0.1)
     register_comm_hook(models[1], powerSGD_hook, state, stage=stage)
@@ -281,15 +283,6 @@ def _low_rank(kind: str, stage: str | None) -> None:
 
 
 @pytest.mark.beyond_sim("PowerSGD gives NaN there, under DistributedDataParallel as well")
-@pytest.mark.parametrize(("kind", "stage"), [("sharded", None), *(("hybrid", stage) for stage in BOTH)])
-def test_power_sgd_keeps_its_memory_for_each_unit_and_counts_backwards(
-    pool: Pool, kind: str, stage: str | None, device: str
-) -> None:
-    ranks = 4 if kind == "hybrid" else 2
-    need_devices(device, ranks)
-    pool.run(ranks, _low_rank, kind, stage, device=device)
-
-
 # --- groups, results, and where there is nothing to reduce --------------------------------------------------------------------
 
 
@@ -311,21 +304,17 @@ def _plain(_: object, bucket: Any) -> Tensor:
     return total * bucket.scale  # type: ignore[no-any-return]
 
 
-def _of_tensors() -> list[str]:
+@spmd(ranks=2, everywhere=True)
+def test_a_hook_may_return_a_tensor_and_describe_names_it_until_it_is_removed() -> None:
     models = [KINDS["replicated"]() for _ in range(2)]
     handle = register_comm_hook(models[1], _plain)
     for model in models:
         loss_of(model, 0).backward()
     assert_same(models, "of tensors", 1e-7)
-    rows = [describe(models[1]).rows[0]]
+    assert describe(models[1]).rows[0].comm_hook == "_plain"
     handle.remove()
     handle.remove()
-    rows.append(describe(models[1]).rows[0])
-    return [row.comm_hook for row in rows]
-
-
-def test_a_hook_may_return_a_tensor_and_describe_names_it_until_it_is_removed(pool: Pool) -> None:
-    assert pool.run(2, _of_tensors) == [["_plain", ""]] * 2
+    assert describe(models[1]).rows[0].comm_hook == ""
 
 
 @spmd(ranks=2)
@@ -342,16 +331,10 @@ def test_a_stage_of_one_rank_calls_no_hook() -> None:
         assert called == {"reduce_scatter": 2 - replicas, "all_reduce": replicas - 1}
 
 
-def _alone() -> None:
-    model = fully_shard(model_of(), grad_reduce="sum")
-    with register_comm_hook(model, noop_hook):
-        loss_of(model, 0, spare=True).backward()
-    assert all(gradient is not None for gradient in full_gradients(model).values())
-
-
-def test_one_rank_calls_no_hook(pool: Pool) -> None:
-    pool.run(1, _alone)
-    model = replicate(nn.Linear(2, 1))
-    with register_comm_hook(model, noop_hook):
-        model(torch.ones(1, 2)).sum().backward()
-    assert model.weight.grad.tolist() == [[1.0, 1.0]]
+@spmd(ranks=1)
+def test_one_rank_calls_no_hook() -> None:
+    for annotate in (fully_shard, replicate):
+        model = annotate(model_of(), grad_reduce="sum")
+        with register_comm_hook(model, noop_hook):
+            loss_of(model, 0, spare=True).backward()
+        assert all(gradient is not None for gradient in full_gradients(model).values())

@@ -165,35 +165,3 @@ def test_a_penalty_that_is_made_after_the_output_is_refused_and_one_before_it_tr
         _loss_with_penalties(model).backward()
         for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(full(parameter.grad), expected.grad)
-
-
-class Embedded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 6)
-        self.inner = nn.Linear(6, 6)
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.inner(self.embedding(tokens)))
-
-
-@spmd(ranks=2, everywhere=True)
-def test_a_unit_whose_backward_reads_no_parameters_trains_past_all_that_its_forward_returned() -> None:
-    torch.manual_seed(0)
-    plain = Embedded()
-    model = copy.deepcopy(plain)
-    fully_shard(model, policy={nn.Linear}, reshard_after_forward=True)
-    for each in (plain, model):
-        found: list[Tensor] = []
-        with each.inner.register_forward_hook(lambda module, args, output, found=found: found.append(output)):
-            each(torch.tensor([0, 1, 2]))
-        found[0].square().sum().backward()
-    expected = dict(plain.named_parameters())
-    for name, parameter in model.named_parameters():
-        gradient = None if parameter.grad is None else full(parameter.grad)
-        if name.startswith("head"):
-            assert gradient is None
-            assert expected[name].grad is None
-        else:
-            torch.testing.assert_close(gradient, expected[name].grad)

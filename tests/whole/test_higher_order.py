@@ -1,8 +1,5 @@
 """Gradients of gradients and torch.func's transforms see a model as if it were not annotated."""
 
-# Messages are compared word for word, each on one line.
-# ruff: noqa: E501
-
 from __future__ import annotations
 
 import warnings
@@ -12,18 +9,16 @@ from typing import Final
 import pytest
 import torch
 import torch.distributed as dist
-from expecttest import assert_expected_inline as assert_text
 from torch import Tensor, nn
 
 from composable import describe, fully_shard, replicate
-from composable.errors import ComposableError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
 from tests.helpers.compare import assert_mean_gradients, assert_same_gradients, full
-from tests.helpers.refusals import refusal, same_on_all
+from tests.helpers.refusals import refusal
 from tests.helpers.schemes import SCHEMES, SHARDED
-from tests.helpers.world import Pool, current_device, spmd
+from tests.helpers.world import current_device, spmd
 
 
 def _penalty(model: nn.Module, x: Tensor) -> Tensor:
@@ -288,59 +283,49 @@ def test_penalties_that_wait_for_each_other_train_and_a_forward_frees_what_they_
             torch.testing.assert_close(full(other), one, msg=f"{name} in step {step}")
 
 
-def _over_parameters(annotate: Callable[[nn.Module], object]) -> str:
-    """Gradients over the parameters of a model, as one process has them for this rank's batch, and training goes on."""
+@pytest.mark.parametrize(
+    ("annotate", "refused"),
+    [
+        (replicate, ""),
+        (
+            fully_shard,
+            "parameter 'first.up.weight' of unit '(root)' was replaced by a DTensor that is no nn.Parameter, as "
+            "torch.func.functional_call does inside torch.func.grad; nothing would gather it. Gradients of sharded parameters come by "
+            "backward(); transforms over inputs, torch.func.grad(...)(x), work",
+        ),
+    ],
+)
+@spmd(ranks=2, everywhere=True)
+def test_gradients_over_parameters_are_those_of_the_rank_or_refused_by_name(
+    annotate: Callable[[nn.Module], object], refused: str
+) -> None:
     plain, model = _DISCRIMINATOR.model(0, 0), _DISCRIMINATOR.model(0, 0)
     annotate(model)
     (x,) = _DISCRIMINATOR.inputs(0, 0, dist.get_rank())
-    plain_gradients, gradients = [
+    expected, gradients = [
         lambda each=each: torch.func.grad(lambda p: torch.func.functional_call(each, p, (x,)).square().mean())(
             dict(each.named_parameters())
         )
         for each in (plain, model)
     ]
-    said = ""
-    try:
-        seen = gradients()
-    except ComposableError as error:
-        said = f"{type(error).__name__}: {error}"
+    if refused:
+        assert refusal(gradients) == f"ForeignParameterError: {refused}"
     else:
-        torch.testing.assert_close(seen, plain_gradients())
-    model(x).square().mean().backward()
-    plain(x).square().mean().backward()
+        torch.testing.assert_close(gradients(), expected())
+    for each in (plain, model):
+        each(x).square().mean().backward()
     assert_mean_gradients(plain, model)
-    return said
 
 
-def _by_layer(model: nn.Module) -> None:
-    fully_shard(model, policy={Layer})
-
-
-def test_gradients_over_the_parameters_of_a_replicated_model_are_those_of_the_rank(pool: Pool) -> None:
-    assert pool.run(2, _over_parameters, replicate) == ["", ""]
-
-
-def test_gradients_over_sharded_parameters_are_refused_by_name(pool: Pool) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _over_parameters, _by_layer)),
-        """ForeignParameterError: parameter 'head.weight' of unit '(root)' was replaced by a DTensor that is no nn.Parameter, as torch.func.functional_call does inside torch.func.grad; nothing would gather it. Gradients of sharded parameters come by backward(); transforms over inputs, torch.func.grad(...)(x), work""",
-    )
-
-
-# --- what cannot be ---------------------------------------------------------------------------------------------------
-
-
-def _backward_with_a_graph() -> str:
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+@spmd(ranks=2, everywhere=True)
+def test_gradients_of_sharded_parameters_are_not_differentiated() -> None:
     case = BATTERY["a unit used several times"]
     model = case.model(0, 0)
     fully_shard(model, policy=set(case.units))
     (x,) = case.inputs(0, 0, 0)
-    return refusal(lambda: model(x).square().mean().backward(create_graph=True))
-
-
-@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
-def test_gradients_of_sharded_parameters_are_not_differentiated(pool: Pool) -> None:
-    assert_text(
-        same_on_all(pool.run(2, _backward_with_a_graph)),
-        """DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit 'other'. They are reduced outside of autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out""",
+    assert refusal(lambda: model(x).square().mean().backward(create_graph=True)) == (
+        "DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit 'other'. They are reduced outside "
+        "of autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, "
+        "torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
     )

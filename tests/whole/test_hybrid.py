@@ -40,24 +40,13 @@ def _by_policy(mesh: DeviceMesh, **options: Any) -> Annotate:
     return annotate
 
 
-def _plain_around_hybrid(mesh: DeviceMesh, **options: Any) -> Annotate:
-    """Every other unit is hybrid, the rest is sharded over all ranks."""
+def _other_mesh_around_hybrid(mesh: DeviceMesh, around: DeviceMesh | None = None) -> Annotate:
+    """Every other unit is on one mesh, the rest on another one, or sharded over all ranks."""
 
     def annotate(model: nn.Module, case: Case) -> None:
         for unit in outermost_units_of(model, case)[::2]:
-            fully_shard(unit, mesh=mesh, **options)
-        fully_shard(model, policy=set(case.units))
-
-    return annotate
-
-
-def _over_different_ranks(mesh: DeviceMesh, other: DeviceMesh) -> Annotate:
-    """Every other unit is replicated over the ranks over which the rest is sharded."""
-
-    def annotate(model: nn.Module, case: Case) -> None:
-        for unit in outermost_units_of(model, case)[::2]:
-            fully_shard(unit, mesh=other)
-        fully_shard(model, policy=set(case.units), mesh=mesh)
+            fully_shard(unit, mesh=mesh)
+        fully_shard(model, policy=set(case.units), mesh=around)
 
     return annotate
 
@@ -73,30 +62,27 @@ def _hybrid_around_replicated(mesh: DeviceMesh) -> Annotate:
     return annotate
 
 
-def _ways_to_annotate() -> dict[str, Annotate]:
-    """By the number of ranks: every shape, every way to name it, and every way to reshard."""
+def _ways_to_annotate() -> list[Annotate]:
+    """By the number of ranks: every shape, every way to name it, and every way to reshard. Generated programs mix these."""
     if dist.get_world_size() == 2:
-        found = {"1x2": _by_policy(_mesh(1, 2)), "2x1": _by_policy(_mesh(2, 1)), "mixed": _plain_around_hybrid(_mesh(2, 1))}
-        for after in (True, False, 1):
-            found[f"1x2, {after}"] = _by_policy(_mesh(1, 2), reshard_after_forward=after)
-            found[f"2x1, {after}"] = _by_policy(_mesh(2, 1), reshard_after_forward=after)
-            found[f"mixed, {after}"] = _plain_around_hybrid(_mesh(1, 2), reshard_after_forward=after)
-        return found
-    return {
-        "2x2": _by_policy(_mesh(2, 2)),
-        "freed": _by_policy(_mesh(2, 2), reshard_after_forward=True),
-        "by name": _by_policy(_mesh(2, 2, names=("dp_shard", "dp_replicate")), reshard_after_forward=False),
-        "regrouping": _by_policy(_mesh(2, 2, names=("replicate", "shard")), reshard_after_forward=2),
-        "4x1": _by_policy(_mesh(4, 1, names=("replicate", "shard"))),
-        "1x4": _by_policy(_mesh(1, 4), reshard_after_forward=2),
-        "mixed": _plain_around_hybrid(_mesh(2, 2)),
-        "mixed and freed": _plain_around_hybrid(_mesh(2, 2), reshard_after_forward=True),
-        "mixed and kept": _plain_around_hybrid(_mesh(2, 2), reshard_after_forward=False),
-        "mixed and regrouping": _plain_around_hybrid(_mesh(2, 2), reshard_after_forward=2),
-        "with replicated units": _hybrid_around_replicated(_mesh(2, 2)),
-        "mixed, the other way round": _plain_around_hybrid(_mesh(2, 2, names=("shard", "replicate"))),
-        "over different ranks": _over_different_ranks(_mesh(2, 2), _mesh(2, 2, names=("shard", "replicate"))),
-    }
+        flat = [
+            _by_policy(_mesh(*shape), reshard_after_forward=after)
+            for shape in ((1, 2), (2, 1))
+            for after in (None, True, False, 1)
+        ]
+        return [*flat, _other_mesh_around_hybrid(_mesh(2, 1)), _other_mesh_around_hybrid(_mesh(1, 2))]
+    return [
+        _by_policy(_mesh(2, 2)),
+        _by_policy(_mesh(2, 2), reshard_after_forward=True),
+        _by_policy(_mesh(2, 2, names=("dp_shard", "dp_replicate")), reshard_after_forward=False),
+        _by_policy(_mesh(2, 2, names=("replicate", "shard")), reshard_after_forward=2),
+        _by_policy(_mesh(4, 1, names=("replicate", "shard"))),
+        _by_policy(_mesh(1, 4), reshard_after_forward=2),
+        _other_mesh_around_hybrid(_mesh(2, 2)),
+        _other_mesh_around_hybrid(_mesh(2, 2, names=("shard", "replicate"))),
+        _other_mesh_around_hybrid(_mesh(2, 2, names=("shard", "replicate")), _mesh(2, 2)),
+        _hybrid_around_replicated(_mesh(2, 2)),
+    ]
 
 
 _CASES: Final = ("transformer with tied embedding", "unused units and parameters", "a unit used several times")
@@ -104,7 +90,7 @@ _CASES: Final = ("transformer with tied embedding", "unused units and parameters
 
 @spmd(ranks=[2, 4])
 def test_it_trains_as_one_process() -> None:
-    for annotate in _ways_to_annotate().values():
+    for annotate in _ways_to_annotate():
         for case in _CASES:
             assert_same_training(BATTERY[case], annotate)
 
@@ -121,7 +107,7 @@ _WRAPPERS: Final[dict[str, Callable[[Comm], Comm]]] = {
 def test_it_does_not_depend_on_when_collectives_arrive_or_which_ones_are_launched(how: str) -> None:
     def annotate(model: nn.Module, case: Case) -> None:
         with comms_wrapped_by(_WRAPPERS[how]):
-            _plain_around_hybrid(mesh)(model, case)
+            _other_mesh_around_hybrid(mesh)(model, case)
 
     mesh = _mesh(2, 2)
     for case in _CASES:

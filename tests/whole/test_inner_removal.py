@@ -106,23 +106,6 @@ def test_parameters_of_a_removed_unit_are_refused_while_they_would_train_apart(i
 
 
 @inner
-@around
-@spmd(ranks=2)
-def test_a_removed_unit_that_is_annotated_again_trains(inner: Verb, around: str) -> None:
-    model = _model(inner, around)
-    _assert_means(model)
-    remove(model.block, inner)
-    inner(model.block)
-    _assert_means(model)
-    remove(model.block, inner)
-    inner(model.block[0])
-    inner(model.block[1])
-    _assert_means(model)
-    remove(model.block[1], inner)
-    _assert_refused(model, r"'block\.1\.0\.weight'")
-
-
-@inner
 @pytest.mark.parametrize("around", ["fully_shard", "replicate"])
 @spmd(ranks=2)
 def test_parameters_that_no_annotation_is_around_any_more_train_as_users_like(inner: Verb, around: str) -> None:

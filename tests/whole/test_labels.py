@@ -13,11 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from composable import fully_shard, replicate
 from composable.memory import streams
 from composable.memory.streams import LABEL_PREFIX
-from tests.helpers.world import Pool, current_device
+from tests.helpers.world import current_device, spmd
 
 
-def _labels(verb: str) -> list[str]:
-    """Those of the second of two steps, by when they begin, each once."""
+def _around(what: str) -> list[str]:
+    return [what, f"wait for the {what}"]
+
+
+@pytest.mark.parametrize(("verb", "ranks"), [("fully_shard", 2), ("hybrid", 4), ("replicate", 2)])
+@spmd(everywhere=True)
+def test_a_profiler_shows_launches_and_waits_by_unit(verb: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     if verb == "replicate":
         replicate(model)
@@ -27,27 +32,17 @@ def _labels(verb: str) -> list[str]:
     x = torch.ones(2, 4)
     with mock.patch.object(streams, "record_function", side_effect=AssertionError):
         model(x).sum().backward()
-    with profiler.profile() as found:
+    with profiler.profile() as profile:
         model(x).sum().backward()
-    events = sorted(found.function_events, key=lambda event: event.time_range.start)
-    return list(dict.fromkeys(event.name.removeprefix(LABEL_PREFIX) for event in events if event.name.startswith(LABEL_PREFIX)))
-
-
-def _around(what: str) -> list[str]:
-    return [what, f"wait for the {what}"]
-
-
-@pytest.mark.parametrize(("verb", "ranks"), [("fully_shard", 2), ("hybrid", 4), ("replicate", 2)])
-def test_a_profiler_shows_launches_and_waits_by_unit(pool: Pool, verb: str, ranks: int) -> None:
-    for found in pool.run(ranks, _labels, verb):
-        if verb == "replicate":
-            what = "gradient all-reduce of unit '(root)' ('1.bias' to '0.weight')"
-            assert found == _around(what)
-            continue
-        gathers = [_around(f"all-gather of unit '{unit}'") for unit in "01"]
-        reductions = [_around(f"gradient reduction of unit '{unit}'") for unit in "10"]
-        if verb == "hybrid":
-            reductions += [_around(f"{launch} over replicas") for launch, _ in reductions]
-        assert sorted(found) == sorted(label for pair in (*gathers, *reductions) for label in pair)
-        for launch, wait in (*gathers, *reductions):
-            assert found.index(launch) < found.index(wait)
+    events = sorted(profile.function_events, key=lambda event: event.time_range.start)
+    found = [event.name.removeprefix(LABEL_PREFIX) for event in events if event.name.startswith(LABEL_PREFIX)]
+    if verb == "replicate":
+        assert list(dict.fromkeys(found)) == _around("gradient all-reduce of unit '(root)' ('1.bias' to '0.weight')")
+        return
+    gathers = [_around(f"all-gather of unit '{unit}'") for unit in "01"]
+    reductions = [_around(f"gradient reduction of unit '{unit}'") for unit in "10"]
+    if verb == "hybrid":
+        reductions += [_around(f"{launch} over replicas") for launch, _ in reductions]
+    assert set(found) == {label for pair in (*gathers, *reductions) for label in pair}
+    for launch, wait in (*gathers, *reductions):
+        assert found.index(launch) < found.index(wait)

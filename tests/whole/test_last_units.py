@@ -21,7 +21,7 @@ from composable import checkpoint, describe, fully_shard, keep_unsharded, remove
 from composable.comm import comms_wrapped_by
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import assert_mean_gradients, full
-from tests.helpers.world import Pool, spmd
+from tests.helpers.world import spmd
 
 WIDTH: Final = 7  # no number of ranks divides it
 LAYERS: Final = 4
@@ -87,23 +87,6 @@ def gathers(log: Log) -> list[str]:
 # --- what is gathered -------------------------------------------------------------------------------------------------
 
 
-def _steps(after: bool | None, checkpoints: str) -> list[list[str]]:
-    model = layers_and_head()
-    if checkpoints == "first":
-        checkpoint(model, policy={Layer})
-    log = recorded(model, reshard_after_forward=after)
-    if checkpoints == "last":
-        checkpoint(model, policy={Layer})
-    found = []
-    for number in range(2):
-        loss = model(batch(number)).sum()
-        found.append(gathers(log))
-        loss.backward()
-        found.append(gathers(log))
-        assert unsharded_units(model) == []
-    return found
-
-
 @pytest.mark.parametrize(
     ("ranks", "after", "checkpoints", "backward"),
     [
@@ -115,10 +98,22 @@ def _steps(after: bool | None, checkpoints: str) -> list[list[str]]:
         (2, False, "", []),
     ],
 )
+@spmd(everywhere=True)
 def test_each_unit_is_gathered_once_in_forward_and_once_in_backward_if_it_did_not_stay(
-    pool: Pool, ranks: int, after: bool | None, checkpoints: str, backward: list[str]
+    after: bool | None, checkpoints: str, backward: list[str]
 ) -> None:
-    assert pool.run(ranks, _steps, after, checkpoints) == [[FORWARD, backward] * 2] * ranks
+    model = layers_and_head()
+    if checkpoints == "first":
+        checkpoint(model, policy={Layer})
+    log = recorded(model, reshard_after_forward=after)
+    if checkpoints == "last":
+        checkpoint(model, policy={Layer})
+    for number in range(2):
+        loss = model(batch(number)).sum()
+        assert gathers(log) == FORWARD
+        loss.backward()
+        assert gathers(log) == backward
+        assert unsharded_units(model) == []
 
 
 @spmd(ranks=2, everywhere=True)
@@ -208,19 +203,6 @@ def _all_unsharded(model: nn.Module) -> None:
     unshard(model)
 
 
-def _then(follow: Callable[[nn.Module], Tensor | None]) -> tuple[list[str], list[str], list[str]]:
-    """What follows a forward gathers and leaves unsharded, and what the backward of both gathers."""
-    model = layers_and_head()
-    log = recorded(model)
-    loss = model(batch()).sum()
-    gathers(log)
-    other = follow(model)
-    gathered, left = gathers(log), unsharded_units(model)
-    (loss if other is None else loss + other).backward()
-    assert unsharded_units(model) == []
-    return gathered, left, gathers(log)
-
-
 @pytest.mark.parametrize(
     ("follow", "gathered", "left", "backward"),
     [
@@ -231,14 +213,20 @@ def _then(follow: Callable[[nn.Module], Tensor | None]) -> tuple[list[str], list
         (_all_unsharded, FORWARD, ["", "0", "1", "2", "3"], []),
     ],
 )
+@spmd(ranks=2, everywhere=True)
 def test_a_forward_that_follows_frees_them_before_it_gathers(
-    pool: Pool,
-    follow: Callable[[nn.Module], Tensor | None],
-    gathered: list[str],
-    left: list[str],
-    backward: list[str],
+    follow: Callable[[nn.Module], Tensor | None], gathered: list[str], left: list[str], backward: list[str]
 ) -> None:
-    assert pool.run(2, _then, follow) == [(gathered, left, backward)] * 2
+    """What follows a forward gathers and leaves unsharded, and what the backward of both gathers."""
+    model = layers_and_head()
+    log = recorded(model)
+    loss = model(batch()).sum()
+    gathers(log)
+    other = follow(model)
+    assert (gathers(log), unsharded_units(model)) == (gathered, left)
+    (loss if other is None else loss + other).backward()
+    assert gathers(log) == backward
+    assert unsharded_units(model) == []
 
 
 @spmd(ranks=2, everywhere=True)

@@ -14,12 +14,14 @@ from composable.api import mesh as meshes
 from composable.comm import AcceleratorComm, world_group
 from composable.memory.streams import Streams
 from tests.helpers.logged import logged
-from tests.helpers.world import Pool
+from tests.helpers.world import Pool, spmd
 
 _CUDA: Final = torch.device("cuda", 0)
 
 
-def _broadcasts() -> tuple[list[str], list[float]]:
+@spmd(ranks=2, everywhere=True)
+def test_what_is_on_the_host_is_broadcast_where_the_ranks_communicate_and_comes_back() -> None:
+    """A backend of an accelerator refuses anything else."""
     comm = AcceleratorComm(world_group(), _CUDA, Streams())
     seen: list[str] = []
     elsewhere: list[Tensor] = []
@@ -36,12 +38,8 @@ def _broadcasts() -> tuple[list[str], list[float]]:
     parameter = nn.Parameter(torch.zeros(2))
     with mock.patch.object(Tensor, "to", to), mock.patch.object(dist, "broadcast", broadcast):
         comm.broadcast([parameter], "broadcast of parameters", src=1 - dist.get_rank())
-    return seen, parameter.tolist()
-
-
-def test_what_is_on_the_host_is_broadcast_where_the_ranks_communicate_and_comes_back(pool: Pool) -> None:
-    """A backend of an accelerator refuses anything else."""
-    assert pool.run(2, _broadcasts) == [(["to cuda:0", "broadcast of 8 bytes"], [7.0, 7.0])] * 2
+    assert seen == ["to cuda:0", "broadcast of 8 bytes"]
+    assert parameter.tolist() == [7.0, 7.0]
 
 
 def _told(backends: dict[str, str]) -> list[str]:

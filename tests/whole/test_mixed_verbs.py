@@ -13,9 +13,7 @@ from composable import fully_shard, remove, replicate
 from tests.helpers.compare import full
 from tests.helpers.mixes import (
     MIXES,
-    WIDTH,
     WORDS,
-    Model,
     assert_alike,
     batch_of,
     gradient,
@@ -55,20 +53,6 @@ def test_only_an_annotation_over_both_makes_replicated_parameters_dtensors() -> 
     assert weight.to_local().data_ptr() == original.data_ptr(), "no second copy"
     remove(model, fully_shard)
     assert model.tok_emb.weight is original
-
-
-@spmd(ranks=2)
-def test_the_order_of_annotations_does_not_matter() -> None:
-    def embedding_last(model: Model) -> None:
-        for block in model.blocks:
-            fully_shard(block)
-        replicate(model.tok_emb)
-        fully_shard(model)
-
-    one, other = make_model(), make_model()
-    in_the_readme(one)
-    embedding_last(other)
-    assert kinds(one) == kinds(other)
 
 
 @spmd(ranks=2)
@@ -144,23 +128,3 @@ def test_replicas_of_other_ranks_than_the_shards_are_left_plain() -> None:
 
 
 # --- what modules compute with ----------------------------------------------------------------------------------------
-
-
-@spmd(ranks=2)
-def test_ranks_that_leave_parameters_out_and_parameters_that_freeze() -> None:
-    plain, mixed = twins("shards_inside_replicated")
-    numbers = torch.linspace(-1, 1, WIDTH, dtype=torch.float64, device=current_device()).view(1, 1, WIDTH)
-    for step, frozen in enumerate([False, True, False]):
-        for model in (plain, mixed):
-            model.tok_emb.weight.requires_grad_(not frozen)
-            model.zero_grad()
-        inputs = numbers, batch_of(step)[:1]  # by rank
-        for each in inputs:
-            (plain(each).square().mean() / 2).backward()
-        mixed(inputs[dist.get_rank()]).square().mean().backward()
-        assert_alike(plain, mixed, f"gradients of step {step}", gradient)
-        for model in (plain, mixed):
-            model.zero_grad()
-        plain(numbers).square().mean().backward()
-        mixed(numbers).square().mean().backward()
-        assert_alike(plain, mixed, "gradients of what no rank used", gradient)
