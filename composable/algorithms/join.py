@@ -483,10 +483,9 @@ class _Scope(JoinHook):
         options, states, cleared = self._object(state)
         broadcast_buffers(self._units, source, saved=False)
         stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
-        alike = [p for p in self._parameters if id(p) not in stepped and stepped_in_backward([p]) is None]
-        whole = [local for p, local in zip(alike, locals_of(alike), strict=True) if local.numel() == p.numel()]
-        if self._comm.size > 1:
-            self._comm.broadcast(whole, "broadcast of parameters after join", source)
+        replicated = [param.at_rest for unit in self._units if not unit.is_sharded for param in unit.params]
+        unknown = [p for p in replicated if id(p) not in stepped and stepped_in_backward([p]) is None]
+        self._comm.broadcast(locals_of(unknown), "broadcast of parameters after join", source)
         if not is_last_joiner:
             for optimizer, option in zip(optimizers, options, strict=True):
                 _set_options(optimizer, option)

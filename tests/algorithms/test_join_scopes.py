@@ -1,0 +1,522 @@
+"""What goes on inside of a `join` scope besides training steps, and what is refused there."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import DeviceMesh
+
+from composable import (
+    EMA,
+    apply_optimizer_in_backward,
+    fully_shard,
+    join,
+    joinable,
+    no_sync,
+    reduce_gradients,
+    replicate,
+)
+from composable.engine.shadow import LISTENERS
+from composable.errors import CommunicationError
+from composable.memory.torch_private import locals_of
+from tests.helpers.compare import full
+from tests.helpers.refusals import refusal
+from tests.helpers.world import Pool, current_device, spmd
+
+with warnings.catch_warnings():  # of torch, about its own decorators
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+Annotate = Callable[[nn.Module], Any]
+
+
+def _shard(model: nn.Module) -> None:
+    fully_shard(model, policy={nn.Linear})
+
+
+def _plain() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double().to(current_device())
+
+
+def _normed() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double().to(current_device())
+
+
+def _batch(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64).to(current_device())
+
+
+def _batches() -> int:
+    """Rank 0 has the fewest, so that nothing that follows rank 0 outside of a scope is right in it."""
+    return 2 * dist.get_rank() + 1
+
+
+def _sgd(model: nn.Module, lr: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, *, to_none: bool = True) -> None:
+    optimizer.zero_grad(set_to_none=to_none)
+    model(_batch(dist.get_rank(), step)).square().mean().backward()
+    optimizer.step()
+
+
+def _alone(make: Callable[[], nn.Module] = _plain, **options: Any) -> nn.Module:
+    """What one process trains with the batches of all ranks."""
+    model = make()
+    optimizer = _sgd(model, **options)
+    ranks = dist.get_world_size()
+    for step in range(2 * ranks - 1):
+        optimizer.zero_grad()
+        for rank in range(ranks):
+            if step < 2 * rank + 1:
+                (model(_batch(rank, step)).square().mean() / ranks).backward()
+        optimizer.step()
+    return model
+
+
+def _assert_same(model: nn.Module, expected: nn.Module) -> None:
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter.detach()), other.detach(), rtol=1e-9, atol=1e-11, msg=name)
+
+
+def _on_all_ranks(tensor: Tensor) -> list[Tensor]:
+    every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, tensor.contiguous())
+    return every
+
+
+def _shards_of(model: nn.Module) -> list[Tensor]:
+    return [local.detach().clone() for local in locals_of(list(model.parameters()))]
+
+
+# --- torch's Join -----------------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("stands", ["in the list", "in joinable"])
+def test_33_zero_redundancy_optimizer_over_a_replicated_model(stands: str) -> None:
+    model = _plain()
+    replicate(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+    listed = stands == "in the list"
+    with Join([joinable(model), optimizer] if listed else [joinable(model, optimizer)]):
+        for step in range(_batches()):
+            _step(model, optimizer, step)
+    _assert_same(model, _alone())
+
+
+@spmd(ranks=2)
+def test_33_several_joinables_of_one_join() -> None:
+    models, alone = [_plain(), _plain()], _plain()
+    _shard(models[0])
+    replicate(models[1])
+    optimizers = [_sgd(model) for model in models]
+    with Join([joinable(*each) for each in zip(models, optimizers, strict=True)]):
+        for step in range(_batches()):
+            _step(models[1], optimizers[1], step)  # the first joinable notifies, whichever model comes first
+            _step(models[0], optimizers[0], step)
+    alone = _alone()
+    for model in models:
+        _assert_same(model, alone)
+
+
+@spmd(ranks=2)
+def test_33_two_models_in_one_backward() -> None:
+    models, alone = [_plain(), nn.Linear(3, 3).double().to(current_device())], _alone
+    both = nn.Sequential(models[1], models[0])
+    with torch.no_grad():
+        for parameter in models[1].parameters():
+            dist.broadcast(parameter, 0)
+    expected = _copy(both)
+    for model in models:
+        _shard(model)
+    optimizer = _sgd(both)
+    with join(*models, optimizer):
+        for step in range(_batches()):
+            _step(both, optimizer, step)
+    _assert_same(both, alone(lambda: expected))
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    copied = nn.Sequential(nn.Linear(3, 3).double().to(current_device()), _plain())
+    copied.load_state_dict(model.state_dict())
+    return copied
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_early_termination_throws_on_all_ranks(annotate: Annotate) -> None:
+    model = _plain()
+    annotate(model)
+    optimizer = _sgd(model)
+
+    def train() -> None:
+        with join(model, optimizer, throw_on_early_termination=True):
+            for step in range(_batches()):
+                _step(model, optimizer, step)
+
+    with pytest.raises(RuntimeError, match=r"exhausted all inputs|exhausted inputs"):
+        train()
+    assert not LISTENERS
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("enable", [True, False])
+def test_33_nothing_listens_after_a_scope_with_even_inputs(enable: bool) -> None:
+    model = _plain()
+    _shard(model)
+    optimizer = _sgd(model)
+    with join(model, optimizer, enable=enable):
+        assert LISTENERS
+        _step(model, optimizer, 0)
+    assert not LISTENERS
+    _step(model, optimizer, 1)
+
+
+@spmd(ranks=2)
+def test_33_a_joinable_serves_many_scopes() -> None:
+    model = _plain()
+    _shard(model)
+    optimizer = _sgd(model)
+    joined, before = joinable(model, optimizer), [*model.state_dict()]
+    for _ in range(3):
+        with Join([joined]):
+            for step in range(_batches()):
+                _step(model, optimizer, step)
+    assert [*model.state_dict()] == before
+    assert len({float(each) for each in _on_all_ranks(sum(full(p.detach()).sum() for p in model.parameters()))}) == 1
+
+
+# --- what runs inside -------------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_evaluation_loops_of_different_lengths(annotate: Annotate) -> None:
+    model, alone = _plain(), _plain()
+    annotate(model)
+    with torch.no_grad(), join(model):
+        for step in range(_batches()):
+            torch.testing.assert_close(model(_batch(dist.get_rank(), step)), alone(_batch(dist.get_rank(), step)))
+
+
+@spmd(ranks=[2, 3])
+def test_33_buffers_follow_a_rank_with_data() -> None:
+    model, last = _normed(), dist.get_world_size() - 1
+    replicate(model)
+    optimizer = _sgd(model)
+    with join(model, optimizer):
+        for step in range(_batches()):
+            _step(model, optimizer, step)
+    assert int(model[1].num_batches_tracked) == 2 * last + 1
+    for buffer in model.buffers():
+        first, *others = _on_all_ranks(buffer)
+        for other in others:
+            assert torch.equal(first, other)
+
+
+@spmd(ranks=2)
+def test_33_a_replicated_model_without_optimizer_takes_the_parameters_of_the_last_rank() -> None:
+    model = _plain()
+    replicate(model)
+    optimizer = _sgd(model)
+    with join(model):
+        for step in range(_batches()):
+            _step(model, optimizer, step)
+    _assert_same(model, _alone())
+
+
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_optimizers_and_schedulers_end_alike_on_all_ranks(annotate: Annotate) -> None:
+    model = _plain()
+    annotate(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    averages = EMA(model, 0.5)
+    optimizer.register_step_post_hook(lambda *_: averages.update())
+    with join(model, optimizer, scheduler):
+        for step in range(_batches()):
+            _step(model, optimizer, step)
+            scheduler.step()
+    steps = 2 * dist.get_world_size() - 1
+    assert {int(state["step"]) for state in optimizer.state.values()} == {steps}
+    assert scheduler.last_epoch == steps
+    assert optimizer.param_groups[0]["lr"] == scheduler.get_last_lr()[0] == 0.1 * 0.5 ** (steps // 2)
+
+
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_a_scaler_skips_steps_on_all_ranks(annotate: Annotate) -> None:
+    model = _plain()
+    annotate(model)
+    optimizer = _sgd(model)
+    scaler = torch.amp.GradScaler(current_device().type, init_scale=8.0)
+    with join(model, optimizer, scaler):
+        for step in range(_batches()):
+            before = _shards_of(model)
+            optimizer.zero_grad()
+            loss = model(_batch(dist.get_rank(), step)).square().mean()
+            scaler.scale(loss * (float("inf") if step == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            if step == 1:
+                assert all(map(torch.equal, before, _shards_of(model)))
+    assert scaler.get_scale() == 4.0
+    total = sum(full(parameter.detach()).sum() for parameter in model.parameters())
+    assert isinstance(total, Tensor)
+    assert torch.isfinite(total)
+    assert len({float(each) for each in _on_all_ranks(total)}) == 1
+
+
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_gradients_that_are_set_to_zero(annotate: Annotate) -> None:
+    model = _plain()
+    annotate(model)
+    optimizer = _sgd(model)
+    with join(model, optimizer):
+        for step in range(_batches()):
+            _step(model, optimizer, step, to_none=False)
+    _assert_same(model, _alone())
+
+
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_accumulated_gradients_are_reduced_without_a_backward(annotate: Annotate) -> None:
+    model = _plain()
+    annotate(model)
+    optimizer = _sgd(model)
+    with join(model, optimizer):
+        for step in range(_batches()):
+            optimizer.zero_grad()
+            with no_sync(model):
+                model(_batch(dist.get_rank(), step)).square().mean().backward()
+            reduce_gradients(model)
+            optimizer.step()
+    _assert_same(model, _alone())
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_an_optimizer_in_backward_steps_on_all_ranks(annotate: Annotate) -> None:
+    model = _plain()
+    annotate(model)
+    apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1, "momentum": 0.9})
+    with join(model):
+        for step in range(_batches()):
+            model(_batch(dist.get_rank(), step)).square().mean().backward()
+    _assert_same(model, _alone())
+
+
+@spmd(ranks=2)
+def test_33_several_forwards_before_one_backward() -> None:
+    model, alone = _plain(), _plain()
+    _shard(model)
+    optimizers = [_sgd(alone), _sgd(model)]
+    with join(model, optimizers[1]):
+        for step in range(_batches()):
+            optimizers[1].zero_grad()
+            losses = [model(_batch(dist.get_rank(), 10 * step + part)).square().mean() for part in range(3)]
+            (losses[0] + losses[2]).backward()
+            optimizers[1].step()
+    for step in range(3):
+        optimizers[0].zero_grad()
+        for rank in range(int(step > 0), 2):
+            for part in (0, 2):
+                (alone(_batch(rank, 10 * step + part)).square().mean() / 2).backward()
+        optimizers[0].step()
+    _assert_same(model, alone)
+
+
+# --- steps that fail --------------------------------------------------------------------------------------------------
+
+
+class _Fails(nn.Linear):
+    fails = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails == "forward":
+            raise torch.OutOfMemoryError(self.fails)
+        y = super().forward(x)
+        if self.fails == "backward":
+            y.register_hook(self._raise)
+        return y
+
+    def _raise(self, _: Tensor) -> None:
+        raise torch.OutOfMemoryError(self.fails)
+
+
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_33_a_step_that_fails_on_all_ranks_with_data_is_lost_on_the_others_too(annotate: Annotate, where: str) -> None:
+    model, alone = _plain(), _plain()
+    torch.manual_seed(0)
+    model[2] = _Fails(4, 1).double().to(current_device())
+    model[2].load_state_dict(alone[2].state_dict())
+    annotate(model)
+    optimizer = _sgd(model)
+    with join(model, optimizer):
+        for step in range(_batches()):
+            for attempt in range(2):
+                model[2].fails = where if attempt == 0 and step == 1 else ""
+                try:
+                    _step(model, optimizer, step)
+                    break
+                except torch.OutOfMemoryError:
+                    continue
+    _assert_same(model, _alone())
+
+
+def _one_rank_raises() -> str:
+    model = _plain()
+    _shard(model)
+    optimizer = _sgd(model)
+    try:
+        with join(model, optimizer):
+            for step in range(_batches()):
+                if step == 2:
+                    raise ValueError("a bad batch")
+                _step(model, optimizer, step)
+    except (ValueError, CommunicationError) as error:
+        assert not LISTENERS
+        return str(error)
+    return ""
+
+
+def test_33_a_rank_that_raises_inside_ends_the_others(pool: Pool, device: str) -> None:
+    one, other = pool.run(2, _one_rank_raises, device=device, group_timeout=2.0, spoils=True)
+    assert other == "a bad batch"
+    assert "rank 0: the exchange of which ranks have data failed" in one
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def _refusal_inside(scope: Any, act: Callable[[], object]) -> str:
+    def run() -> None:
+        with scope:
+            act()
+
+    return refusal(run)
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("on", ["all ranks", "one rank"])
+def test_33_shards_without_an_optimizer_are_refused(on: str) -> None:
+    model = _plain()
+    _shard(model)
+    runs = on == "all ranks" or dist.get_rank() == 1
+    said = _refusal_inside(join(model), lambda: runs and model(_batch(0, 0)).sum().backward())
+    assert said.startswith(
+        "OptimizerError: join: parameter 'weight' of unit '0' is trained by no optimizer that the scope knows"
+    )
+
+
+@spmd(ranks=2)
+def test_33_a_model_that_is_annotated_inside_is_refused() -> None:
+    model = _plain()
+    _shard(model)
+
+    def act() -> None:
+        added = fully_shard(nn.Linear(1, 2).double().to(current_device()))
+        if dist.get_rank() == 1:
+            model.append(added)
+            model(_batch(0, 0))
+
+    said = _refusal_inside(join(model, _sgd(model)), act)
+    assert said.startswith("PhaseError: unit '3' was annotated inside of a join scope")
+
+
+@spmd(ranks=2)
+def test_33_a_model_that_was_not_passed_is_refused() -> None:
+    model, teacher = _plain(), _plain()
+    _shard(model)
+    _shard(teacher)
+    said = _refusal_inside(join(model), lambda: dist.get_rank() and teacher(_batch(0, 0)))
+    assert said.startswith("PhaseError: unit '(root)' of another model ran inside of a join scope")
+
+
+@spmd(ranks=2)
+def test_33_scopes_do_not_nest() -> None:
+    model = _plain()
+    _shard(model)
+
+    def act() -> None:
+        model(_batch(0, 0))
+        with join(model):
+            pass
+
+    assert _refusal_inside(join(model), act).startswith(
+        "PhaseError: joinable: a join scope is open already. Scopes do not nest"
+    )
+    assert not LISTENERS
+
+
+@spmd(ranks=2)
+def test_33_a_scaler_that_was_not_passed_is_refused() -> None:
+    model = _plain()
+    _shard(model)
+    optimizer = _sgd(model)
+    scaler = torch.amp.GradScaler(current_device().type)
+
+    def act() -> None:
+        scaler.scale(model(_batch(0, 0)).sum()).backward()
+        scaler.step(optimizer)
+
+    said = _refusal_inside(join(model, optimizer), act)
+    assert said.startswith("OptimizerError: join: GradScaler scales gradients of a model in the scope, and is not known to it")
+
+
+@spmd(ranks=2)
+def test_33_a_step_with_a_closure_is_refused() -> None:
+    model = _plain()
+    _shard(model)
+    optimizer = _sgd(model)
+
+    def act() -> None:
+        model(_batch(0, 0)).sum().backward()
+        optimizer.step(lambda: 1.0)
+
+    assert _refusal_inside(join(model, optimizer), act).startswith("OptimizerError: join: SGD.step was called with a closure")
+
+
+@spmd(ranks=2)
+def test_33_what_joinable_cannot_take() -> None:
+    model, other = _plain(), nn.Linear(3, 3).double().to(current_device())
+    assert refusal(lambda: joinable(model)).startswith("NotAnnotatedError: joinable: no fully sharded or replicated module")
+    _shard(model)
+    assert refusal(lambda: joinable(model, 3)).startswith("OptimizerError: joinable: a int is neither a model nor an optimizer")
+    fully_shard(other, mesh=DeviceMesh(current_device().type, [dist.get_rank()]))
+    assert refusal(lambda: joinable(model, other)).startswith("MeshError: joinable: unit '(root)' is on ranks [")
+    joinables = [joinable(model), joinable(other)]
+    assert refusal(lambda: Join(joinables)).startswith(
+        f"MeshError: joinable: models of one Join are on ranks [{dist.get_rank()}] of"
+    )
+    said = _refusal_inside(Join([_First(), joinable(model)]), lambda: model(_batch(0, 0)))
+    assert said.startswith("PhaseError: joinable: a model that is annotated must be the first joinable of its Join")
+
+
+class _First(ZeroRedundancyOptimizer):
+    def __init__(self) -> None:
+        super().__init__([nn.Parameter(torch.zeros(1, device=current_device()))], torch.optim.SGD, lr=0.1)
+
+
+def test_33_one_process_without_ranks_needs_nothing() -> None:
+    model = nn.Linear(3, 1)
+    fully_shard(model)
+    with join(model):
+        model(torch.ones(2, 3)).sum().backward()
+    assert model.weight.grad is not None
