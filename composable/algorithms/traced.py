@@ -18,7 +18,6 @@ import torch
 from torch.distributed._functional_collectives import all_reduce
 
 from composable.compilation import backward_is_compiled, traceable
-from composable.contract.contract import registry
 from composable.engine.accumulation import SyncMode
 from composable.engine.grad_bucket import division_factors
 from composable.engine.param import DeferredHooks
@@ -98,8 +97,6 @@ def trace_reductions(root: Root) -> str:
 def _obstacle(root: Root) -> str:
     if LISTENERS:
         return "a join scope is open, in which ranks without data follow the engine's reductions"
-    if any("checkpoint" in registry(module) for module in root.module.modules()):
-        return "a module of the model is annotated with checkpoint, whose recomputation runs outside of the graph"
     for unit in root.units:
         if unit.is_sharded or unit.beside is not None:
             return f"unit '{unit.name}' has shards, or is replicated beside some"

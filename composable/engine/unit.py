@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm.mesh import MeshInfo
-from composable.compilation import traceable, untraced
+from composable.compilation import backward_is_compiled, traceable, untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import on_undo
 from composable.contract.traversal import SHARD, Place, names_below
@@ -413,6 +413,8 @@ class Unit:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Pre-forward."""
         recomputes = in_backward() and self.root is not None and self.root.iteration is not None
+        if self.root is not None and not self.root.eager_because:  # then backwards have no iteration
+            recomputes = in_backward() or backward_is_compiled()
         root = None if recomputes else root_for_call(self, module)  # may reset, which forgets all calls
         call = _Call(next_node(), root)
         self._calls.append(call)  # before anything else that may raise: `on_error` takes it back

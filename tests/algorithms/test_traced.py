@@ -208,6 +208,23 @@ def test_39_optimizers_in_backward_step_on_the_mean() -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@spmd(ranks=2)
+def test_39_recomputation_is_part_of_the_backward(compiled: bool) -> None:
+    model = _model()
+    replicate(model, policy={nn.Linear})
+    checkpoint(model, policy={nn.Linear})
+    with logged() as lines, fresh_compiler():
+        with torch._dynamo.compiled_autograd._enable(as_captured):
+            loss = mean_square(model, _batch())
+            if compiled:
+                loss.backward()
+        if not compiled:
+            loss.backward()
+    torch.testing.assert_close(full_gradients(model), _expected(), rtol=1e-9, atol=1e-11)
+    assert len(lines) == (0 if compiled else 1)
+
+
 @spmd(ranks=2)
 def test_39_a_second_backward_adds_its_mean() -> None:
     with backwards_compiled_by(as_captured):
@@ -283,11 +300,6 @@ def _refuses(model: nn.Module, said: str) -> None:
     _backward(model)
 
 
-def _checkpointed(model: nn.Module) -> None:
-    replicate(model)
-    checkpoint(model.get_submodule("0"))
-
-
 def _hooked(model: nn.Module) -> None:
     replicate(model)
     register_comm_hook(model, lambda _, bucket: bucket.buffer())
@@ -304,7 +316,6 @@ def _beside_shards(model: nn.Module) -> None:
 
 
 REFUSED: Final[dict[str, tuple[Callable[[nn.Module], object], str]]] = {
-    "checkpoint": (_checkpointed, "annotated with checkpoint"),
     "communication hook": (_hooked, "has a communication hook"),
     "shards": (_beside_shards, "has shards"),
     "sparse gradients": (_looked_up, "has sparse gradients"),

@@ -185,7 +185,6 @@ def test_a_compiled_function_may_run_forward_and_backward(scheme: str) -> None:
     [
         # It does not call what is to be called at its end: no gradient would be averaged, and nobody would know.
         ("fully_shard without resharding", DifferentiationError, "compiled"),
-        ("replicate and checkpoint", DifferentiationError, "compiled"),
         # It takes what all nodes have saved before it runs the first one: parameters are absent before anybody is called.
         ("fully_shard", RuntimeError, "is at version 2147483647"),
     ],
