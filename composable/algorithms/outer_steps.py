@@ -89,6 +89,10 @@ class _Message:
         self.flight = difference, DONE
         return difference.to(self.backup.device)
 
+    def __del__(self) -> None:
+        if self.flight is not None and self._comm.traits.on_stream:
+            self.flight[1].wait()  # its memory is given back to another stream than the one that reduces
+
     def show_gradients(self) -> None:
         for backup, view in zip(self.backups, self.cut(self.land()), strict=True):
             backup.grad = gradient_like(view, backup)
