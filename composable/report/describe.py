@@ -14,6 +14,7 @@ from composable.config import grad_reduce_in_words
 from composable.contract.contract import Annotation, registry
 from composable.contract.traversal import REPLICATE, SHARD, managed_parameters
 from composable.engine.comm_hooks import names_of_hooks
+from composable.engine.param import unit_of
 from composable.engine.unit import Unit
 from composable.errors import few, unit_name
 from composable.memory.streams import any_has_streams, has_streams
@@ -138,8 +139,8 @@ def describe(module: nn.Module) -> Description:
     """Describe the units of an annotated model, in order: what each holds, and how it is distributed.
 
     Parameters that are neither sharded nor replicated come last, as a unit named "(not annotated)", or "(rest)" if other verbs
-    were applied somewhere. Verbs on modules that are no units are named below the table, and so are modules on which
-    `offload_activations` has no effect.
+    were applied somewhere; those of `ignored_params` as "(ignored)". Verbs on modules that are no units are named below the
+    table, and so are modules on which `offload_activations` has no effect.
 
     Args:
         module: an annotated model, or any other one. It may be a part of a model, or what `torch.compile` returned.
@@ -149,6 +150,7 @@ def describe(module: nn.Module) -> Description:
     """
     module = unwrapped(module)
     rows: dict[int, UnitRow] = {}
+    units: dict[int, Unit] = {}
     elsewhere: dict[str, list[str]] = {}
     for name, below in module.named_modules():
         annotations = registry(below)
@@ -156,13 +158,15 @@ def describe(module: nn.Module) -> Description:
         verbs = _in_order(annotations)
         for verb in managing:
             unit = annotations[verb].state
+            units[id(unit)] = unit
             if id(unit) not in rows:
                 rows[id(unit)] = _unit_row(name, verb, unit, verbs)
         for verb in () if managing else verbs:
             elsewhere.setdefault(verb, []).append(unit_name(name))
     not_offloaded = tuple(unit_name(name) for name, below in module.named_modules() if _offloads_nothing(below))
     named = {verb: tuple(names) for verb, names in elsewhere.items()}
-    return Description((*rows.values(), *_unmanaged(module, named=bool(elsewhere))), named, not_offloaded)
+    rest = (*_ignored(module, units.values()), *_unmanaged(module, named=bool(elsewhere)))
+    return Description((*rows.values(), *rest), named, not_offloaded)
 
 
 def _in_order(annotations: Mapping[str, Annotation]) -> list[str]:
@@ -232,6 +236,13 @@ def _after_forward(after: bool | int | None) -> str:
 
 def _placements_of(parameter: nn.Parameter) -> str:
     return ", ".join(map(str, parameter.placements)) if isinstance(parameter, DTensor) else "local"
+
+
+def _ignored(module: nn.Module, units: Iterable[Unit]) -> list[UnitRow]:
+    """Make a row for `ignored_params`, which the caller trains, each rank its own."""
+    registered = (place.registered for unit in units for place in unit.spec.left_alone)
+    left = {id(found): found for found in registered if found is not None and unit_of(found) is None}
+    return [_plain_row("(ignored)", type(module).__name__, [], list(left.values()))] if left else []
 
 
 def _unmanaged(module: nn.Module, *, named: bool) -> list[UnitRow]:

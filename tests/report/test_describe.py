@@ -232,3 +232,12 @@ def test_a_model_without_parameters_has_an_empty_table() -> None:
 )
 def test_bytes_have_a_unit(count: int, text: str) -> None:
     assert readable_bytes(count) == text
+
+
+def test_ignored_parameters_have_a_row_of_their_own() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[1], ignored_params=[model[1].weight])
+    fully_shard(model)
+    found = [(row.unit, row.parameters, row.placements) for row in describe(model).rows]
+    assert found[-1] == ("(ignored)", 1, ("local",))
+    assert sum(row.numel for row in describe(model).rows) == sum(parameter.numel() for parameter in model.parameters())
