@@ -338,7 +338,7 @@ def local_steps(
     every: int,
     *,
     over: Over = REPLICAS,
-    outer: Callable[[list[nn.Parameter]], Optimizer] = _nesterov,
+    outer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     delay: int = 0,
     keep: float = 0.0,
     offload: bool = False,
@@ -408,5 +408,5 @@ def local_steps(
     if not members:
         raise AnnotationError(f"{_CALLER}: no parameter of a unit in this {type(model).__name__} requires a gradient")
     messages = [_Message(each, comms[unit], offload=offload) for (unit, *_), each in members.items()]
-    stepper = outer([backup for message in messages for backup in message.backups])
+    stepper = (outer or _nesterov)([backup for message in messages for backup in message.backups])
     return LocalSteps(model, optimizer, _Rounds(every, over, delay, keep), stepper, messages, infos)
