@@ -67,41 +67,47 @@ def tied_to_replicated(
         if owner is None:
             continue
         unit, info = owner
+        by, first = unit.spec.verb, unit.modules[0]
         of_owner = {id(each): fqn for module in unit.modules for fqn, each in module.named_modules()}
         if all(id(module) in of_owner for module in modules):
             name = of_owner[id(modules[0])]
             inner = f"'{name}'" if name else module_name(modules[0])
-            outer = f"'{unit.name}'" if unit.spec.verb == SHARD else module_name(unit.modules[0])
-            policy = ", or use policy=" if unit.spec.verb == SHARD or verb == REPLICATE else ""
-            raise AnnotationError(f"{inner} is inside already-{_DONE[unit.spec.verb]} {outer}; annotate children first{policy}")
+            hint = ", or use policy=" if by == verb else ""
+            raise AnnotationError(f"{inner} is inside already-{_DONE[by]} '{unit.name}'; annotate children first{hint}")
         shared = next((place for place in managed.places if place in info.places), None)
         if shared is not None:
-            fqn = next(fqn for module in modules for fqn, each in module.named_modules() if each is shared.module)
             raise AnnotationError(
-                f"{verb}: {describe_module(shared.module, fqn)} is in two units: unit '{unit.name}' "
-                f"({type(unit.modules[0]).__name__}) has {_DONE[unit.spec.verb]} its parameters already. Annotate it before both, "
-                f"{unit.spec.verb}(shared), or both modules as one unit: {verb}([a, b]). A slice such as model[:2] is a module of "
-                "its own, which the model never calls: annotate the list [*model[:2]] instead"
+                f"{verb}: {describe_module(shared.module, shared.fqn.rpartition('.')[0])} is in two units: unit '{unit.name}' "
+                f"({type(first).__name__}) has {_DONE[by]} its parameters already. Annotate it before both, {by}(shared), or both "
+                f"modules as one unit: {verb}([a, b]). A slice such as model[:2] is a module of its own, which the model never "
+                "calls: annotate the list [*model[:2]] instead"
             )
-        is_inside = all(id(module) in below for module in unit.modules)
-        why = ""
-        if unit.spec.verb == SHARD:
-            how = "as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together"
-            how = how if verb == SHARD else "alike, as one unit: fully_shard([a, b]) or replicate([a, b])"
-            why = f"was sharded as part of another unit already. Annotate both modules {how}"
-        elif verb == SHARD and not is_inside:
-            why = "is replicated; it cannot be sharded, too. Annotate a module around both, which leaves the parameter replicated, "
-            why += "or both modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])"
+        if by == SHARD:
+            why = _SHARDED_APART
+        elif verb == SHARD and not all(id(module) in below for module in unit.modules):
+            why = _REPLICATED_APART
         elif verb == REPLICATE and unit.spec.mesh_info.mesh != mesh:
-            why = "is replicated over another mesh. Pass the same mesh to both, or annotate both modules as one unit: "
-            why += "replicate([a, b])"
-        if why:
-            name = find_fqn(unit.modules[0])
-            other = f"{name}.{info.fqn}" if name else info.fqn
-            raise TiedParametersError(f"parameter '{full_name(managed)}' is tied to '{other}', which {why}")
-        tied.append((unit, managed))
+            why = _ON_ANOTHER_MESH
+        else:
+            tied.append((unit, managed))
+            continue
+        name = find_fqn(first)
+        other = f"{name}.{info.fqn}" if name else info.fqn
+        raise TiedParametersError(f"parameter '{full_name(managed)}' is tied to '{other}', which {why}")
     return tied
 
+
+_SHARDED_APART: Final = (
+    "was sharded as part of another unit already. Annotate both modules alike, as one unit: fully_shard([a, b]) or "
+    "replicate([a, b]); or name the units in policy=, which keeps tied parameters together"
+)
+_REPLICATED_APART: Final = (
+    "is replicated; it cannot be sharded, too. Annotate a module around both, which leaves the parameter replicated, or both "
+    "modules alike, as one unit: replicate([a, b]) or fully_shard([a, b])"
+)
+_ON_ANOTHER_MESH: Final = (
+    "is replicated over another mesh. Pass the same mesh to both, or annotate both modules as one unit: replicate([a, b])"
+)
 
 # --- parameters that no annotation can manage -------------------------------------------------------------------------
 

@@ -57,9 +57,10 @@ def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
 
 
 @says(
-    *["AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy="] * 4,
-    *["AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first, or use policy="] * 2,
-    *["AnnotationError: 'blocks.0' is inside already-replicated Transformer; annotate children first"] * 2,
+    *["AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first, or use policy="] * 2,
+    *["AnnotationError: 'blocks.0' is inside already-sharded '(root)'; annotate children first"] * 2,
+    *["AnnotationError: 'blocks.0' is inside already-replicated '(root)'; annotate children first, or use policy="] * 2,
+    *["AnnotationError: 'blocks.0' is inside already-replicated '(root)'; annotate children first"] * 2,
 )
 def a_child_after_its_parent() -> list[str]:
     said = []
@@ -116,7 +117,7 @@ def test_a_parameter_in_two_units_of_a_policy_goes_to_the_module_around_both() -
 
 @says(
     *[
-        "TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules as one unit: fully_shard([a, b]), or name the units in policy=, which keeps tied parameters together"
+        "TiedParametersError: parameter 'head.weight' is tied to 'embedding.weight', which was sharded as part of another unit already. Annotate both modules alike, as one unit: fully_shard([a, b]) or replicate([a, b]); or name the units in policy=, which keeps tied parameters together"
     ]
     * 2
 )
