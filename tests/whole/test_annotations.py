@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,12 +9,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
-    checkpoint,
     describe,
     fully_shard,
     keep_unsharded,
-    offload_activations,
-    registry,
     remove,
     replicate,
     reshard,
@@ -26,30 +20,10 @@ from composable import (
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
-from tests.helpers.compare import anatomy, assert_same_training, full_parameters
+from tests.helpers.compare import assert_same_training, full_parameters
 from tests.helpers.logged import logged
 from tests.helpers.schemes import SCHEMES
 from tests.helpers.world import current_device, spmd
-
-VERBS: Final[dict[str, Callable[..., Any]]] = {
-    "fully_shard": fully_shard,
-    "replicate": replicate,
-    "checkpoint": checkpoint,
-    "offload_activations": offload_activations,
-}
-
-
-@spmd(ranks=[1, 2])
-@pytest.mark.parametrize("verb", VERBS)
-def test_types_names_and_forward_are_unchanged_and_the_argument_comes_back(verb: str) -> None:
-    for case in BATTERY.values():
-        model = case.model(0, 0, current_device())
-        before = anatomy(model)
-        identities = [id(module) for module in model.modules()]
-        assert VERBS[verb](model) is model
-        assert anatomy(model) == before, case.name
-        assert [id(module) for module in model.modules()] == identities
-        assert list(registry(model)) == [verb]
 
 
 @spmd(ranks=[2, 3])

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 from unittest import mock
 
@@ -70,25 +71,23 @@ class Model(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def _fully_sharded(model: Model) -> None:
-    fully_shard(model, policy={Block})
-
-
-def _replicated(model: Model) -> None:
-    replicate(model, bucket_cap_mb=1e-4)
-
-
 def _mixed(model: Model) -> None:
     replicate(model.head)
     fully_shard(model, policy={Block})
 
 
 VERBS: Final[dict[str, Callable[[Model], object]]] = {
-    "fully_shard": _fully_sharded,
+    "fully_shard": lambda model: fully_shard(model, policy={Block}),
     "fully_shard as one unit": fully_shard,
-    "replicate": _replicated,
+    "replicate": lambda model: replicate(model, bucket_cap_mb=1e-4),
     "both": _mixed,
 }
+
+
+def _annotated(verb: str) -> Model:
+    model = Model()
+    VERBS[verb](model)
+    return model
 
 
 def _batch(number: int = 0) -> Tensor:
@@ -110,8 +109,18 @@ def _assert_good_step(model: Model, *, skipped: int = -1) -> None:
     assert_mean_gradients(plain, model, rtol=1e-5, atol=1e-7)
 
 
-def _fail() -> None:
-    raise MemoryError("as planned")
+def _fail(kind: type[BaseException]) -> None:
+    raise kind("as planned")
+
+
+def _lose_step(model: Model, where: str, kind: type[BaseException] = MemoryError) -> None:
+    """A step that raises in the second block's forward or backward."""
+
+    block: Any = model.blocks[1]
+    setattr(block, f"in_{where}", partial(_fail, kind))
+    with pytest.raises(kind, match="as planned"):
+        _loss(model).backward()
+    setattr(block, f"in_{where}", None)
 
 
 # --- all ranks raise --------------------------------------------------------------------------------------------------
@@ -121,20 +130,15 @@ def _fail() -> None:
 @pytest.mark.parametrize("where", ["forward", "backward", "between"])
 @spmd(ranks=2, everywhere=True)
 def test_reset_frees_and_drops_everything_at_once(where: str, verb: str) -> None:
-    model = Model()
-    VERBS[verb](model)
+    model = _annotated(verb)
     _assert_good_step(model)
     model.zero_grad()
     with no_sync(model):
         _loss(model).backward()
-    block: Any = model.blocks[1]
     if where == "between":
         _loss(model)
     else:
-        setattr(block, f"in_{where}", _fail)
-        with pytest.raises(MemoryError, match="as planned"):
-            _loss(model).backward()
-        setattr(block, f"in_{where}", None)
+        _lose_step(model, where)
     reset(model)
     assert {row.state for row in describe(model).rows} <= {"SHARDED", "-"}
     assert [name for name, parameter in model.named_parameters() if parameter.grad is not None] == []
@@ -148,14 +152,9 @@ def test_reset_frees_and_drops_everything_at_once(where: str, verb: str) -> None
 )
 @spmd(ranks=2, everywhere=True)
 def test_a_failed_step_is_reported_once_with_its_unit(where: str, what: str) -> None:
-    model = Model()
-    _fully_sharded(model)
-    block: Any = model.blocks[1]
+    model = _annotated("fully_shard")
     with logged() as lines:
-        setattr(block, f"in_{where}", _fail)
-        with pytest.raises(MemoryError, match="as planned"):
-            _loss(model).backward()
-        setattr(block, f"in_{where}", None)
+        _lose_step(model, where)
         for _ in range(2):
             _assert_good_step(model)
     assert lines == [f"WARNING: unit '(root)': {what}; the step is lost, and its state was reset"]
@@ -164,13 +163,12 @@ def test_a_failed_step_is_reported_once_with_its_unit(where: str, what: str) -> 
 @pytest.mark.parametrize("verb", VERBS)
 @spmd(ranks=2, everywhere=True)
 def test_where_a_failed_backward_is_caught_modules_hold_what_they_hold_at_rest(verb: str) -> None:
-    model = Model()
-    VERBS[verb](model)
+    model = _annotated(verb)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     at_rest = dict(model.named_parameters())
     before = {name: value.clone() for name, value in model.state_dict().items()}
     block: Any = model.blocks[1]
-    block.in_backward = _fail
+    block.in_backward = partial(_fail, MemoryError)
     try:
         _loss(model).backward()
     except MemoryError:
@@ -190,8 +188,7 @@ def test_where_a_failed_backward_is_caught_modules_hold_what_they_hold_at_rest(v
 
 
 def _end_alone(verb: str, where: str, how: str) -> None:
-    model = Model()
-    VERBS[verb](model)
+    model = _annotated(verb)
     _assert_good_step(model)
     if dist.get_rank() == 1:
         end = (lambda: os._exit(3)) if how == "ends" else (lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -233,8 +230,7 @@ def test_when_one_rank_ends_the_others_are_told_what_they_waited_for(pool: Pool,
 
 
 def _skip_a_unit_alone() -> str:
-    model = Model()
-    _fully_sharded(model)
+    model = _annotated("fully_shard")
     _assert_good_step(model)
     model.skipped = 1 if dist.get_rank() == 1 else -1
     try:
@@ -255,8 +251,7 @@ def test_a_unit_that_one_rank_skips_later_ends_with_what_each_rank_launched(pool
 @pytest.mark.parametrize("verb", VERBS)
 @spmd(ranks=3, everywhere=True)
 def test_ranks_may_run_other_numbers_of_forwards_without_gradients_where_nothing_is_gathered(verb: str) -> None:
-    model = Model()
-    VERBS[verb](model)
+    model = _annotated(verb)
     for _ in range(2):
         _assert_good_step(model)
         with keep_unsharded(model) if verb != "replicate" else torch.no_grad(), torch.no_grad():
@@ -268,10 +263,6 @@ def test_ranks_may_run_other_numbers_of_forwards_without_gradients_where_nothing
 # --- one process ------------------------------------------------------------------------------------------------------
 
 
-def _interrupt() -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("verbs", [(fully_shard,), (replicate,), (checkpoint, fully_shard), (offload_activations, fully_shard)])
 def test_the_cell_of_a_notebook_that_was_interrupted_can_be_run_again(verbs: tuple[Any, ...], where: str) -> None:
@@ -280,12 +271,8 @@ def test_the_cell_of_a_notebook_that_was_interrupted_can_be_run_again(verbs: tup
     plain = copy.deepcopy(model)
     for verb in verbs:
         verb(model, policy={Block})
-    block: Any = model.blocks[1]
     for _ in range(2):
-        setattr(block, f"in_{where}", _interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            _loss(model).backward()
-        setattr(block, f"in_{where}", None)
+        _lose_step(model, where, KeyboardInterrupt)
         for each in (model, plain):  # first the one that was interrupted: torch goes on saving tensors for its checkpoint
             each.zero_grad()
             _loss(each).backward()

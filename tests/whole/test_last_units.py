@@ -178,19 +178,9 @@ def test_no_moment_needs_more_memory_than_two_units_and_the_root() -> None:
     assert seen[LAYERS:] == [["", "2", "3"], ["", "1", "2"], ["", "0", "1"], ["", "0"]]
 
 
-def _another(model: nn.Module) -> Tensor:
-    result: Tensor = model(batch(1)).sum()
-    return result
-
-
-def _of_a_part(model: nn.Module) -> Tensor:
-    result: Tensor = model.get_submodule("1")(batch(1)).sum()
-    return result
-
-
+@torch.no_grad()
 def _evaluation(model: nn.Module) -> None:
-    with torch.no_grad():
-        model(batch(1))
+    model(batch(1))
 
 
 def _evaluation_in_a_scope(model: nn.Module) -> None:
@@ -199,32 +189,27 @@ def _evaluation_in_a_scope(model: nn.Module) -> None:
         model(batch(2))
 
 
-def _all_unsharded(model: nn.Module) -> None:
-    unshard(model)
+# What follows a forward, what it gathers and leaves unsharded, and what the backward of both gathers.
+_FOLLOWING: Final[dict[str, tuple[Callable[[Any], object], list[str], list[str], list[str]]]] = {
+    "another": (lambda model: model(batch(1)).sum(), FORWARD, ["", "3"], ["2", "1", "0", "3", "2", "1", "0"]),
+    "one of a part": (lambda model: model[1](batch(1)).sum(), ["1", "2"], ["1"], ["(root)", "3", "2", "1", "0"]),
+    "an evaluation": (_evaluation, FORWARD, [], ["(root)", "3", "2", "1", "0"]),
+    "an evaluation in a scope": (_evaluation_in_a_scope, FORWARD, [], ["(root)", "3", "2", "1", "0"]),
+    "none, but all are unsharded": (unshard, FORWARD, ["", "0", "1", "2", "3"], []),
+}
 
 
-@pytest.mark.parametrize(
-    ("follow", "gathered", "left", "backward"),
-    [
-        (_another, FORWARD, ["", "3"], ["2", "1", "0", "3", "2", "1", "0"]),
-        (_of_a_part, ["1", "2"], ["1"], ["(root)", "3", "2", "1", "0"]),
-        (_evaluation, FORWARD, [], ["(root)", "3", "2", "1", "0"]),
-        (_evaluation_in_a_scope, FORWARD, [], ["(root)", "3", "2", "1", "0"]),
-        (_all_unsharded, FORWARD, ["", "0", "1", "2", "3"], []),
-    ],
-)
+@pytest.mark.parametrize("following", _FOLLOWING)
 @spmd(ranks=2, everywhere=True)
-def test_a_forward_that_follows_frees_them_before_it_gathers(
-    follow: Callable[[nn.Module], Tensor | None], gathered: list[str], left: list[str], backward: list[str]
-) -> None:
-    """What follows a forward gathers and leaves unsharded, and what the backward of both gathers."""
+def test_a_forward_that_follows_frees_them_before_it_gathers(following: str) -> None:
+    follow, gathered, left, backward = _FOLLOWING[following]
     model = layers_and_head()
     log = recorded(model)
     loss = model(batch()).sum()
     gathers(log)
     other = follow(model)
     assert (gathers(log), unsharded_units(model)) == (gathered, left)
-    (loss if other is None else loss + other).backward()
+    (loss + other if isinstance(other, Tensor) else loss).backward()
     assert gathers(log) == backward
     assert unsharded_units(model) == []
 
