@@ -23,9 +23,9 @@ saved tensors belong to checkpointing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from itertools import chain, count
 from operator import methodcaller
 from threading import local
@@ -277,8 +277,9 @@ def _comes_from_parameter(tensor: Tensor) -> bool:
     return isinstance(leaf, nn.Parameter) or (type(leaf) is Tensor and is_elastic(leaf.untyped_storage()))
 
 
-def _storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages of parameters and buffers by their ids."""
+def _storages_of(module: nn.Module) -> dict[int, torch.UntypedStorage]:
+    """The storages of its parameters and buffers by their ids."""
+    tensors = chain(module.parameters(), module.buffers())
     plain = (local_of(tensor) if isinstance(tensor, DTensor) else tensor for tensor in tensors)
     storages = (
         each.untyped_storage() for each in plain if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
@@ -291,7 +292,8 @@ def _storages_of(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
 
 class _OfThread(local):
     def __init__(self) -> None:
-        self.open: list[_OpenForward] = []  # of offloaded modules, innermost last
+        # Of offloaded modules whose forward runs, innermost last: the bracket, and what takes autograd's hooks away again.
+        self.open: list[tuple[OffloadBracket, ExitStack]] = []
         self.recomputed: list[nn.Module] = []  # whose own checkpointing runs them again, innermost last
 
 
@@ -313,45 +315,6 @@ def is_recomputed(module: nn.Module) -> bool:
     return any(module is other for other in _of_thread.recomputed)
 
 
-class _OpenForward:
-    """One running forward of an offloaded module: decides what leaves the device."""
-
-    __slots__ = ("_hooks", "_module", "_stays", "bracket")
-
-    def __init__(self, bracket: OffloadBracket, module: nn.Module) -> None:
-        self.bracket = bracket
-        self._module = module
-        self._hooks: saved_tensors_hooks | None = None
-        self._stays: dict[int, torch.UntypedStorage] | None = None
-
-    def start(self) -> None:
-        hooks = saved_tensors_hooks(self._save, methodcaller("unpack"))
-        hooks.__enter__()
-        self._hooks = hooks
-
-    def stop(self) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(None, None, None)
-
-    def _save(self, tensor: Tensor) -> _Kept:
-        bracket = self.bracket
-        if has_streams(tensor.device) and _is_plain(tensor) and tensor.numel():
-            extent = _extent(tensor)
-            if extent * tensor.element_size() >= bracket.min_bytes and not self._stays_on_device(tensor):
-                start, stop = _stretch_around(tensor, extent)
-                copy = copies_of(tensor.device).copy_of(tensor, start, stop, pin_memory=bracket.pin_memory)
-                return _Offloaded(tensor, bracket.name, copy, start)
-        return _Kept(tensor, bracket.name)
-
-    def _stays_on_device(self, tensor: Tensor) -> bool:
-        if _comes_from_parameter(tensor):
-            return True
-        if self._stays is None:
-            self._stays = _storages_of(chain(self._module.parameters(), self._module.buffers()))
-        storage = tensor.untyped_storage()
-        return id(storage) in self._stays or is_elastic(storage)
-
-
 class OffloadBracket:
     """Around each forward of an offloaded module: autograd saves host copies of the tensors that forward makes.
 
@@ -368,10 +331,11 @@ class OffloadBracket:
 
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        forward = _OpenForward(self, module)
-        _of_thread.open.append(forward)  # first: `leave` and `on_error` expect it
+        hooks = ExitStack()
+        _of_thread.open.append((self, hooks))  # first: `leave` and `on_error` expect it
         if any_has_streams() and not is_recomputed(module):
-            forward.start()
+            save = partial(self._save, cache(partial(_storages_of, module)))
+            hooks.enter_context(saved_tensors_hooks(save, methodcaller("unpack")))
         return args, kwargs
 
     @untraced
@@ -382,14 +346,24 @@ class OffloadBracket:
     @untraced
     def on_error(self, module: nn.Module) -> None:
         forwards = _of_thread.open
-        if any(forward.bracket is self for forward in forwards):
+        if any(bracket is self for bracket, _ in forwards):
             # Forwards above this one ended by a KeyboardInterrupt, of which torch does not tell forward hooks. Autograd keeps
             # hooks on a stack, so these end first.
-            while True:
-                forward = forwards.pop()
-                forward.stop()
-                if forward.bracket is self:
-                    return
+            bracket = None
+            while bracket is not self:
+                bracket, hooks = forwards.pop()
+                hooks.close()
+
+    def _save(self, storages_that_stay: Callable[[], Mapping[int, object]], tensor: Tensor) -> _Kept:
+        if has_streams(tensor.device) and _is_plain(tensor) and tensor.numel():
+            extent, storage = _extent(tensor), tensor.untyped_storage()
+            is_small = extent * tensor.element_size() < self.min_bytes
+            stays = is_small or is_elastic(storage) or _comes_from_parameter(tensor) or id(storage) in storages_that_stay()
+            if not stays:
+                start, stop = _stretch_around(tensor, extent)
+                copy = copies_of(tensor.device).copy_of(tensor, start, stop, pin_memory=self.pin_memory)
+                return _Offloaded(tensor, self.name, copy, start)
+        return _Kept(tensor, self.name)
 
 
 def close_interrupted() -> None:
@@ -397,4 +371,4 @@ def close_interrupted() -> None:
     forwards that it ended, and everything saved later would be offloaded, too."""
     forwards = _of_thread.open
     while forwards:
-        forwards.pop().stop()
+        forwards.pop()[1].close()
