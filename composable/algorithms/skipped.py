@@ -11,6 +11,7 @@ from composable.compilation import untraced, unwrapped
 from composable.contract.values import map_tensors
 from composable.engine.root import units_below
 from composable.engine.unit import Unit
+from composable.errors import PhaseError
 
 T = TypeVar("T")
 
@@ -54,6 +55,11 @@ def _through(module: nn.Module, x: Any, units: list[Unit]) -> Any:
     units.remove(unit)
     unit.enter(module, (), {})
     try:
+        if unit.root is not None and not unit.root.eager_because:
+            raise PhaseError(
+                f"skipped: compiled autograd is on, and each rank's graph reduces the gradients that it has. This rank would have none "
+                f"for unit '{unit.name}', and the others would wait. Run backwards of models that skip units without compiled autograd"
+            )
         for child in module.children():
             x = _through(child, x, units)
         anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)

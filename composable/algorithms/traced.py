@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("composable")
 
 _FELL_BACK: Final = "an earlier backward of this model was not compiled, although compiled autograd was on in its forward"
-_ENGINES: Final = -1  # key of the engine's hook among those that autograd calls
 
 
 class TracedReduction:
@@ -49,7 +48,7 @@ class TracedReduction:
     """
 
     def __init__(self, unit: Unit, group: ParamGroup, hooks: DeferredHooks) -> None:
-        self.ordinary = dict.__getitem__(hooks, _ENGINES)
+        self.ordinary = hooks.of_engine
         self.users = hooks.of_users
         comm = unit.mesh_info.all
         self.group = comm.group if comm.size > 1 else None
@@ -61,7 +60,9 @@ class TracedReduction:
     def __call__(self, parameter: Tensor) -> None:
         """Reduce the gradient of `parameter`."""
         if not (torch.compiler.is_dynamo_compiling() or backward_is_compiled()):
-            self._fall_back()
+            unit = self._unit()
+            if unit is not None and unit.root is not None:
+                _fall_back(unit.root)
             self.ordinary(parameter)
             return
         if self.accumulation.now is not SyncMode.REDUCE:
@@ -75,11 +76,6 @@ class TracedReduction:
         for hook in list(self.users.values()):
             hook(parameter)
 
-    def _fall_back(self) -> None:
-        unit = self._unit()
-        if unit is not None and unit.root is not None:
-            _fall_back(unit.root)
-
 
 def trace_reductions(root: Root) -> str:
     """Let the compiler reduce the gradients of a forward of `root` that begins, or return why it cannot."""
@@ -89,8 +85,8 @@ def trace_reductions(root: Root) -> str:
             for group in unit.groups:
                 for param in group.params:
                     hooks = hooks_after_accumulation(param.at_rest)
-                    if isinstance(hooks, DeferredHooks) and not isinstance(dict.get(hooks, _ENGINES), TracedReduction):
-                        dict.__setitem__(hooks, _ENGINES, TracedReduction(unit, group, hooks))
+                    if isinstance(hooks, DeferredHooks) and not isinstance(hooks.of_engine, TracedReduction):
+                        hooks.of_engine = TracedReduction(unit, group, hooks)
     return reason
 
 
@@ -116,8 +112,8 @@ def _fall_back(root: Root) -> None:
     for unit in root.units:
         for param in unit.params:
             hooks = hooks_after_accumulation(param.at_rest)
-            if isinstance(hooks, DeferredHooks) and isinstance(found := dict.get(hooks, _ENGINES), TracedReduction):
-                dict.__setitem__(hooks, _ENGINES, found.ordinary)
+            if isinstance(hooks, DeferredHooks) and isinstance(hooks.of_engine, TracedReduction):
+                hooks.of_engine = hooks.of_engine.ordinary
     if not root.eager_because:
         root.eager_because = _FELL_BACK
         logger.warning(

@@ -419,6 +419,15 @@ class DeferredHooks(OrderedDict[int, Any]):
         # The handle that removes a hook refers weakly to the dict that it was added to: this one, which must outlive its use.
         self.of_users.deferred = self  # type: ignore[attr-defined]
 
+    @property
+    def of_engine(self) -> Any:
+        """The hook that autograd calls; None after `undo`."""
+        return super().get(-1)
+
+    @of_engine.setter
+    def of_engine(self, hook: Any) -> None:
+        super().__setitem__(-1, hook)
+
     @override
     def __setitem__(self, key: int, hook: Any) -> None:
         self.of_users[key] = hook
@@ -436,7 +445,7 @@ def defer_hooks(parameter: nn.Parameter, arrived: Callable[[Tensor], None]) -> C
     """Call `arrived` when autograd has accumulated, and the hooks of users when they are run; returns the inverse."""
     users = hooks_after_accumulation(parameter)
     deferred = users if isinstance(users, DeferredHooks) else getattr(users, "deferred", None) or DeferredHooks(users)
-    dict.__setitem__(deferred, -1, untraced(arrived))
+    deferred.of_engine = untraced(arrived)
     parameter._post_accumulate_grad_hooks = deferred
 
     def undo() -> None:

@@ -21,10 +21,11 @@ from composable import (
     no_sync,
     register_comm_hook,
     replicate,
+    skipped,
 )
 from composable.algorithms import traced
 from composable.algorithms.traced import TracedReduction
-from composable.errors import DifferentiationError
+from composable.errors import DifferentiationError, PhaseError
 from tests.helpers.battery.case import mean_square
 from tests.helpers.compare import full_gradients
 from tests.helpers.compiled import CASE, Block, assert_trains_as_one_process, fresh_compiler
@@ -106,7 +107,7 @@ def _backward(model: nn.Module, step: int = 0) -> None:
 
 def _tracing_hooks(model: nn.Module) -> int:
     hooks = [getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()]
-    return sum(isinstance(dict.get(each, -1), TracedReduction) for each in hooks if each is not None)
+    return sum(isinstance(getattr(each, "of_engine", None), TracedReduction) for each in hooks)
 
 
 def _expected(**options: Any) -> dict[str, Tensor]:
@@ -373,3 +374,20 @@ def test_39_gradients_that_wait_to_be_reduced_are_not_mixed_with_others() -> Non
         _backward(model)
     with backwards_compiled_by(as_captured), pytest.raises(DifferentiationError, match="accumulates gradients under no_sync"):
         _backward(model)
+
+
+@spmd(ranks=2)
+def test_39_skipped_units_are_refused_by_name() -> None:
+    model = _model()
+    replicate(model, policy={nn.Linear})
+
+    def skip_the_last(module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        skipped(module.get_submodule("3"), args[0])
+
+    handle = model.register_forward_pre_hook(skip_the_last)
+    with backwards_compiled_by(as_captured), pytest.raises(PhaseError, match="skipped: compiled autograd is on"):
+        _backward(model)
+    handle.remove()
+    model.zero_grad()
+    _backward(model)
+    torch.testing.assert_close(full_gradients(model), _expected(), rtol=1e-9, atol=1e-11)
