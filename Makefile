@@ -24,7 +24,7 @@ test: $(READY) ## run all tests (ARGS="-k name" for some of them)
 # What an accelerator may do otherwise than a host: streams, memory that is gone, waits of the host. Not what only the host does.
 # tests/accelerator/README.md says which other tests have run there; ON_ACCELERATOR="tests/accelerator tests/optim ..." takes them.
 ON_ACCELERATOR ?= tests/accelerator tests/engine tests/whole/test_host_waits.py tests/whole/test_recovery.py \
-	tests/whole/test_removal.py tests/whole/test_mixed_state.py tests/whole/test_hybrid_state.py tests/whole/test_saved_state.py \
+	tests/whole/test_removal.py tests/whole/test_mixed_state.py tests/whole/test_hybrid_state.py tests/state/test_checkpoints.py \
 	tests/whole/test_float16.py tests/optim/test_clipping_limits.py $(BY_CHOICES)
 
 # Then all choices of an accelerator over tensors of the host, whose numbers are compared with one process's. Left out is what

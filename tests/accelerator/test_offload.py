@@ -17,25 +17,16 @@ from composable.memory import activations
 from composable.memory.activations import TO_DEVICE_STREAM, TO_HOST_STREAM
 from tests.accelerator import sim, watch
 from tests.accelerator.faults import COMPUTE, _launch, fork_without_waiting
+from tests.helpers.offloading import Line
 from tests.helpers.world import Pool, current_device
 
 _LEAVES, _RETURNS = f"stream '{TO_HOST_STREAM}'", f"stream '{TO_DEVICE_STREAM}'"
 _COPY_OUT, _COPY_BACK = "copy to host", "copy to device"
 
 
-class Line(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(64, 256)
-        self.down = nn.Linear(256, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*[Line() for _ in range(12)]).to(current_device())
+    return nn.Sequential(*[Line(64) for _ in range(12)]).to(current_device())
 
 
 def _x() -> torch.Tensor:
@@ -107,7 +98,7 @@ def _run(model: nn.Module, x: torch.Tensor, *, aside: bool) -> None:
         last = loss.grad_fn.next_functions[0][0].next_functions[0][0].next_functions[1][0]  # sum, square, add, addmm
         with torch.Stream(current_device()) as stream:
             stream.wait_stream(torch.accelerator.current_stream())
-            assert last._saved_mat1.shape == (32, 256)
+            assert last._saved_mat1.shape == (32, 192)
             torch.accelerator.current_stream().synchronize()
     loss.backward()
 
@@ -155,6 +146,6 @@ def test_the_host_waits_for_nothing_and_the_peak_does_not_grow_with_depth(pool: 
     ((plain, _),) = pool.run(1, _peak_and_waits, "plain", device="sim")
     ((peak, waits),) = pool.run(1, _peak_and_waits, "offloaded", device="sim")
     assert waits == []
-    largest = 32 * 256 * 4
+    largest = 32 * 192 * 4
     assert plain >= 12 * (largest + 32 * 64 * 4)
     assert peak <= plain - 6 * largest

@@ -25,8 +25,34 @@ from composable.contract.traversal import (
     registered_parameters,
     walk,
 )
-from tests.contract.trees import Leaf, names_of, tree
 from tests.helpers.world import spmd
+
+
+class Leaf(nn.Module):
+    """A module with one parameter and some children, which all run."""
+
+    def __init__(self, **children: nn.Module) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        for name, child in children.items():
+            setattr(self, name, child)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.weight
+        for child in self.children():
+            x = child(x)
+        return x
+
+
+def tree() -> Leaf:
+    """mod(submod1, submod2(subsubmod))"""
+    return Leaf(submod1=Leaf(), submod2=Leaf(subsubmod=Leaf()))
+
+
+def names_of(root: nn.Module, modules: list[nn.Module]) -> list[str]:
+    names = {id(module): name for name, module in root.named_modules()}
+    return [names[id(module)] for module in modules]
+
 
 EXPECTED: Final = ["", "submod1", "submod2", "submod2.subsubmod"]
 

@@ -199,21 +199,6 @@ def test_errors() -> None:
 
 
 @spmd(ranks=2)
-def test_on_and_off() -> None:
-    twins = make_twins(*LOOP)
-    for number in range(6):
-        if number % 2:
-            twins.handle.remove()
-            twins.handle.remove()
-        else:
-            twins.handle = step_on_shards(twins.optimizers[1])
-            assert step_on_shards(twins.optimizers[1]) is twins.handle
-        twins.step(number)
-    hooks = twins.optimizers[1]._optimizer_step_pre_hooks  # type: ignore[attr-defined]
-    assert not hooks
-
-
-@spmd(ranks=2)
 def test_annotation_removed() -> None:
     twins = make_twins(*ADAMW)
     twins.steps(0, 1)

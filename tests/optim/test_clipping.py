@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from composable import clip_grad_norm_, fully_shard, replicate
-from composable.comm import Comm, comms_wrapped_by, reduce_numbers
+from composable.comm import Comm, comms_wrapped_by
 from tests.helpers.communicators import Around
 from tests.helpers.refusals import refusal
 from tests.helpers.world import Pool, current_device, need_devices, spmd
@@ -243,21 +243,6 @@ def test_all_ranks_raise_if_one_is_not_finite(pool: Pool, order: float, bad: flo
     assert all(other == found[0] for other in found)
     assert found[0][0].startswith(f"NonFiniteError: clip_grad_norm_: the norm of order {order:g} over all gradients is {bad}")
     assert found[0][1] == str(bad)
-
-
-@spmd(ranks=3)
-def test_nan_on_one_rank_is_nan_on_all() -> None:
-    rank = dist.get_rank()
-    for holder in range(dist.get_world_size()):
-        mine = [math.nan if rank == holder else float(rank), float(rank), -math.inf]
-        numbers = torch.tensor(mine, device=current_device())
-        for largest in (True, False):
-            group = dist.group.WORLD
-            assert group is not None
-            found = reduce_numbers(numbers, group, largest=largest, label="test").tolist()
-            assert math.isnan(found[0])
-            assert found[1:] == [2.0 if largest else 3.0, -math.inf]
-        assert numbers[1] == rank, "the argument is as it was"
 
 
 def _unequal_copies() -> float:

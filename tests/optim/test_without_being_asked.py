@@ -98,11 +98,14 @@ def test_a_refusal_holds_until_it_is_asked_for() -> None:
         for _ in range(steps_before):
             _step(model, optimizer)
         assert (_stepping_of(optimizer) is not None) is (steps_before > 0)
-        step_on_shards(optimizer).remove()
+        refused = step_on_shards(optimizer)
+        refused.remove()
+        refused.remove()
         for _ in range(2):
             _step(model, optimizer)
             assert _stepping_of(optimizer) is None
         handle = step_on_shards(optimizer)
+        assert step_on_shards(optimizer) is handle
         _step(model, optimizer)
         assert _stepping_of(optimizer) is handle
 

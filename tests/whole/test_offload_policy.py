@@ -20,29 +20,20 @@ from composable.api import arguments
 from composable.errors import AnnotationError
 from tests.helpers.compare import full
 from tests.helpers.logged import logged
+from tests.helpers.offloading import Line
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 12)
-        self.down = nn.Linear(12, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.relu(self.up(x)))
-
-
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(Block(), Block(), nn.Linear(8, 2))
+    return nn.Sequential(Line(), Line(), nn.Linear(8, 2))
 
 
 def _trained(policy: Any) -> tuple[list[Tensor], list[str], str]:
     model = _model()
     with logged() as lines:
-        fully_shard(model, policy={Block}, offload_policy=policy)
+        fully_shard(model, policy={Line}, offload_policy=policy)
     described = str(describe(model))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(3):

@@ -16,7 +16,7 @@ from composable import NamePolicy, fully_shard, replicate
 from composable.api.arguments import move_buffers, refuse_elsewhere
 from composable.contract.traversal import Managed, managed_buffers, managed_parameters
 from tests.helpers.refusals import refusal, refused
-from tests.helpers.world import Pool, current_device, spmd
+from tests.helpers.world import Pool, current_device
 
 
 class Counting(nn.Module):
@@ -170,18 +170,3 @@ def test_lazy_modules_are_refused_by_name(pool: Pool) -> None:
     assert_text(
         buffer, """AnnotationError: buffer 'running_mean' is uninitialised; run a lazy module once before annotating it"""
     )
-
-
-@spmd(ranks=2)
-def test_a_lazy_module_that_has_run_once_is_a_module_like_others() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2, device=current_device())).to(current_device())
-    x = torch.full((1, 2), float(dist.get_rank()), device=current_device())
-    model(x)
-    replicate(model)
-    model(x).sum().backward()
-    for parameter in model.parameters():
-        assert isinstance(parameter.grad, Tensor)
-        seen = [torch.empty_like(parameter) for _ in range(2)]
-        dist.all_gather(seen, parameter.grad)
-        assert torch.equal(seen[0], seen[1])
