@@ -25,7 +25,8 @@ test: $(READY) ## run all tests (ARGS="-k name" for some of them)
 # tests/accelerator/README.md says which other tests have run there; ON_ACCELERATOR="tests/accelerator tests/optim ..." takes them.
 ON_ACCELERATOR ?= tests/accelerator tests/engine tests/whole/test_host_waits.py tests/whole/test_recovery.py \
 	tests/whole/test_removal.py tests/whole/test_mixed_state.py tests/whole/test_hybrid_state.py tests/state/test_checkpoints.py \
-	tests/whole/test_float16.py tests/optim/test_clipping_limits.py $(BY_CHOICES)
+	tests/whole/test_float16.py tests/optim/test_clipping_limits.py tests/algorithms/test_outer_steps.py \
+	tests/algorithms/test_averaging.py $(BY_CHOICES)
 
 # Then all choices of an accelerator over tensors of the host, whose numbers are compared with one process's. Left out is what
 # only a host's communicators do: tell of ranks that left, sum in the order of ranks, launch before the one before is over.

@@ -79,6 +79,7 @@ JOBS = (
     ),
     Job("scale", "scale.py", ("--rounds", "21", "--worlds", "8,1024,16384", "--contenders", "composable")),
     Job("timeline", "timeline.py", selected=False),
+    Job("local-steps", "local_steps.py", selected=False),
     Job("constants", "constants.py", ("--rounds", "5", "--steps", "2"), selected=False),
     Job("collectives", "collectives.py", ("--rounds", "3", "--sizes", "1024,16384,262144,4194304,67108864")),
 )

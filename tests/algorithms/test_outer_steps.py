@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Optimizer
 
-from composable import clip_grad_norm_, fully_shard, local_steps, no_sync, replicate
+from composable import CPUOffloadPolicy, clip_grad_norm_, fully_shard, local_steps, no_sync, replicate
 from composable.comm import comms_wrapped_by
 from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, PhaseError
 from tests.algorithms.replicas import WORLDS, annotated, assert_same_parameters, average_by_hand, backward, by_hand, grid, local
@@ -83,6 +83,17 @@ def test_messages_may_be_sent_early_and_backups_be_on_the_host(
 ) -> None:
     need_devices(device, 4)
     pool.run(4, _as_by_hand, "hybrid", 2, _nesterov, delay, keep, offload, device=device)
+
+
+@spmd(ranks=4)
+def test_parameters_that_rest_on_the_host_take_outer_steps_there() -> None:
+    mesh = grid(2)
+    model = fully_shard(plain(), mesh=mesh, policy={Block}, offload_policy=CPUOffloadPolicy())
+    optimizer = _sgd(model.parameters())
+    local_steps(model, optimizer, every=2, outer=_nesterov, delay=1)
+    for step in range(4):
+        _step(model, optimizer, step, mesh.get_local_rank("replicate"))
+    assert_same_parameters(model, by_hand(2, 4, _sgd, _OuterByHand(2, _nesterov, delay=1))[0])
 
 
 @spmd(ranks=4)
