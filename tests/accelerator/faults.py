@@ -5,6 +5,7 @@ Each is a context manager that patches the library, with the finding that must n
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,6 +48,13 @@ class Fault:
 
 def _launch(does: str, label: str, on: str) -> str:
     return rf"{does} by \[{label}[^\]]*\] on {on}"
+
+
+def assert_found(outcomes: list[list[str]], first: str, second: str) -> None:
+    """On every rank a finding names both launches."""
+    pattern = re.compile(f"{first} is not ordered before {second}")
+    for found in outcomes:
+        assert any(pattern.match(each) for each in found), "\n".join([pattern.pattern, *found])
 
 
 # Launches as findings name them.

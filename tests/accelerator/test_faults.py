@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ from composable import checkpoint, fully_shard, replicate
 from composable.comm import AcceleratorComm, Comm, comms_wrapped_by
 from composable.comm.choose import REDUCTIONS_VARIABLE
 from tests.accelerator import sim, watch
-from tests.accelerator.faults import FAULTS
+from tests.accelerator.faults import FAULTS, assert_found
 from tests.helpers.world import Pool, current_device
 
 
@@ -145,6 +144,4 @@ def test_without_a_fault_nothing_is_found(pool: Pool, scheme: str) -> None:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_found_and_both_launches_are_named(pool: Pool, name: str) -> None:
     fault = FAULTS[name]
-    pattern = re.compile(f"{fault.first} is not ordered before {fault.second}")
-    for found in pool.run(_ranks(fault.scheme), _train, fault.scheme, name, device="sim"):
-        assert any(pattern.match(each) for each in found), "\n".join([pattern.pattern, *found])
+    assert_found(pool.run(_ranks(fault.scheme), _train, fault.scheme, name, device="sim"), fault.first, fault.second)
