@@ -51,13 +51,16 @@ class _Call:
 
 
 class Dispatcher:
-    """The pair of forward hooks of one module. Copied and pickled with it, together with the brackets, but not open calls."""
+    """The pair of forward hooks of one module. Copied and pickled with it, together with the brackets, but not open calls.
 
-    __slots__ = ("_calls", "_ordered", "brackets", "handles")
+    Attributes:
+        brackets: by the name of their annotation, outermost first.
+    """
+
+    __slots__ = ("_calls", "brackets", "handles")
 
     def __init__(self, module: nn.Module) -> None:
         self.brackets: dict[str, Bracket] = {}
-        self._ordered: tuple[Bracket, ...] = ()
         self._calls: list[_Call] = []  # innermost last: a module may call itself
         self.handles: tuple[RemovableHandle, RemovableHandle] = (
             module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
@@ -65,32 +68,26 @@ class Dispatcher:
         )
 
     def __getstate__(self) -> tuple[None, dict[str, Any]]:
-        return None, {"brackets": self.brackets, "_ordered": self._ordered, "_calls": [], "handles": self.handles}
+        return None, {"brackets": self.brackets, "_calls": [], "handles": self.handles}
 
     def add(self, name: str, bracket: Bracket) -> None:
-        self.brackets[name] = bracket
-        self._sort()
+        brackets = {**self.brackets, name: bracket}
+        known: dict[str, Bracket] = {name: brackets[name] for name in OUTERMOST_FIRST if name in brackets}
+        self.brackets = {**known, **brackets}
 
     def drop(self, name: str) -> None:
-        self.brackets.pop(name, None)
-        self._sort()
+        self.brackets = {other: bracket for other, bracket in self.brackets.items() if other != name}
         if not self.brackets:
             for handle in self.handles:
                 handle.remove()
-
-    def _sort(self) -> None:
-        places = {name: place for place, name in enumerate(OUTERMOST_FIRST)}
-        names = sorted(self.brackets, key=lambda name: places.get(name, len(places)))
-        self._ordered = tuple(self.brackets[name] for name in names)
 
     @untraced_alone
     def before(self, module: nn.Module, args: Any, kwargs: Any, without: str = "") -> tuple[Any, Any]:
         """Enter the brackets, outermost first, except for the one named `without`; that is for methods other than forward."""
         call = _Call()
         self._calls.append(call)
-        skipped = self.brackets.get(without) if without else None
-        for bracket in self._ordered:
-            if bracket is not skipped:
+        for name, bracket in self.brackets.items():
+            if name != without:
                 call.entered.append(bracket)  # before `enter`: a bracket whose `enter` fails cleans up in `on_error`
                 args, kwargs = bracket.enter(module, args, kwargs)
         return args, kwargs

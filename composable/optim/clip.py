@@ -171,12 +171,10 @@ class _Gradients:
         self.device = locals_of(parameters)[0].device if parameters else torch.device("cpu")
         # Parameters decide, and not gradients, since all ranks have to round alike and run the same collectives.
         self.dtype = torch.float64 if any(p.dtype in _DOUBLE for p in parameters) else torch.float32
-        self._whole = _Part()
         self._parts: dict[tuple[Any, ...], _Part] = {}
         self._meshes: dict[int, DeviceMesh] = {}  # of units
         world = dist.get_world_size() if is_distributed() else 1
-        last: tuple[Any, ...] | None = None
-        part = self._whole
+        last: tuple[Any, ...] = ()
         for parameter in parameters:
             gradient, label = parameter.grad, label_of(parameter)
             if label is not None and not is_trained(parameter, label):
@@ -191,7 +189,8 @@ class _Gradients:
             placed = _placed(parameter)
             if last != (placed, mesh, group):  # neighbours mostly are alike, and a look-up costs more than the comparison
                 last = placed, mesh, group
-                part = self._part_of(parameter, mesh, group)
+                groups, copies = _groups_and_copies(parameter, mesh)
+                part = self._parts.setdefault((groups, mesh, group), _Part(groups, mesh, group, copies))
             if gradient is None:
                 continue
             if placed != _placed(gradient) or (placed is None and holds_unreduced(parameter)):
@@ -201,12 +200,6 @@ class _Gradients:
                     f"is {_described(gradient)}. Redistribute the gradient to the parameter's mesh and placements first"
                 )
             part.gradients.append(gradient)
-
-    def _part_of(self, parameter: Tensor, mesh: DeviceMesh | None, model_group: dist.ProcessGroup | None) -> _Part:
-        groups, copies = _groups_and_copies(parameter, mesh)
-        if not groups and mesh is None and model_group is None:
-            return self._whole
-        return self._parts.setdefault((groups, mesh, model_group), _Part(groups, mesh, model_group, copies))
 
     @property
     def groups(self) -> Groups:
@@ -233,16 +226,17 @@ class _Gradients:
         largest = order == math.inf
         join = torch.maximum if largest else torch.add
         shares: dict[Groups, Tensor] = {}
+        whole = _Part()
         for part in self._parts.values():
             model_group = self._model_group(part)
             if model_group is None and not part.groups:
-                self._whole.gradients, part.gradients = self._whole.gradients + part.gradients, []
+                whole.gradients += part.gradients
                 continue
             groups, power = part.groups, _power(part.norm(order, self.device), order)
             if model_group is not None:
                 groups, power = (model_group,), power if largest else power / part.copies
             shares[groups] = power if groups not in shares else join(shares[groups], power)
-        norm = self._whole.norm(order, self.device)
+        norm = whole.norm(order, self.device)
         if not shares:
             return norm.to(self.dtype)
         most, power = max(shares, key=_num_ranks), _power(norm, order)
@@ -259,7 +253,7 @@ class _Gradients:
         """Multiply all gradients, in place."""
         if coefficient.is_cpu and coefficient.item() == 1:
             return  # nothing would change; on an accelerator, asking would cost more than multiplying
-        for part in (self._whole, *self._parts.values()):
+        for part in self._parts.values():
             for locals_ in part.lists():
                 torch._foreach_mul_(locals_, coefficient.to(locals_[0].device, locals_[0].dtype))
 
