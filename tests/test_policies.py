@@ -294,7 +294,7 @@ def test_a_policy_that_matches_nothing_lists_the_classes_that_are_there(policy: 
         (lambda: as_policy(None), "policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and got None"),
         (lambda: as_policy("blocks.*"), "policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and got the str 'blocks.*'"),
         (lambda: as_policy(Block()), "policy= takes a Policy, a set of classes, a dict of globs or a function of a module, and got a Block"),
-        (lambda: as_policy(SizePolicy), "policy= got the class SizePolicy; make one: SizePolicy(...)"),
+        (lambda: as_policy(SizePolicy), "ModuleWrapPolicy takes classes of modules, and got the class SizePolicy"),
         (lambda: as_policy(int), "ModuleWrapPolicy takes classes of modules, and got the class int"),
         (lambda: as_policy({"Block"}), "ModuleWrapPolicy takes classes of modules, and got the str 'Block'; for names of modules, use NamePolicy({'Block': {}})"),
         (lambda: as_policy([Block()]), "ModuleWrapPolicy takes classes of modules, and got a Block"),

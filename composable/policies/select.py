@@ -26,8 +26,6 @@ def as_policy(value: PolicyLike) -> Policy:
     `ModuleWrapPolicy`, a dict of globs for `NamePolicy`, a function for `CustomPolicy`."""
     if isinstance(value, Policy):
         return value
-    if isinstance(value, type) and issubclass(value, Policy):
-        raise PolicyError(f"policy= got the class {value.__name__}; make one: {value.__name__}(...)")
     if isinstance(value, Mapping):
         return NamePolicy(value)
     if isinstance(value, (type, set, frozenset, tuple, list)):
