@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from composable.compilation import untraced
 from composable.contract.hooks import before_gradient, before_node
 from composable.contract.values import map_tensors, tensors_in
+from composable.engine.shadow import LISTENERS, Event, tell
 from composable.memory.torch_private import innermost, made_since
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -112,5 +113,10 @@ class Entry:
     def __call__(self, *_: Any) -> None:
         if self._counted:
             self._counted = False
-            self._unit.count_backward(self._trained)
+            unit, trained = self._unit, self._trained
+            if LISTENERS:
+                tell(Event.COUNT, unit, trained is not None and unit.root is not None and trained is unit.root.iteration)
+            unit.pending -= 1
+            if trained is not None:
+                trained.forwards_left -= 1
         self._unit.pre_backward()

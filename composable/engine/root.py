@@ -428,9 +428,10 @@ class Root:
         self.buckets.open(alone=alone and not narrates())
         return iteration
 
-    def open_backward(self) -> Iteration:
-        """The iteration, whose backward is under way from now on."""
-        return self._in_backward() or self._open_backward()
+    def open_backward(self) -> None:
+        """A backward is under way from now on."""
+        if self._in_backward() is None:
+            self._open_backward()
 
     def _in_backward(self) -> Iteration | None:
         """The iteration, if its backward is under way."""
@@ -449,7 +450,7 @@ class Root:
 
     def enter_backward(self, unit: Unit) -> None:
         """Backward is about to go through an output of `unit`."""
-        iteration = self.open_backward()
+        iteration = self._in_backward() or self._open_backward()
         if unit in iteration.active:
             if LISTENERS and not unit.is_unsharded:
                 tell(Event.BACK, unit, now=True)
@@ -483,7 +484,7 @@ class Root:
         iteration = self.iteration
         if iteration is not None and unit in iteration.to_reduce and not unit.reduces_by_arrival:
             return
-        iteration = self.open_backward()
+        iteration = self._in_backward() or self._open_backward()
         if unit.reduces_by_arrival:
             self.buckets.arrived(param)
         else:

@@ -47,7 +47,7 @@ from composable.engine.param import (
 )
 from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
-from composable.engine.root import EXPLICIT, Iteration, Root, root_for_call, units_below
+from composable.engine.root import EXPLICIT, Root, root_for_call, units_below
 from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
@@ -477,7 +477,12 @@ class Unit:
         entry = Entry(self, trained, counted=root is not None)
         seen = watch(output, call.since, entry, self._aliases, counted=root is not None and bool(self.params))
         if seen.found and root is not None:
-            self._expect_backward(trained)
+            if LISTENERS:
+                tell(Event.OUTPUT, self, trained is not None)
+            self.pending += 1
+            if trained is not None:
+                trained.forwards += 1
+                trained.forwards_left += 1
         if seen.opaque and not seen.found and self.trains and self.is_sharded:
             raise OutputError(
                 f"unit '{self.name}': forward returned {', '.join(seen.opaque)}, in which no tensor that requires grad was "
@@ -485,22 +490,6 @@ class Unit:
                 "attributes"
             )
         return seen.output, seen.aliases or (not seen.found and self.trains)
-
-    def _expect_backward(self, trained: Iteration | None) -> None:
-        if LISTENERS:
-            tell(Event.OUTPUT, self, trained is not None)
-        self.pending += 1
-        if trained is not None:
-            trained.forwards += 1
-            trained.forwards_left += 1
-
-    def count_backward(self, trained: Iteration | None) -> None:
-        """Backward has come to the outputs of one forward."""
-        if LISTENERS:
-            tell(Event.COUNT, self, self.root is not None and trained is not None and trained is self.root.iteration)
-        self.pending -= 1
-        if trained is not None:
-            trained.forwards_left -= 1
 
     def _aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
@@ -559,10 +548,16 @@ class Unit:
         else:
             root = self.root
             assert root is not None
+            iteration = root.iteration if detail else None
             if event is Event.OUTPUT:
-                self._expect_backward(root.iteration if detail else None)
+                self.pending += 1
+                if iteration is not None:
+                    iteration.forwards += 1
+                    iteration.forwards_left += 1
             elif event is Event.COUNT:
-                self.count_backward(root.iteration if detail else None)
+                self.pending -= 1
+                if iteration is not None:
+                    iteration.forwards_left -= 1
             elif event is Event.OPEN:
                 root.open_backward()
             elif event is Event.GRADIENT:
