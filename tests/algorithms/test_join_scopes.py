@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from composable import (
     reduce_gradients,
     replicate,
 )
+from composable.comm import ledger_of
 from composable.engine.shadow import LISTENERS
 from composable.errors import CommunicationError
 from composable.memory.torch_private import locals_of
@@ -338,6 +340,50 @@ def test_33_several_forwards_before_one_backward() -> None:
                 (alone(_batch(rank, 10 * step + part)).square().mean() / 2).backward()
         optimizers[0].step()
     _assert_same(model, alone)
+
+
+@spmd(ranks=[2, 3])
+def test_33_sparse_gradients_come_from_ranks_with_data() -> None:
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(8, 3, sparse=True), nn.Linear(3, 1)).double().to(current_device())
+
+    def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
+        loss: Tensor = model(torch.tensor([rank, step, 7], device=current_device())).square().mean()
+        return loss
+
+    model, alone = make(), make()
+    replicate(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (alone, model)]
+    with join(model, optimizers[1]):
+        for step in range(_batches()):
+            optimizers[1].zero_grad()
+            loss_of(model, dist.get_rank(), step).backward()
+            optimizers[1].step()
+    for step in range(2 * dist.get_world_size() - 1):
+        optimizers[0].zero_grad()
+        for rank in range(dist.get_world_size()):
+            if step < 2 * rank + 1:
+                (loss_of(alone, rank, step) / dist.get_world_size()).backward()
+        optimizers[0].step()
+    _assert_same(model, alone)
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_while_all_ranks_have_data_the_ledger_is_that_without_a_scope(annotate: Annotate) -> None:
+    model = _plain()
+    annotate(model)
+    optimizer, ledger = _sgd(model), ledger_of(dist.group.WORLD)
+    for step in range(2):
+        _step(model, optimizer, step)
+    counts = []
+    for scope in (nullcontext(), join(model, optimizer)):
+        with scope:
+            before = ledger.count
+            _step(model, optimizer, 2)
+            counts.append(ledger.count - before)
+    assert counts[0] == counts[1] > 0
 
 
 # --- steps that fail --------------------------------------------------------------------------------------------------
