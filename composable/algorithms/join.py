@@ -129,6 +129,7 @@ class _Scope(JoinHook):
         self._open = False  # a forward has begun, and no sum was sent since
         self._phase = ""  # what the source does now: "forward", "backward" or nothing
         self._said: list[int] = []
+        self._zeroed: set[int] = set()  # ids of parameters
         self._depth = 0  # of the forwards that this rank follows
         self._undo: list[Callable[[], object]] = []
         self.also(first)
@@ -141,7 +142,7 @@ class _Scope(JoinHook):
 
     def close(self) -> None:
         undo, self._undo = self._undo, []
-        for each in undo:
+        for each in reversed(undo):
             each()
         LISTENERS[:] = [each for each in LISTENERS if each() not in (None, self)]
 
@@ -157,6 +158,9 @@ class _Scope(JoinHook):
                 f"{_ranks_of(self._comm)} of {self._device}. Annotate them on one mesh, or open a scope for each"
             )
         self._members.append(member)
+        owners: list[nn.Module | Optimizer] = [*member.models, *member.optimizers]
+        for owner in owners:
+            self._hear_of_zeros(owner)
         for unit in member.units:
             if unit not in self._indices:
                 self._indices[unit] = len(self._units)
@@ -262,6 +266,7 @@ class _Scope(JoinHook):
             return
         missing = self._never_stepped(root)
         if not self.narrates:
+            self._zeroed.clear()
             if missing is not None:
                 raise missing
             return
@@ -269,13 +274,13 @@ class _Scope(JoinHook):
             if missing is not None:
                 self._call("raise", missing)
                 raise missing
-            self._call("backward", [_MODES.index(unit.accumulation.now) for unit in self._units], self._cleared())
+            self._call("backward", [_MODES.index(unit.accumulation.now) for unit in self._units], *self._cleared())
             self._phase = "backward"
         self.tell(Event.OPEN, root.units[0], 0, now=False)
 
     def _never_stepped(self, root: Root) -> Exception | None:
         """Every rank steps its own shards: a rank without data needs to know the optimizer."""
-        stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+        stepped = {id(p) for each in self._optimizers for p in _parameters_of(each)}
         for unit in root.units:
             for param in unit.params if unit.is_sharded else ():
                 at_rest = param.at_rest
@@ -351,13 +356,25 @@ class _Scope(JoinHook):
                 self._call("yield")
             self._open = False
 
-    def _cleared(self) -> list[int]:
-        """The parameters whose gradients are None, or zero because all are."""
+    def _cleared(self) -> tuple[list[int], list[int]]:
+        """Find the parameters whose gradients are None, and those whose gradients were set to zero since the last backward."""
         parameters = self._parameters
-        there = locals_of([parameter.grad for parameter in parameters if parameter.grad is not None])
-        if there and not torch.stack([local.any().to(self._device) for local in there]).any().item():
-            return list(range(len(parameters)))
-        return [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+        zeroed, self._zeroed = self._zeroed, set()
+        none = [number for number, parameter in enumerate(parameters) if parameter.grad is None]
+        return none, [number for number, parameter in enumerate(parameters) if id(parameter) in zeroed]
+
+    def _hear_of_zeros(self, owner: nn.Module | Optimizer) -> None:
+        """Note calls of `zero_grad(set_to_none=False)`; without gradients there is something to see afterwards."""
+        scope, before = ref(self), owner.zero_grad
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            before(set_to_none)
+            if not set_to_none and (found := scope()) is not None:
+                found._zeroed.update(map(id, _parameters_of(owner)))
+
+        of_instance = "zero_grad" in vars(owner)
+        owner.zero_grad = zero_grad  # type: ignore[method-assign]
+        self._undo.append(partial(setattr, owner, "zero_grad", before) if of_instance else partial(delattr, owner, "zero_grad"))
 
     # --- a rank without data ----------------------------------------------------------------------------------------
 
@@ -433,8 +450,8 @@ class _Scope(JoinHook):
                 scale, allow_fp16 = args[1:]
                 unscale_gradients(parameters, torch.tensor(scale, device=self._device), allow_fp16)
 
-    def _follow_backward(self, modes: list[int], cleared: list[int]) -> None:
-        self._clear(cleared)
+    def _follow_backward(self, modes: list[int], none: list[int], zeroed: list[int]) -> None:
+        self._clear(none, zeroed)
         scope = object()
         for unit, mode in zip(self._units, modes, strict=True):
             unit.accumulation.open_scope(scope, _MODES[mode])
@@ -450,18 +467,21 @@ class _Scope(JoinHook):
             for unit in self._units:
                 unit.accumulation.close_scope(scope)
 
-    def _clear(self, cleared: list[int]) -> None:
+    def _clear(self, none: list[int], zeroed: list[int]) -> None:
         """Drop the gradients that the source does not have.
 
         Of a unit that accumulates under `no_sync`, a single parameter may have one here only: the source did not use it.
         """
-        numbers, first = set(cleared), 0
+        parameters, numbers, first = self._parameters, set(none), 0
         for unit in self._units:
             mine = range(first, first + len(unit.params))
             first = mine.stop
             for number, param in zip(mine, unit.params, strict=True):
                 if number in numbers and (numbers.issuperset(mine) or not is_unreduced(param.at_rest.grad)):
                     param.at_rest.grad = None
+        with torch.no_grad():
+            for gradient in locals_of([g for number in zeroed if (g := parameters[number].grad) is not None]):
+                gradient.zero_()
 
     # --- all ranks --------------------------------------------------------------------------------------------------
 
@@ -482,7 +502,7 @@ class _Scope(JoinHook):
         state = [_options_of(each) for each in optimizers], [each.state_dict() for each in carried], self._cleared()
         options, states, cleared = self._object(state)
         broadcast_buffers(self._units, source, saved=False)
-        stepped = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        stepped = {id(p) for each in optimizers for p in _parameters_of(each)}
         replicated = [param.at_rest for unit in self._units if not unit.is_sharded for param in unit.params]
         unknown = [p for p in replicated if id(p) not in stepped and stepped_in_backward([p]) is None]
         self._comm.broadcast(locals_of(unknown), "broadcast of parameters after join", source)
@@ -491,7 +511,7 @@ class _Scope(JoinHook):
                 _set_options(optimizer, option)
             for each, its_state in zip(carried, states, strict=True):
                 each.load_state_dict(its_state)
-            self._clear(cleared)
+            self._clear(*cleared)
 
 
 class _Shadow(torch.autograd.Function):
@@ -515,6 +535,12 @@ def _on_step(scope: ref[_Scope], optimizer: Optimizer, args: tuple[Any, ...], kw
     found = scope()
     if found is not None:
         found.step(optimizer, args, kwargs)
+
+
+def _parameters_of(owner: nn.Module | Optimizer) -> Sequence[Tensor]:
+    if isinstance(owner, nn.Module):
+        return list(owner.parameters())
+    return [parameter for group in owner.param_groups for parameter in group["params"]]
 
 
 def _options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -604,9 +630,10 @@ def join(
     Inside the scope every rank trains, or evaluates, on as many batches as it has. All ranks enter and leave it. Before each
     forward of a model the ranks exchange one number, twice; once a rank has run out, one more message per unit is sent.
 
-    Collectives that the library does not see, such as `dist.all_reduce` of a loss, `SyncBatchNorm` and torch's own
-    `clip_grad_norm_`, must not be called inside. What changes gradients between backward and step, and what has to happen on
-    every rank after a step, belongs in hooks of the optimizer (`register_step_pre_hook`), which ranks without data call, too.
+    A rank leaves the scope right after its last batch. Collectives that the library does not see, such as `dist.all_reduce` of a
+    loss, `SyncBatchNorm` and torch's own `clip_grad_norm_`, must not be called inside. What changes gradients between backward
+    and step, and what has to happen on every rank after a step, belongs in hooks of the optimizer (`register_step_pre_hook`),
+    which ranks without data call, too.
 
     Args:
         model: annotated, all of it on the same ranks.

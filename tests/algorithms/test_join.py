@@ -40,6 +40,8 @@ class Plan:
     checkpoints: bool = False
     offloads: bool = False
     adam: bool = False
+    level: str = "all"
+    reshard: bool | int | None = None
 
 
 def make_model() -> nn.Sequential:
@@ -48,7 +50,7 @@ def make_model() -> nn.Sequential:
 
 
 def annotate(model: nn.Sequential, plan: Plan) -> None:
-    options: dict[str, Any] = {"policy": {nn.Linear}}
+    options: dict[str, Any] = {"policy": {nn.Linear}, "reshard_after_forward": plan.reshard}
     if plan.offloads:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
     if plan.checkpoints:
@@ -109,7 +111,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan, patter
             if number % plan.micro_batches == 0:
                 optimizer.zero_grad()
             ends = (number + 1) % plan.micro_batches == 0 or number + 1 == longest
-            with no_sync(model, enabled=not ends):
+            with no_sync(model, enabled=not ends, level=plan.level):
                 scaler.scale(loss_of(model, rank, first + number)).backward()
             if ends:
                 if plan.max_norm:
@@ -129,7 +131,7 @@ def _train_patterns(plan: Plan, patterns: Sequence[Pattern], fresh: int) -> None
             alone.train(pattern, 10 * number)
             train(model, optimizer, plan, pattern, 10 * number)
         for (name, parameter), other in zip(model.named_parameters(), alone.model.parameters(), strict=True):
-            say = f"{name} after {patterns[start : start + fresh]}"
+            say = f"{name} after {patterns[start : start + fresh]}, {plan}"
             torch.testing.assert_close(full(parameter.detach()), other.detach(), rtol=1e-9, atol=1e-11, msg=say)
 
 
@@ -153,7 +155,8 @@ def _random_plan(generator: random.Random, ranks: int) -> tuple[Plan, list[Patte
     schemes = ["shard", "replicate", "mixed", *(["hybrid"] if ranks == 4 else [])]
     plan = Plan(generator.choice(schemes), sometimes(), scales=sometimes(), checkpoints=sometimes(), adam=sometimes())
     plan = replace(plan, max_norm=0.1 if sometimes() else 0.0, micro_batches=generator.choice([1, 1, 2, 3]))
-    plan = replace(plan, offloads=plan.scheme != "replicate" and sometimes())
+    plan = replace(plan, offloads=plan.scheme != "replicate" and sometimes(), level=generator.choice(["all", "replicate"]))
+    plan = replace(plan, reshard=generator.choice([None, True, False, *([2] if ranks == 4 and plan.scheme == "shard" else [])]))
     if plan.micro_batches > 1:
         plan = replace(plan, initial=True)  # otherwise ranks that ended within a step would count in it
     return plan, [tuple(generator.randrange(6) for _ in range(ranks)) for _ in range(5)]
