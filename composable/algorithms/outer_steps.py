@@ -58,6 +58,7 @@ class _Message:
     """
 
     def __init__(self, members: list[Managed], comm: Comm, *, offload: bool) -> None:
+        self.flight: tuple[Tensor, Work] | None = None
         self.members = members
         self._comm = comm
         self._label = f"outer step of unit '{members[0].unit.name}'"
@@ -68,7 +69,6 @@ class _Message:
         self.backups = [
             _placed_like(member.param.at_rest, view) for member, view in zip(members, self.cut(self.backup), strict=True)
         ]
-        self.flight: tuple[Tensor, Work] | None = None
 
     def _locals(self) -> list[Tensor]:
         return [_local(member.param.at_rest) for member in self.members]
@@ -213,7 +213,8 @@ class LocalSteps:
         for unit in units:
             if unit.mesh_info is not unit.spec.mesh_info:
                 unit.set_mesh_info(unit.spec.mesh_info)
-        average_parameters(self._model, self._over)
+        if units:
+            average_parameters(self._model, self._over)
 
     def __enter__(self) -> LocalSteps:
         return self

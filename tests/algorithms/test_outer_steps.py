@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Optimizer
 
-from composable import CPUOffloadPolicy, clip_grad_norm_, fully_shard, local_steps, no_sync, replicate
+from composable import CPUOffloadPolicy, clip_grad_norm_, fully_shard, local_steps, no_sync, remove, replicate
 from composable.comm import comms_wrapped_by
 from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, PhaseError
 from tests.algorithms.replicas import WORLDS, annotated, assert_same_parameters, average_by_hand, backward, by_hand, grid, local
@@ -233,6 +233,19 @@ def test_an_exception_that_leaves_the_context_keeps_replicas_apart() -> None:
     optimizer.zero_grad()
     outer.remove()
     outer.remove()
+
+
+@spmd(ranks=2)
+def test_local_steps_end_after_the_annotation_was_removed() -> None:
+    model, replica = annotated("replicate", 2)
+    optimizer = _sgd(model.parameters())
+    outer = local_steps(model, optimizer, every=4)
+    _step(model, optimizer, 0, replica)
+    remove(model, "replicate")
+    outer.remove()
+    for step in range(4):
+        _step(model, optimizer, step, replica)
+    assert outer.steps == 1
 
 
 # --- state ------------------------------------------------------------------------------------------------------------
