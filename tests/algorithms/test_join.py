@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -131,8 +132,9 @@ def _train_patterns(plan: Plan, patterns: Sequence[Pattern], fresh: int) -> None
             alone.train(pattern, 10 * number)
             train(model, optimizer, plan, pattern, 10 * number)
         for (name, parameter), other in zip(model.named_parameters(), alone.model.parameters(), strict=True):
-            say = f"{name} after {patterns[start : start + fresh]}, {plan}"
-            torch.testing.assert_close(full(parameter.detach()), other.detach(), rtol=1e-9, atol=1e-11, msg=say)
+            found, expected = full(parameter.detach()).cpu(), other.detach().cpu()
+            where = f"{name} after {patterns[start : start + fresh]}, {plan}"
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11, msg=partial("{}: {}".format, where))
 
 
 _WORLDS = [(ranks, scheme) for ranks in (1, 2, 3, 4) for scheme in ("shard", "replicate", "mixed")] + [(4, "hybrid")]
