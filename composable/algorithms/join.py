@@ -176,7 +176,7 @@ class _Scope(JoinHook):
         return notification_sum(mine, self._group, self._device)
 
     def _send(self) -> None:
-        """Say what was told since the last message. Ranks that say the same as the source send nothing of it."""
+        """Say what was told since the last message. Of the ranks with data, all take part, and the source is heard."""
         message = torch.zeros(1 + 3 * _EVENTS, dtype=torch.int64)
         message[0] = len(self._said)
         message[1 : 1 + len(self._said)] = torch.tensor(self._said, dtype=torch.int64)
