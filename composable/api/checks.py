@@ -141,6 +141,13 @@ def refuse_unfit(verb: str, parameters: Sequence[Managed[nn.Parameter]]) -> None
                 f"parameter '{full_name(managed)}' is a DTensor already ({parameter.placements}); only plain "
                 f"parameters can be {_DONE[verb]}. Leave it out with ignored_params"
             )
+        for place in managed.places:
+            if not isinstance(place.module._parameters, dict):
+                raise AnnotationError(
+                    f"{verb}: parameter '{full_name(managed)}' of a {type(place.module).__name__} cannot be managed: modules of "
+                    "TorchScript register parameters in their own way. Annotate a module that is not scripted, or leave it out "
+                    "with ignored_params"
+                )
         if verb != SHARD or not is_distributed():
             continue
         if type(parameter) is not nn.Parameter:

@@ -142,6 +142,11 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
                 f"{_VERB}: a hook is called as hook(state, bucket), and {name} cannot be called. It stands before its state: "
                 "register_comm_hook(module, hook, state)"
             )
+        if not _takes_state_and_bucket(hook):
+            raise AnnotationError(
+                f"{_VERB}: a hook is called as hook(state, bucket), and {name} takes {inspect.signature(hook)}. Bind other arguments "
+                "with functools.partial"
+            )
         if chosen not in stages:
             raise AnnotationError(
                 f"{_VERB}: gradients of unit '{unit.name}' are reduced by {' and then by '.join(stages)}; stage= must name the one "
@@ -175,6 +180,18 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
     for each in units:
         each.set_comm_hook(chosen, shared)
     return CommHookHandle(units, chosen)
+
+
+def _takes_state_and_bucket(hook: Hook) -> bool:
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):
+        return True  # a builtin that does not tell
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return False
+    return True
 
 
 def _inside(hook: Any) -> str:

@@ -80,11 +80,12 @@ def _with_rival(name: str, ranks: int, unused: bool) -> Any:
     )
 
 
-# Where parameters may be unused DistributedDataParallel keeps an order of its own, in which PowerSGD begins otherwise.
+# Where parameters may be unused DistributedDataParallel keeps an order of its own, in which PowerSGD begins otherwise, and with
+# torch's wrapper gives them gradients in float16 (torch 2.11, and on CUDA).
 @pytest.mark.parametrize(
     ("name", "ranks", "unused"),
     [
-        *(_with_rival(name, 2, "PowerSGD" not in name) for name in _HOOKS),
+        *(_with_rival(name, 2, "PowerSGD" not in name and name != "all-reduce in float16") for name in _HOOKS),
         *(_with_rival(name, 4, False) for name in ("all-reduce", "float16", "no-op", "PowerSGD")),
     ],
 )

@@ -61,6 +61,7 @@ def _refusals(which: str) -> str:
         "not annotated": lambda: register_comm_hook(nn.Sequential(), noop_hook),
         "between annotated ones": lambda: register_comm_hook(nn.Sequential(model), noop_hook),
         "state first": lambda: register_comm_hook(model, {}, noop_hook),  # type: ignore[arg-type]
+        "one argument": lambda: register_comm_hook(model, lambda bucket: bucket),  # type: ignore[arg-type,misc]
         "unknown stage": lambda: register_comm_hook(model, noop_hook, stage="all_gather"),
         "stage of shards": lambda: register_comm_hook(model, noop_hook, stage="reduce_scatter"),
         "twice": twice,
@@ -83,6 +84,8 @@ _TEXTS: Final = {
     "fully_shard(module) first. Of units without a module around them, each takes a hook of its own",
     "state first": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and dict cannot be called. "
     "It stands before its state: register_comm_hook(module, hook, state)",
+    "one argument": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and <lambda> takes "
+    "(bucket). Bind other arguments with functools.partial",
     "unknown stage": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce; stage= must name "
     "the one that the hook replaces, got 'all_gather'",
     "stage of shards": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce; stage= must "

@@ -53,6 +53,16 @@ def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh(current_device().type, shape, mesh_dim_names=names)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+def test_parameters_of_torchscript_are_refused_by_name(verb: Verb) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
+    assert refused(model, lambda: verb(model)) == (
+        f"AnnotationError: {verb.__name__}: parameter '1.weight' of a RecursiveScriptModule cannot be managed: modules of TorchScript "
+        "register parameters in their own way. Annotate a module that is not scripted, or leave it out with ignored_params"
+    )
+
+
 # --- order and repetition ---------------------------------------------------------------------------------------------
 
 
