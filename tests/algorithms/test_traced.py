@@ -161,6 +161,7 @@ def test_39_the_graph_has_one_all_reduce_per_gradient() -> None:
     assert [sorted(each) for each in compiler.reduced] == [expected]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11's pass reads a gradient before it is computed")
 @spmd(ranks=2)
 def test_39_the_compiler_merges_the_all_reduces() -> None:
     compiler = Compiler(merges=True)
