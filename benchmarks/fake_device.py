@@ -163,8 +163,9 @@ def install() -> None:
     GradBucket.decide = all_used  # type: ignore[method-assign]
     units: Any = sys.modules["composable.api.units"]
     spread_over, units.spread_over = units.spread_over, lambda *args: _unfaked(spread_over, *args)
-    # Told to the other ranks; a tensor of the mesh has no numbers here.
-    sys.modules["composable.api.mesh"].Spread.rows = property(lambda self: torch.empty(0))  # type: ignore[attr-defined]
+    spread: Any = sys.modules["composable.api.mesh"].Spread  # type: ignore[attr-defined]
+    spread.rows = property(lambda self: torch.empty(0))  # told to the other ranks; a tensor of the mesh has no numbers here
+    comm_of_all, spread.comm_of_all = spread.comm_of_all, lambda *args: _unfaked(comm_of_all, *args)
     units.refuse_unfit = lambda *_: None  # parameters are of another class
     info_of, units.mesh_info_of_shards = units.mesh_info_of_shards, lambda *args, **options: _unfaked(info_of, *args, **options)
 
