@@ -29,7 +29,7 @@ from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo
 from composable.comm.base import DONE, Work
 from composable.compilation import untraced, unwrapped
-from composable.engine.comm_hooks import cut_flat
+from composable.engine.comm_hooks import ALL_REDUCE, cut_flat
 from composable.engine.loading import shard_like
 from composable.engine.param import dtensor_parameter, gradient_like
 from composable.engine.unit import Unit
@@ -372,7 +372,8 @@ def local_steps(
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
-        AnnotationError: every is below 1; delay is not from 0 to every - 1; keep is not from 0 to 1; nothing is trained.
+        AnnotationError: every is below 1; delay is not from 0 to every - 1; keep is not from 0 to 1; nothing is trained; a
+            communication hook makes the reduction over the replicas.
         AlreadyAnnotatedError: the replicas train apart already.
         MeshError: a unit has no replicas, is sharded over these ranks, or is replicated over more of them.
         PhaseError: not between two steps.
@@ -399,6 +400,11 @@ def local_steps(
         if unit.mesh_info is not unit.spec.mesh_info:
             raise AlreadyAnnotatedError(
                 f"{_CALLER}: the replicas of unit '{unit.name}' train apart already. Call remove() on what the former call returned"
+            )
+        if (hook := unit.comm_hooks.get(ALL_REDUCE)) is not None and infos[unit] is not unit.mesh_info:
+            raise AnnotationError(
+                f"{_CALLER}: unit '{unit.name}' has the communication hook '{hook.name}' for the reduction over the replicas, which are "
+                "not reduced over any more. Remove the hook first"
             )
         refuse_moment(_CALLER, unit)
     members: dict[tuple[Unit, torch.dtype, torch.device], list[Managed]] = {}

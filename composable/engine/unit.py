@@ -239,7 +239,6 @@ class Unit:
             device = local.device if stays else self.mesh_info.device
             sparse = not self.is_sharded and only_looked_up(param.info)
             alike.setdefault((precision, device, sparse), []).append(param)
-        self.reduces_by_arrival = not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
         self.groups = [
             ParamGroup(
                 members, precision, device, self.mesh_info,
@@ -258,6 +257,7 @@ class Unit:
         return 1.0 if self.spec.divisor is None else self.mesh_info.all.size / self.spec.divisor
 
     def _build_buckets(self) -> None:
+        self.reduces_by_arrival = not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
         factor = self.grad_factor
         self.buckets, self.sparse = [], []
         for group in self.groups:

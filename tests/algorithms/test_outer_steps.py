@@ -13,10 +13,20 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Optimizer
 
-from composable import CPUOffloadPolicy, clip_grad_norm_, fully_shard, local_steps, no_sync, remove, replicate
+from composable import (
+    CPUOffloadPolicy,
+    clip_grad_norm_,
+    fully_shard,
+    local_steps,
+    no_sync,
+    register_comm_hook,
+    remove,
+    replicate,
+)
 from composable.comm import comms_wrapped_by
 from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, PhaseError
 from tests.algorithms.replicas import WORLDS, annotated, assert_same_parameters, average_by_hand, backward, by_hand, grid, local
@@ -236,6 +246,26 @@ def test_an_exception_that_leaves_the_context_keeps_replicas_apart() -> None:
 
 
 @spmd(ranks=2)
+@pytest.mark.parametrize("plan", ["replicate", "hybrid"])
+def test_hooks_on_parameters_are_called_once_per_backward(plan: str) -> None:
+    model, replica = annotated(plan, 2)
+    optimizer = _sgd(model.parameters())
+    calls = dict.fromkeys(model.parameters(), 0)
+
+    def count(parameter: nn.Parameter) -> None:
+        calls[parameter] += 1
+
+    for parameter in calls:
+        parameter.register_post_accumulate_grad_hook(count)
+    with local_steps(model, optimizer, every=2):
+        for step in range(3):
+            _step(model, optimizer, step, replica)
+            assert set(calls.values()) == {step + 1}
+    _step(model, optimizer, 3, replica)
+    assert set(calls.values()) == {4}
+
+
+@spmd(ranks=2)
 def test_local_steps_end_after_the_annotation_was_removed() -> None:
     model, replica = annotated("replicate", 2)
     optimizer = _sgd(model.parameters())
@@ -310,6 +340,15 @@ def test_state_is_sharded_as_the_parameters_are_and_known_by_name() -> None:
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("plan", ["replicate", "hybrid"])
+def test_communication_hooks_that_would_not_be_called_are_refused(plan: str) -> None:
+    model, _ = annotated(plan, 2)
+    register_comm_hook(model, allreduce_hook, stage="all_reduce")
+    with pytest.raises(AnnotationError, match=r"^local_steps: unit '.*' has the communication hook 'allreduce_hook'"):
+        local_steps(model, _sgd(model.parameters()), every=2)
 
 
 @spmd(ranks=2)
