@@ -124,7 +124,6 @@ class Unit:
         unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are still to be called.
         around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
-        fed: a backward has brought gradients since the last step. starved: one has entered the unit, and none brought any.
     """
 
     is_sharded: bool
@@ -155,7 +154,7 @@ class Unit:
         self.sparse: list[SparseGradients] = []
         self.unhooked: dict[ManagedParam, None] = {}
         self.around: dict[Unit, None] = {}
-        self.trains = self.fed = self.starved = self.reduces_by_arrival = False
+        self.trains = self.reduces_by_arrival = False
         self._calls: list[_Call] = []  # that are under way
         self._to_run: list[nn.Module] = []  # of several modules, those that have not run in this forward
         self._swap = ParameterSwap(())
@@ -543,7 +542,6 @@ class Unit:
             self.depth -= 1
             self._end_call(self.modules[detail // 2], self._calls.pop().root, keep=bool(detail % 2))
         elif event is Event.BACK:
-            self.fed = True  # with zeros
             self.pre_backward()
         else:
             root = self.root
