@@ -378,6 +378,7 @@ class Root:
         waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
         stay = {**dict.fromkeys(self.order), **iteration.untracked} if waits and grad else {}
         for unit in self.units:
+            unit.end_forward()
             if unit not in stay and not unit.kept_by and not (iteration.end is not None and unit in iteration.active):
                 unit.reshard()
         if not waits and iteration.end is None:
@@ -609,8 +610,10 @@ class Root:
         for unit in self.units:
             if not goes_on:
                 unit.pending = 0  # no backward will come to the forwards that have been
+            if not self.running:
+                unit.end_forward()
             if not unit.depth:
-                if not (self.running and unit in self._shown):
+                if not (self.running and (unit in self._shown or unit.is_between_modules)):
                     unit.swap_out()
                 if not unit.kept_by and not (goes_on and unit in iteration.last):
                     unit.reshard()
