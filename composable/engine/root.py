@@ -423,6 +423,7 @@ class Root:
         iteration.end = ref(end)
         for unit in self.units:
             unit.kept_by.pop(EXPLICIT, None)
+        self._preparation.follow_freezing()
         self._show()
         self.buckets.open(alone=alone and not narrates())
         return iteration
