@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
 from composable.contract.traversal import Place, get_all_sharded_states, get_replicated_states, registered_parameters
-from composable.engine.param import ManagedParam, describe_mesh, set_label, trainability, unit_of
+from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability, unit_of
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -178,7 +178,7 @@ class Preparation:
                     owner, param = self._owners[id(parameter)]
                     _refuse_late_tie(f"'{place.fqn}' below unit '{unit.name}'", owner, param)
                     param.set_info(replace(param.info, places=(*param.info.places, place)))
-                elif unit_of(parameter) is not None:
+                elif _is_managed(parameter):
                     continue  # of a unit elsewhere, which reduces its gradient
                 elif parameter.requires_grad:
                     found.append(f"'{place.fqn}'")
@@ -195,6 +195,12 @@ class Preparation:
 
 def _is_alone(root: Root) -> bool:
     return all(unit.mesh_info.all.size == 1 for unit in root.units)
+
+
+def _is_managed(parameter: nn.Parameter) -> bool:
+    """Whether any unit manages `parameter`; one whose forward is under way, or which is kept unsharded, shows its compute form."""
+    label = label_of(parameter)
+    return label is not None and (label.form == "compute" or unit_of(parameter) is not None)
 
 
 def _left_alone(units: Iterable[Unit]) -> set[tuple[int, str]]:
@@ -228,7 +234,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         f"'{place.fqn}'"
         for place, parameter in registered_parameters(model, stop=())
         if parameter.requires_grad
-        and unit_of(parameter) is None
+        and not _is_managed(parameter)
         and not isinstance(parameter, DTensor)
         and (id(place.module), place.name) not in ignored
     ]
