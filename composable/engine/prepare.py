@@ -31,7 +31,14 @@ from composable.errors import (
     few,
     still_on_meta,
 )
-from composable.memory.torch_private import active_ddp, as_tensors, innermost, local_of, outside_transforms
+from composable.memory.torch_private import (
+    active_ddp,
+    as_tensors,
+    innermost,
+    local_of,
+    outside_transforms,
+    split_backward_schedule,
+)
 
 if TYPE_CHECKING:
     from composable.comm.base import Comm
@@ -67,6 +74,7 @@ class Preparation:
                 f"unit '{root.name}' is called inside DistributedDataParallel, which would average gradients once more. Leave DDP "
                 "out: replicate and fully_shard average gradients themselves"
             )
+        root.split_by = "" if _is_alone(root) else split_backward_schedule()
         if not self._looked_around and torch.is_grad_enabled():
             self._looked_around = True
             if ddp is None and not _is_alone(root):

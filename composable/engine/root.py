@@ -162,6 +162,8 @@ class Root:
         running: units whose forward is under way, outermost first.
         iteration: None between steps.
         forward: the number of the forward that began last.
+        split_by: the pipeline schedule that called the last forward, if it takes gradients of weights by `torch.autograd.grad` and
+            assigns `.grad` itself. The optimizer's step refuses that: all ranks come to it, and to a forward one stage after another.
         buckets: of replicated units; none if there are shards below this root.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last forward; empty if the compiler does.
     """
@@ -184,6 +186,7 @@ class Root:
         self._tree = TreeWatch(module)
         self._gone = False
         self.eager_because = NOT_ON
+        self.split_by = ""
         self._last_backward: int | None = None  # when it ended, on the clock of `_CLOCK`
         self._streams = streams_of(self.units[0].mesh_info.device)
         self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)

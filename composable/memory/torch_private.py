@@ -6,6 +6,7 @@ fallback says that one does not.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
@@ -14,6 +15,7 @@ from datetime import timedelta
 from functools import partial, wraps
 from itertools import repeat
 from operator import attrgetter, is_
+from traceback import walk_stack
 from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
@@ -313,3 +315,20 @@ def cannot_coalesce(error: RuntimeError) -> bool:
 def active_ddp() -> DistributedDataParallel | None:
     """The `DistributedDataParallel` whose forward is running."""
     return DistributedDataParallel._active_ddp_module
+
+
+def split_backward_schedule() -> str:
+    """The pipeline schedule that is running, by its class, if it splits backwards into those of inputs and of weights; or "".
+
+    Nothing public tells which actions a schedule has. Those of all ranks are looked at, so that all ranks get one answer.
+    """
+    if "torch.distributed.pipelining.schedules" not in sys.modules:
+        return ""
+    for frame, _ in walk_stack(None):
+        schedule = frame.f_locals.get("self") if frame.f_code.co_name == "_step_microbatches" else None
+        orders = getattr(schedule, "pipeline_order", None) or {}
+        actions = [action for order in orders.values() for action in order if action is not None]
+        actions += [part for action in actions for part in getattr(action, "sub_actions", None) or ()]
+        if any(action.computation_type.name in ("BACKWARD_INPUT", "BACKWARD_WEIGHT") for action in actions):
+            return type(schedule).__name__
+    return ""

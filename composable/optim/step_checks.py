@@ -66,6 +66,14 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     managed = [parameter for parameter, label in labelled if label.form == "at_rest"]
     if not managed:
         return
+    for owner in dict.fromkeys(label.owner for _, label in labelled):
+        unit = None if owner is None else owner()
+        if unit is not None and unit.root is not None and unit.root.split_by:
+            raise OptimizerError(
+                f"{step}: unit '{unit.name}' was called by {unit.root.split_by}, which takes gradients of weights by "
+                "torch.autograd.grad and assigns .grad itself: nothing reduces them over the ranks. Use a schedule that calls "
+                "backward(), such as Schedule1F1B or ScheduleInterleaved1F1B"
+            )
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:
         refuse_unreduced(step, plain, OptimizerError)
