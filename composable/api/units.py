@@ -272,7 +272,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
 
 
 class _Gathers:
-    """True if all ranks must call a module equally often; see `_MANAGED`.
+    """True if all ranks must call a module equally often; see `_MANAGED`. Not inside of `keep_unsharded`: nothing is gathered.
 
     False in a copy of the module, and to torch.compile, which leaves out guards of modules that FSDP manages.
     """
@@ -282,8 +282,9 @@ class _Gathers:
 
     def __bool__(self) -> bool:
         unit = self._unit()
-        shards = unit is not None and (unit.is_sharded or unit.beside is not None)
-        return shards and not torch.compiler.is_compiling()
+        if unit is None or unit.kept_by or torch.compiler.is_compiling():
+            return False
+        return unit.is_sharded or unit.beside is not None
 
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
         return bool, ()

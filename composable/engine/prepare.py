@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
 from composable.contract.traversal import Place, get_all_sharded_states, get_replicated_states, registered_parameters
-from composable.engine.param import ManagedParam, describe_mesh, set_label, trainability, unit_of
+from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability, unit_of
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -212,7 +212,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         f"'{place.fqn}'"
         for place, parameter in registered_parameters(model, stop=())
         if parameter.requires_grad
-        and unit_of(parameter) is None
+        and label_of(parameter) is None
         and not isinstance(parameter, DTensor)
         and (id(place.module), place.name) not in ignored
     ]

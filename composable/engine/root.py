@@ -53,7 +53,8 @@ logger = logging.getLogger("composable")
 
 PREFETCHED: Final = 1  # units whose all-gather is launched ahead of need
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
-# The reason to keep a unit unsharded after `composable.unshard`: until `reshard`, a forward with gradients, or a backward.
+# The reason for modules to hold whole parameters outside of forwards, after `unshard` or in `keep_unsharded`: until `reshard`, the
+# end of the scope, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
 NOT_ON: Final = "it was not on when the forward began"
 _REMEMBERED: Final = 4096  # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
@@ -259,7 +260,7 @@ class Root:
             if not unit.is_unsharded:
                 self._free_last(unit)
             self._record(unit)
-            if not self._verified:
+            if self._is_to_verify:
                 self._check_order(unit)
             self._gather(unit, _ahead(unit, islice(self.order, self._cursor, None)))
         except BaseException:
@@ -277,6 +278,7 @@ class Root:
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
         for unit in explicit:
             unit.swap_out()
+            unit.follow_casts()
             if grad:
                 del unit.kept_by[EXPLICIT]  # this forward uses what was gathered, and frees it as usual
         self.prepare()
@@ -287,7 +289,7 @@ class Root:
         if iteration is None:
             iteration = self.iteration = Iteration(None)
         for unit in explicit if not grad else ():
-            unit.swap_in()
+            unit.show()
         iteration.stream, iteration.began = self._streams.here(), next(_CLOCK)
         self._outermost = module
         self._show()
@@ -368,7 +370,7 @@ class Root:
 
     def _end_forward(self, *, grad: bool) -> None:
         iteration = self._iteration
-        if not self._verified:
+        if self._is_to_verify:
             self._check_order(None)
             warn_of_equal_shards(self.units)
             self._verified = True
@@ -376,7 +378,8 @@ class Root:
         self._outermost = None
         if iteration.end is None:
             for unit in self._shown:
-                unit.swap_out()
+                if EXPLICIT not in unit.kept_by:
+                    unit.swap_out()
         waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
         stay = {**dict.fromkeys(self.order), **iteration.untracked} if waits and grad else {}
         for unit in self.units:
@@ -386,6 +389,11 @@ class Root:
             self.iteration = None  # no backward will come
             release_idle_memory()
         wait_for_traffic()
+
+    @property
+    def _is_to_verify(self) -> bool:
+        # Where everything is gathered, each rank may run what it likes.
+        return not self._verified and not any(unit.kept_by for unit in self.units)
 
     def _check_order(self, unit: Unit | None) -> None:
         """In the first forward: all ranks enter the same unit, or end."""
