@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
-from composable.api.selection import check_keywords
+from composable.api.selection import check_keywords, select_callable
 from composable.contract.contract import Verb, on_undo
 from composable.contract.hooks import Bracket, attach, detach
 from composable.contract.naming import modules_of, require_callable
-from composable.policies import PolicyLike, select_modules
+from composable.policies import PolicyLike
 
 
 def annotate_each(
@@ -35,7 +35,7 @@ def annotate_each(
             on_undo(partial(detach, top, name))
             attach(top, name, make(top))
         else:
-            picked = select_modules(policy, top)
+            picked = select_callable(name, policy, top, so=so)
             check_keywords(name, picked, tuple(options))
             for chosen, overrides in picked.items():
                 verb(chosen, **{**options, **overrides})

@@ -31,6 +31,7 @@ from composable.memory.torch_private import in_backward
 
 _VERB: Final = "register_comm_hook"
 _TORCHS: Final = "torch.distributed.algorithms.ddp_comm_hooks."
+_FSDP1: Final = "torch.distributed.algorithms._comm_hooks."
 # They return what they are given. By name, since to import them takes time, and NumPy.
 _LOCAL: Final = (f"{_TORCHS}debugging_hooks.noop_hook", f"{_TORCHS}post_localSGD_hook.post_localSGD_hook")
 
@@ -106,7 +107,7 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
         AlreadyAnnotatedError: a unit has a hook for this stage.
         AnnotationError: the hook cannot be called with two arguments; there is no such stage, or there are two and none is
             named; a parameter has sparse gradients; the hook is one of torch's that leave gradients local (`noop_hook`,
-            `post_localSGD_hook`), and would do so to those of shards.
+            `post_localSGD_hook`), and would do so to those of shards, or one of torch's for FSDP1.
         MeshError: units are on different meshes.
         PhaseError: a forward waits for its backward; inside of a backward, or of `no_sync`.
         RanksDisagreeError: another rank refuses, or registers another hook.
@@ -141,6 +142,11 @@ def register_comm_hook(module: nn.Module, hook: Hook, state: Any = None, *, stag
             raise AnnotationError(
                 f"{_VERB}: a hook is called as hook(state, bucket), and {name} cannot be called. It stands before its state: "
                 "register_comm_hook(module, hook, state)"
+            )
+        if _inside(hook).startswith(_FSDP1):
+            raise AnnotationError(
+                f"{_VERB}: {_inside(hook)} is made for FSDP1, which calls it with a tensor and not with a bucket. Use the hooks "
+                f"of {_TORCHS.rstrip('.')}"
             )
         if not _takes_state_and_bucket(hook):
             raise AnnotationError(

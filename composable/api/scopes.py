@@ -98,19 +98,24 @@ def reshard(module: nn.Module) -> None:
     running = next((unit for unit in units if unit.depth), None)
     if running is not None:
         raise PhaseError(f"reshard was called inside of the forward of unit '{running.name}', which needs its parameters")
-    for unit in units:
-        unit.kept_by.pop(EXPLICIT, None)
-        unit.swap_out()
-        unit.reshard()
+    for unit in units_below([unwrapped(module)]):
+        unit.hide()
+        if not unit.depth:
+            unit.reshard()
 
 
 @contextmanager
 def keep_unsharded(module: nn.Module) -> Iterator[None]:
-    """Unshard each unit in `module` at its first use, and reshard none before the scope ends: for generation and evaluation.
+    """Unshard every unit in `module` now, and reshard none before the scope ends: for generation and evaluation.
 
-    Parameters that an optimizer or an in-place operation changes inside the scope are gathered again at the next forward, on
-    every rank. Writes that no version counter records (`parameter.data`, NumPy) are not seen: call `reshard(module)` after
-    them, on every rank.
+    All ranks open the scope together. Inside, modules hold whole plain parameters: any module may be called, annotated or not,
+    and `model.head.weight` may be read, as often as each rank likes, since nothing needs to be gathered. From a forward with
+    gradients on, and if some parameter has a gradient when the scope is opened, modules hold their whole parameters in forwards
+    of their units only, because `zero_grad` and clipping look for gradients at the sharded ones.
+
+    Parameters that an optimizer changes inside the scope are gathered again at the next forward of their unit, on every rank.
+    Writes that no version counter records (`parameter.data`, NumPy) are not seen: call `reshard(module)` after them, on every
+    rank. What is written to whole parameters is lost when they are resharded; edit them inside `unsharded(module)`.
 
     Raises:
         NotAnnotatedError: no fully sharded module in `module`.
@@ -119,13 +124,24 @@ def keep_unsharded(module: nn.Module) -> Iterator[None]:
         >>> with keep_unsharded(model), torch.no_grad():
         ...     for _ in range(100): tokens = extend(tokens, model(tokens))
     """
-    units = units_in("keep_unsharded", module, sharded=True)
+    units_in("keep_unsharded", module, sharded=True)
+    units = units_below([unwrapped(module)])  # replicated parameters next to shards are no plain ones either
     scope = object()
+    shows = not any(param.at_rest.grad is not None for unit in units for param in unit.params)
+    shown = [unit for unit in units if shows and not unit.depth and EXPLICIT not in unit.kept_by]
     try:
         for unit in units:
             unit.keep(scope)
+            unit.unshard()
+        for unit in units:
+            unit.wait_for_unshard()
+        for unit in shown:
+            unit.kept_by[EXPLICIT] = None
+            unit.swap_in()
         yield
     finally:
+        for unit in shown:
+            unit.hide()
         for unit in units:
             unit.release(scope)
 

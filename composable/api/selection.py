@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from composable.contract.naming import module_name, require_callable
+from composable.contract.naming import find_fqn, has_forward, module_name, require_callable
 from composable.contract.traversal import REPLICATE, SHARD, Managed, Place, T, walk
-from composable.errors import AnnotationError, PolicyError, closest
+from composable.errors import AnnotationError, PolicyError, closest, describe_module, few
 from composable.policies import PolicyLike, select_modules
+
+logger = logging.getLogger("composable")
 
 
 def ids_of_ignored(modules: Sequence[nn.Module], ignored: Iterable[Any] | None) -> dict[int, None]:
@@ -63,6 +66,21 @@ def check_keywords(verb: str, picked: Mapping[nn.Module, Mapping[str, Any]], all
                 )
 
 
+def select_callable(verb: str, policy: PolicyLike, root: nn.Module, **so: str) -> dict[nn.Module, dict[str, Any]]:
+    """What `policy` picks below `root`, without containers that have no forward, which are logged.
+
+    Raises:
+        AnnotationError: it picks nothing but such containers. `so` is passed to `require_callable`, which says this.
+    """
+    picked = select_modules(policy, root)
+    found = {module: overrides for module, overrides in picked.items() if has_forward(module)}
+    if not found:
+        require_callable(next(iter(picked)), **so)
+    if passed := [describe_module(module, find_fqn(module)) for module in picked if module not in found]:
+        logger.warning("%s: the policy picks %s; containers without a forward are passed over", verb, few(passed))
+    return found
+
+
 def picked_units(
     verb: str, modules: Sequence[nn.Module], policy: PolicyLike | None, allowed: Sequence[str]
 ) -> dict[nn.Module, dict[str, Any]]:
@@ -74,13 +92,12 @@ def picked_units(
         return {}
     if len(modules) > 1:
         raise AnnotationError(f"{verb}: a policy picks units below one module; it cannot be given with a list")
-    picked = select_modules(policy, modules[0])
+    picked = select_callable(verb, policy, modules[0])
     check_keywords(verb, picked, allowed)
     reachable = {id(m) for _, m in walk(modules[0], stop=(SHARD, REPLICATE))}
     chosen = {}
     for module, overrides in picked.items():
         if module is not modules[0] and id(module) in reachable and not _is_read_by_parent(module):
-            require_callable(module)
             chosen[module] = overrides
     return chosen
 

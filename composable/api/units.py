@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ from composable.contract.traversal import (
     managed_parameters,
     names_below,
     registered_parameters,
+    walk,
 )
 from composable.engine.param import ParamInfo
 from composable.engine.unit import Unit, UnitSpec, settle
@@ -89,6 +91,10 @@ class UnitPlan:
     device: torch.device
     settings: dict[str, Any]
 
+
+# transformers reads this attribute, which FSDP2 sets: `generate` of all ranks then makes equally many tokens, and LayerDrop
+# calls each layer on every rank.
+_MANAGED: Final = "_is_fsdp_managed_module"
 
 # The plan for the call of a verb that is about to begin. A context variable: verbs may run in other threads.
 _planned: Final[ContextVar[UnitPlan | None]] = ContextVar("composable_planned_unit", default=None)
@@ -251,6 +257,11 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     )
     on_undo(unit.restore)
     unit.initialize(spec)
+    if mesh_info.mesh is not None:
+        for module in dict.fromkeys(each for top in plan.modules for _, each in walk(top, stop=(SHARD, REPLICATE))):
+            if _MANAGED not in vars(module):
+                on_undo(partial(vars(module).pop, _MANAGED, None))
+                vars(module)[_MANAGED] = _Gathers(unit)
     if name == SHARD and mesh_info.mesh is not None:
         move_buffers(plan.modules, mesh_info.device)
     for module in plan.modules:
@@ -258,6 +269,25 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
         attach(module, name, unit)
     refuse_ddp_around(name, plan.modules)
     return unit
+
+
+class _Gathers:
+    """True if all ranks must call a module equally often; see `_MANAGED`. Not inside of `keep_unsharded`: nothing is gathered.
+
+    False in a copy of the module, and to torch.compile, which leaves out guards of modules that FSDP manages.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = ref(unit)
+
+    def __bool__(self) -> bool:
+        unit = self._unit()
+        if unit is None or unit.kept_by or torch.compiler.is_compiling():
+            return False
+        return unit.is_sharded or unit.beside is not None
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        return bool, ()
 
 
 def _mesh_info(verb: str, plan: UnitPlan) -> MeshInfo:

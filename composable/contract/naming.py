@@ -133,10 +133,15 @@ def arguments_of(
     return {**arguments, **more}
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether `module` can be called; a plain `nn.ModuleList` or `nn.ModuleDict` cannot."""
+    forward: Callable[..., object] = type(module).forward
+    return forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def require_callable(module: nn.Module, *, so: str = "its parameters cannot be gathered around one") -> None:
     """Refuse a container without a forward of its own, such as a plain `nn.ModuleList`; `so` says what follows from that."""
-    forward: Callable[..., object] = type(module).forward
-    if forward is nn.Module.forward and "forward" not in vars(module):
+    if not has_forward(module):
         what = describe_module(module, find_fqn(module))
         raise AnnotationError(f"{what} has no forward, so {so}; annotate its children, or pass policy=")
 

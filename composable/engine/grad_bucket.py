@@ -220,6 +220,10 @@ class GradBucket:
         there = [gradient for gradient in gradients if gradient is not None]
         if any(map(_is_sparse, there)):  # `torch.nn.functional.embedding(..., sparse=True)`
             gradients = [None if gradient is None else gradient.to_dense() for gradient in gradients]
+            there = [gradient for gradient in gradients if gradient is not None]
+            for parameter, gradient in zip(self.compute, gradients, strict=True):
+                if parameter.grad is not None:  # it stays, and the reduced gradient will be copied to it
+                    parameter.grad = gradient
         if self._factor != 1.0 and there:
             torch._foreach_mul_(there, self._factor)
         return gradients

@@ -53,7 +53,8 @@ logger = logging.getLogger("composable")
 
 PREFETCHED: Final = 1  # units whose all-gather is launched ahead of need
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
-# The reason to keep a unit unsharded after `composable.unshard`: until `reshard`, a forward with gradients, or a backward.
+# The reason for modules to hold whole parameters outside of forwards, after `unshard` or in `keep_unsharded`: until `reshard`, the
+# end of the scope, a forward with gradients, or a backward.
 EXPLICIT: Final = "unshard()"
 NOT_ON: Final = "it was not on when the forward began"
 _REMEMBERED: Final = 4096  # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
@@ -289,6 +290,7 @@ class Root:
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
         for unit in explicit:
             unit.swap_out()
+            unit.follow_casts()
             if grad:
                 del unit.kept_by[EXPLICIT]  # this forward uses what was gathered, and frees it as usual
         self.prepare()
@@ -299,7 +301,7 @@ class Root:
         if iteration is None:
             iteration = self.iteration = Iteration(None)
         for unit in explicit if not grad else ():
-            unit.swap_in()
+            unit.show()
         iteration.stream, iteration.began = self._streams.here(), next(_CLOCK)
         self.forward = iteration.began
         self._outermost = module
@@ -381,7 +383,7 @@ class Root:
 
     def _end_forward(self, *, grad: bool) -> None:
         iteration = self._iteration
-        if not self._verified:
+        if not self._verified and not self._is_kept:
             self._check_order(None)
             warn_of_equal_shards(self.units)
             self._verified = True
@@ -389,7 +391,8 @@ class Root:
         self._outermost = None
         if iteration.end is None:
             for unit in self._shown:
-                unit.swap_out()
+                if EXPLICIT not in unit.kept_by:
+                    unit.swap_out()
         waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
         stay = {**dict.fromkeys(self.order), **iteration.untracked} if waits and grad else {}
         for unit in self.units:
@@ -401,11 +404,16 @@ class Root:
             release_idle_memory()
         wait_for_traffic()
 
+    @property
+    def _is_kept(self) -> bool:
+        """Whether everything is gathered already, so that each rank may run what it likes."""
+        return any(unit.kept_by for unit in self.units)
+
     def _check_order(self, unit: Unit | None) -> None:
         """In the first forward: all ranks enter the same unit, or end."""
         found = unit if unit is not None else next(u for u in self.units if u.is_sharded and u.mesh_info.all.size > 1)
         comm = found.mesh_info.all
-        if comm.size == 1 or not found.is_sharded:
+        if comm.size == 1 or not found.is_sharded or self._is_kept:
             return
         mine = len(self.units) if unit is None else self._indices[unit]
         lowest, highest = comm.min_max([mine], f"check of the order of units at unit '{found.name}'")

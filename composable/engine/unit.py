@@ -187,6 +187,7 @@ class Unit:
         undo: list[Callable[[], object]] = []
         for module in holders:
             undo.append(module.register_state_dict_pre_hook(self.before_state_dict).remove)
+            undo.append(module.register_state_dict_post_hook(partial(self.after_state_dict)).remove)
             if self.mesh_info.mesh is not None:
                 undo.append(module.register_load_state_dict_pre_hook(self._load_hook).remove)
             if isinstance(module, nn.RNNBase) and (self.is_sharded or self.param_dtype):
@@ -222,6 +223,11 @@ class Unit:
         """A state dict that is made or loaded in an `except` block after a failed step is one of at-rest parameters."""
         if not self.depth and not in_backward():
             self.swap_out()
+
+    @untraced
+    def after_state_dict(self, *_: object) -> None:
+        if EXPLICIT in self.kept_by and not self.depth:
+            self.show()
 
     def build(self) -> None:
         """(Re)build groups and buckets around the parameters that are registered now."""
@@ -409,6 +415,27 @@ class Unit:
             if not self.kept_by and not self.depth:
                 self.swap_out()
                 self.reshard()
+
+    def show(self) -> None:
+        """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask, unless these are out of date."""
+        if self.is_unsharded and not any(group.is_stale for group in self.groups):
+            self.swap_in()
+
+    def hide(self) -> None:
+        """End what `unshard()` and scopes began: modules hold at-rest parameters again."""
+        if self.kept_by.pop(EXPLICIT, self) is None and not self.depth:
+            self.swap_out()
+            self.follow_casts()
+
+    def follow_casts(self) -> None:
+        """Modules held compute parameters for longer than a forward: `model.to(...)` in that time means the at-rest ones."""
+        members = [(param, group) for group in self.groups for param in group.params]
+        changed = [p for p, g in members if (p.compute.dtype, p.compute.device) != (g.precision.compute, g.device)]
+        for param in changed:
+            param.at_rest.data = param.at_rest.data.to(param.compute.device, param.compute.dtype)
+        if changed:
+            self.reshard()
+            self.build()
 
     # --- the four hooks ---------------------------------------------------------------------------------------------
 

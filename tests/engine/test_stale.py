@@ -219,7 +219,7 @@ def test_parameters_cast_while_they_are_kept_are_gathered_again() -> None:
         model.double()
         after = model(x.double())
         assert after.dtype is torch.float64
-        torch.testing.assert_close(after, _expected(model, x.double()))
+    torch.testing.assert_close(after, _expected(model, x.double()))
 
 
 def _labels_after_a_step(whose: str) -> list[str]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Final
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from composable import (
@@ -17,9 +22,11 @@ from composable import (
     reshard,
     unshard,
 )
+from composable.comm import comms_wrapped_by
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.case import mean_square, rows
 from tests.helpers.battery.odd import Layer
+from tests.helpers.communicators import Log, Recording
 from tests.helpers.compare import assert_same_training, full_parameters
 from tests.helpers.logged import logged
 from tests.helpers.schemes import SCHEMES
@@ -93,6 +100,90 @@ def test_explicit_unshard_and_reshard_can_be_called_at_any_time() -> None:
         assert {unit["state"] for unit in describe(model).to_dict()["units"]} == {"SHARDED"}
 
     assert_same_training(case, annotate)
+
+
+class _Speaks(nn.Module):
+    """As encoder-decoders of transformers: the encoder and the head, which are no units, are called and read by themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(9, 8)
+        self.encoder = nn.Sequential(Layer(8), nn.LayerNorm(8))
+        self.decoder = nn.Sequential(Layer(8), Layer(8))
+        self.head = nn.Linear(8, 9)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.decoder(x))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def generate(self, steps: int) -> Tensor:
+        x = self.encoder(self.words.weight[:2])
+        for _ in range(steps):
+            x = x + self.words(self(x).argmax(-1)) + self.head.weight[1]
+        return x
+
+
+def _layers(model: nn.Module, **arguments: Any) -> None:
+    fully_shard(model, policy={Layer}, **arguments)
+
+
+_WHOLE_IN_SCOPES: Final[dict[str, Callable[[_Speaks], None]]] = {
+    "fully_shard": _layers,
+    "hybrid": lambda model: _layers(model, mesh=init_device_mesh(current_device().type, (1, 2))),
+    "a replicated part": lambda model: (replicate(model.encoder), _layers(model))[1],
+    "a replicated root": lambda model: (_layers(model.decoder), replicate(model))[0],
+    "reshards to neighbours": lambda model: _layers(model, reshard_after_forward=2),
+}
+
+
+@pytest.mark.parametrize("how", _WHOLE_IN_SCOPES)
+@spmd(ranks=2)
+def test_in_keep_unsharded_any_module_can_be_called_and_read_any_number_of_times(how: str) -> None:
+    plain, model, log = _Speaks().to(current_device()), _Speaks().to(current_device()), Log()
+    with comms_wrapped_by(partial(Recording, log=log)), logged() as lines:
+        _WHOLE_IN_SCOPES[how](model)
+        with keep_unsharded(model):
+            log.events.clear()
+            steps = 3 * dist.get_rank()  # none on rank 0, and no forward came before
+            torch.testing.assert_close(model.generate(steps), plain.generate(steps))
+            assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+            assert isinstance(model.head.weight, nn.Parameter)
+            assert not isinstance(model.head.weight, DTensor)
+            assert log.labels() == []
+    assert lines == []
+    assert "UNSHARDED" not in {unit["state"] for unit in describe(model).to_dict()["units"]}
+    assert isinstance(model.head.weight, DTensor)
+
+
+@spmd(ranks=2)
+def test_in_keep_unsharded_gradients_are_found_where_they_are() -> None:
+    """Forwards and steps in the scope, and what reads `model.parameters()` for their gradients."""
+    plain, model = _Speaks().to(current_device()), _Speaks().to(current_device())
+    _layers(model)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    x = torch.ones(2, 8, device=current_device())
+
+    def step() -> None:
+        for each, optimizer in zip((plain, model), optimizers, strict=True):
+            each.zero_grad()
+            each(x).square().mean().backward()
+            nn.utils.clip_grad_norm_(each.parameters(), 0.01)
+            optimizer.step()
+
+    step()
+    with keep_unsharded(model):
+        step()
+        step()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        with keep_unsharded(model):
+            torch.testing.assert_close(model.generate(3), plain.generate(3))
+        step()
+        reshard(model)
+        step()
+    for name, value in full_parameters(model).items():
+        torch.testing.assert_close(value, plain.get_parameter(name))
 
 
 @spmd(ranks=2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks as hooks_of_fsdp1
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -62,6 +64,10 @@ def _refusals(which: str) -> str:
         "between annotated ones": lambda: register_comm_hook(nn.Sequential(model), noop_hook),
         "state first": lambda: register_comm_hook(model, {}, noop_hook),  # type: ignore[arg-type]
         "one argument": lambda: register_comm_hook(model, lambda bucket: bucket),  # type: ignore[arg-type,misc]
+        "of FSDP1": lambda: register_comm_hook(model, hooks_of_fsdp1.bf16_compress_hook),
+        "of FSDP1, bound": lambda: register_comm_hook(
+            fully_shard(model_of()), partial(hooks_of_fsdp1.reduce_scatter_hook, output=x)
+        ),
         "unknown stage": lambda: register_comm_hook(model, noop_hook, stage="all_gather"),
         "stage of shards": lambda: register_comm_hook(model, noop_hook, stage="reduce_scatter"),
         "twice": twice,
@@ -77,6 +83,10 @@ _IN_A_STEP: Final = (
     "PhaseError: register_comm_hook: unit '(root)' is in the middle of a step: in a forward or backward, between them, or in "
     "no_sync, with accumulated gradients. Do it between two steps; what is not trained on belongs under torch.no_grad()"
 )
+_OF_FSDP1: Final = (
+    "AnnotationError: register_comm_hook: torch.distributed.algorithms._comm_hooks.default_hooks.{} is made for FSDP1, which "
+    "calls it with a tensor and not with a bucket. Use the hooks of torch.distributed.algorithms.ddp_comm_hooks"
+)
 _TEXTS: Final = {
     "not annotated": "NotAnnotatedError: register_comm_hook: Sequential is not annotated; call replicate(module) or "
     "fully_shard(module) first. Of units without a module around them, each takes a hook of its own",
@@ -86,6 +96,8 @@ _TEXTS: Final = {
     "It stands before its state: register_comm_hook(module, hook, state)",
     "one argument": "AnnotationError: register_comm_hook: a hook is called as hook(state, bucket), and <lambda> takes "
     "(bucket). Bind other arguments with functools.partial",
+    "of FSDP1": _OF_FSDP1.format("bf16_compress_hook"),
+    "of FSDP1, bound": _OF_FSDP1.format("reduce_scatter_hook"),
     "unknown stage": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce; stage= must name "
     "the one that the hook replaces, got 'all_gather'",
     "stage of shards": "AnnotationError: register_comm_hook: gradients of unit '(root)' are reduced by all_reduce; stage= must "

@@ -15,11 +15,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from composable import checkpoint, describe, fully_shard, replicate
+from composable import checkpoint, describe, fully_shard, offload_activations, registry, replicate
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.battery.odd import Layer, Nested
 from tests.helpers.battery.transformers import Block, Transformer
 from tests.helpers.compare import assert_same_training, full_parameters
+from tests.helpers.logged import logged
 from tests.helpers.placed import placed
 from tests.helpers.refusals import refused, same_on_all
 from tests.helpers.world import Pool, current_device, spmd
@@ -155,6 +156,19 @@ def containers_without_a_forward() -> list[str]:
         refused(heads, lambda: fully_shard(heads)),
         refused(model, lambda: fully_shard(model, policy={nn.ModuleList})),
     ]
+
+
+@spmd(ranks=2)
+def test_a_policy_passes_over_containers_without_a_forward() -> None:
+    for verb in (fully_shard, replicate, checkpoint, offload_activations):
+        model = _transformer()
+        with logged() as lines:
+            verb(model, policy=lambda _: True)
+        assert lines == [
+            f"WARNING: {verb.__name__}: the policy picks ModuleList 'blocks'; containers without a forward are passed over"
+        ]
+        assert not registry(model.blocks)
+        assert all(verb.__name__ in registry(module) for module in (model, model.embedding, *model.blocks))
 
 
 class _CallableList(nn.ModuleList):

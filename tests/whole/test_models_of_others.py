@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
+from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.longt5.modeling_longt5 import LongT5Block
@@ -21,7 +24,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 from transformers.models.t5.modeling_t5 import T5Block
 from transformers.models.whisper.modeling_whisper import WhisperDecoderLayer, WhisperEncoderLayer
 
-from composable import checkpoint, fully_shard
+from composable import checkpoint, fully_shard, keep_unsharded, remove, replicate
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients, sgd
 from tests.helpers.world import current_device, spmd
 
@@ -203,3 +206,57 @@ def test_training_is_that_of_one_process(name: str, way: str) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+def _generated(model: Any, tokens: Tensor, more: int) -> Tensor:
+    lengths = {"max_new_tokens": more, "min_new_tokens": more}
+    return model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, **lengths)
+
+
+def _root_replicated(model: Any) -> None:
+    for layer in model.model.layers:
+        fully_shard(layer)
+    replicate(model)
+
+
+@spmd(ranks=2)
+def test_generate_with_other_lengths_on_each_rank_is_that_of_one_process() -> None:
+    tokens, more = torch.tensor([[4, 5, 6]], device=current_device()), 2 + 3 * dist.get_rank()
+    annotations: list[Callable[[Any], object]] = [
+        lambda model: fully_shard(model, policy={LlamaDecoderLayer}),
+        _root_replicated,
+    ]
+    for annotate in annotations:
+        plain, model = (_made(Foreign(_llama, _continue, ())).eval() for _ in range(2))
+        annotate(model)
+        assert torch.equal(_generated(model, tokens, more), _generated(plain, tokens, more))
+        assert torch.equal(_generated(model, tokens, 2), _generated(plain, tokens, 2))
+        with keep_unsharded(model):  # where ranks need not even generate together
+            if dist.get_rank():
+                assert torch.equal(_generated(model, tokens, more), _generated(plain, tokens, more))
+
+
+@spmd(ranks=2)
+def test_an_encoder_that_generate_calls_by_itself_has_whole_parameters_in_keep_unsharded() -> None:
+    tokens, more = torch.arange(2, 10, device=current_device())[None], 2 + 3 * dist.get_rank()
+    plain, model = (_made(Foreign(_t5, _translate, ())).eval() for _ in range(2))
+    fully_shard(model, policy={T5Block})
+    with keep_unsharded(model):
+        assert torch.equal(_generated(model, tokens, more), _generated(plain, tokens, more))
+
+
+@spmd(ranks=2)
+def test_what_tells_transformers_of_shards_is_taken_back_and_is_in_no_copy() -> None:
+    model = _made(Foreign(_llama, _continue, ()))
+    before = {name: list(vars(module)) for name, module in model.named_modules()}
+    states = list(model.state_dict())
+    assert not is_fsdp_managed_module(model)
+    for verb, managed in ((fully_shard, True), (replicate, False)):
+        verb(model, policy={LlamaDecoderLayer})
+        assert [is_fsdp_managed_module(module) for module in model.modules()] == [managed] * len(list(model.modules()))
+        with keep_unsharded(model) if managed else nullcontext():
+            assert not is_fsdp_managed_module(model)
+        assert not is_fsdp_managed_module(copy.deepcopy(model.model.rotary_emb))
+        assert list(model.state_dict()) == states
+        remove(model, verb)
+        assert {name: list(vars(module)) for name, module in model.named_modules()} == before

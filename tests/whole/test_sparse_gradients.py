@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from typing import Final
+import itertools
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from composable import MixedPrecisionPolicy, fully_shard, no_sync, reduce_gradients, replicate
@@ -202,3 +206,67 @@ def test_sparse_gradients_with_precision_scaling_and_accumulation(sharded: bool)
         ours.words(_batch(3)).sum().backward()
     reduce_gradients(ours)
     assert len(called) == 2
+
+
+class Functional(nn.Module):
+    """A table that no module tells of: read sparsely, densely or not at all, next to a dense parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.head = nn.Parameter(torch.rand(ROWS, 4)), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor, read: str) -> Tensor:
+        y = torch.ones(len(x), 3, 4, device=x.device)
+        if read:
+            y = y * F.embedding(x, self.table, sparse=read == "sparse")
+        return self.head(y).sum()  # type: ignore[no-any-return]
+
+
+def _mixed(model: Functional, **arguments: Any) -> None:
+    fully_shard(model.head, **arguments)
+    replicate(model, **arguments)
+
+
+def _hybrid(model: Functional, **arguments: Any) -> None:
+    fully_shard(model, mesh=init_device_mesh(current_device().type, (2, dist.get_world_size() // 2)), **arguments)
+
+
+_LOW: Final = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+_SPARSE_ANYHOW: Final[dict[str, Callable[..., Any]]] = {
+    "fully_shard": fully_shard,
+    "hybrid": _hybrid,
+    "replicate": replicate,
+    "replicate, reduced in another dtype": partial(replicate, mp_policy=_LOW),
+    "mixed": _mixed,
+    "fully_shard, reduced in another dtype": partial(fully_shard, mp_policy=_LOW),
+}
+
+
+@pytest.mark.parametrize("scheme", _SPARSE_ANYHOW)
+@spmd(ranks=2)
+def test_functional_sparse_gradients_are_scaled_accumulated_and_reduced_as_dense_ones(scheme: str) -> None:
+    reads = ("sparse", "sparse"), ("sparse", "dense"), ("dense", "sparse"), ("sparse", ""), ("", "sparse", "sparse")
+    for number, (steps, synced) in enumerate(itertools.product(reads, ("always", "last", "never"))):
+        _assert_as_plain(_SPARSE_ANYHOW[scheme], 1 + number % 2, steps, synced)
+
+
+def _assert_as_plain(annotate: Callable[..., Any], factor: int, steps: Sequence[str], synced: str) -> None:
+    plain, ours = Functional().to(current_device()), Functional().to(current_device())
+    annotate(ours, grad_reduce="sum" if factor == 2 else "mean")
+    for step, read in enumerate(steps):
+        # On rank 1 the table is read in the other order.
+        mine = read if dist.get_rank() == 0 else steps[-1 - step]
+        with no_sync(ours, enabled=synced == "never" or (synced == "last" and step < len(steps) - 1)):
+            ours(_batch(step), mine).backward()
+        plain(_batch(step), mine).backward()
+    if synced == "never":
+        reduce_gradients(ours)
+    for parameter in plain.parameters():
+        parameter.grad = None if parameter.grad is None else parameter.grad.to_dense()
+    actual = full_gradients(ours)
+    for name, expected in averaged_gradients(plain).items():
+        found = actual[name]
+        assert expected is not None
+        assert found is not None
+        torch.testing.assert_close(found, factor * expected, msg=lambda text, n=name: f"{n}, {steps}, {synced}: {text}")
