@@ -75,8 +75,8 @@ class ParamLabel:
 
     Attributes:
         unit, fqn: the names of both.
-        form: "at_rest", "compute", "original" (replaced by the annotation), "replaced" (by the user, afterwards) or "removed"
-            (replaced by `remove`).
+        form: "at_rest", "compute", "original" (replaced by the annotation, or when it was adopted), "replaced" (by the user,
+            afterwards) or "removed" (replaced by `remove`).
         owner: of an at-rest or original parameter, the unit.
         holds_unreduced: its gradient, a plain tensor, was accumulated under `no_sync`.
     """
@@ -161,7 +161,7 @@ class ManagedParam:
     Attributes:
         info: what the annotation asked for; `places` may grow by tied places of other units.
         own: the user's parameter, for units that leave its memory where it is; None where the unit has shards.
-        original: weakly, the parameter that was registered before the annotation.
+        original: weakly, the parameter that was registered before the annotation, or that the user assigned later.
         at_rest, compute: see the table at the top of this file.
     """
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import attrgetter, is_
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -306,6 +306,8 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
                 changed = changed or (local.device, local.dtype) != (group.shard.device, group.shard.dtype)
     for param, newcomer in replaced:
         set_label(param.at_rest, unit.name, param.fqn, "replaced")
+        if not isinstance(newcomer, DTensor):
+            param.original = ref(newcomer)  # an optimizer that was made before now may hold it
         param.register(newcomer)
     unit.params = [param for param in unit.params if param not in tied]
     return changed

@@ -1,6 +1,6 @@
 """Checks of every optimizer before it steps, in one global hook: what would train nothing, or apart on every rank, is refused.
 
-* An optimizer that holds parameters which were replaced: by the annotation, by an assignment, or by `remove`.
+* An optimizer that holds parameters which were replaced: by the annotation, by an assignment or its adoption, or by `remove`.
 * A gradient that was accumulated under `no_sync` and not reduced: ranks would step by different gradients.
 * A parameter that backward steps (`apply_optimizer_in_backward`).
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from composable.engine.unit import Unit
 
 _OTHER: Final = (
-    "was replaced on its module, by an annotation, by load_state_dict(assign=True) or by an assignment, after the optimizer was "
-    "made. Make the optimizer after that"
+    "was replaced on its module, by an annotation, by load_state_dict(assign=True), by an assignment, or by the next forward's "
+    "shard of what was assigned, after the optimizer was made. Make the optimizer after that"
 )
 _REPLACED: Final = {
     "original": _OTHER,
