@@ -85,15 +85,14 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     everything = model.state_dict()
     keep = not rank0_only or units[0].mesh_info.all.rank == 0
     full: dict[str, Any] = dict.fromkeys(everything) if keep else {}
-    shared: dict[int, Tensor] = {}  # by the memory of the shard: tied tensors stay tied
+    shared: dict[tuple[object, ...], Tensor] = {}  # by the memory of the shard and how it is read: tied tensors stay tied
     for fqn, whole in _stream({k: v for k, v in everything.items() if isinstance(v, Tensor)}, dtype):
         if keep:
             entry = everything[fqn]
             local = entry.to_local() if isinstance(entry, DTensor) else entry
-            known = shared.get(local.data_ptr()) if local.numel() else None
-            same = known is not None and known.shape == whole.shape
-            full[fqn] = known if same else torch.empty_like(whole, device="cpu").copy_(whole)
-            shared.setdefault(local.data_ptr(), full[fqn])
+            key = local.data_ptr(), local.dtype, local.stride(), local.is_conj(), local.is_neg(), whole.shape
+            known = shared.get(key) if local.numel() else None
+            full[fqn] = shared[key] = torch.empty_like(whole, device="cpu").copy_(whole) if known is None else known
     if keep:
         full.update({fqn: value for fqn, value in everything.items() if not isinstance(value, Tensor)})
     return full
@@ -137,8 +136,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
     tensors = _tensors_in(model)
-    for name in _again(model):
-        tensors.pop(name, None)
+    for name in _again(model, tensors):
+        del tensors[name]
 
     def prepare() -> None:
         if target.exists() and any(target.iterdir()):
@@ -186,11 +185,11 @@ def _file_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
-def _again(model: nn.Module) -> list[str]:
-    """List the names of tied parameters and buffers after their first: a file holds no tensor twice."""
+def _again(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
+    """List the saved names of tied parameters and buffers after their first: a file holds no tensor twice."""
     first: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return [name for name, tensor in named if first.setdefault(id(tensor), name) != name]
+    return [name for name, tensor in named if name in saved and first.setdefault(id(tensor), name) != name]
 
 
 def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
