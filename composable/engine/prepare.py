@@ -305,7 +305,7 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
                 # An empty shard has no address, wherever it is.
                 changed = changed or (local.device, local.dtype) != (group.shard.device, group.shard.dtype)
     for param, newcomer in replaced:
-        set_label(param.at_rest, unit.name, param.fqn, "replaced")
+        set_label(param.at_rest, param.info, unit.name, "replaced")
         if not isinstance(newcomer, DTensor):
             param.original = ref(newcomer)  # an optimizer that was made before now may hold it
         param.register(newcomer)
