@@ -367,6 +367,29 @@ def test_random_numbers_drawn_shard_by_shard_are_told_once() -> None:
         assert "materialize(model, init)" in line
 
 
+class _Structured(nn.Module):
+    """Parameters of which every row is the same, or the rows' first elements are the same numbers in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_log = nn.Parameter(torch.log(torch.arange(1.0, 9.0)).repeat(6, 1))
+        self.columns = nn.Parameter(torch.arange(1.0, 9.0).repeat(4, 1).t().contiguous().t())
+        self.turned = torch.nn.utils.parametrizations.orthogonal(nn.Linear(4, 4, bias=False))
+        self.square = nn.Parameter(-torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.turned(x) @ self.square @ self.columns
+        return output + self.a_log.sum()
+
+
+@spmd(ranks=[2, 4])
+def test_equal_shards_of_what_is_structured_are_not_told() -> None:
+    model = fully_shard(_Structured().to(current_device()))
+    with logged() as lines:
+        model(torch.ones(2, 4, device=current_device())).sum().backward()
+    assert not lines
+
+
 @spmd(ranks=1)
 def test_a_plain_model_is_refused() -> None:
     with pytest.raises(NotAnnotatedError, match=r"^materialize: "):
