@@ -75,17 +75,19 @@ class ParamLabel:
 
     Attributes:
         unit, fqn: the names of both.
-        form: "at_rest", "compute", "original" (replaced by the annotation), "replaced" (by the user, afterwards) or "removed"
-            (replaced by `remove`).
+        form: "at_rest", "compute", "original" (replaced by the annotation, or when it was adopted), "replaced" (by the user,
+            afterwards) or "removed" (replaced by `remove`).
         owner: of an at-rest or original parameter, the unit.
+        places: modules, weakly, and names at which the unit's parameter is registered.
         holds_unreduced: its gradient, a plain tensor, was accumulated under `no_sync`.
     """
 
-    __slots__ = ("form", "fqn", "holds_unreduced", "owner", "unit")
+    __slots__ = ("form", "fqn", "holds_unreduced", "owner", "places", "unit")
 
     def __init__(self, unit: str, fqn: str, form: str) -> None:
         self.unit, self.fqn, self.form = unit, fqn, form
         self.owner: ref[Unit] | None = None
+        self.places: tuple[tuple[ref[nn.Module], str], ...] = ()
         self.holds_unreduced = False
 
     @override
@@ -101,12 +103,13 @@ def label_of(parameter: Tensor) -> ParamLabel | None:
     return getattr(parameter, _LABEL, None)
 
 
-def set_label(parameter: nn.Parameter, unit: str, fqn: str, form: str, owner: Unit | None = None) -> None:
+def set_label(parameter: nn.Parameter, info: ParamInfo, unit: str, form: str, owner: Unit | None = None) -> None:
     label = label_of(parameter)
     if label is None:
-        label = ParamLabel(unit, fqn, form)
+        label = ParamLabel(unit, info.fqn, form)
         setattr(parameter, _LABEL, label)
-    label.unit, label.fqn, label.form = unit, fqn, form
+    label.unit, label.fqn, label.form = unit, info.fqn, form
+    label.places = tuple((ref(place.module), place.name) for place in info.places)
     if owner is not None:
         label.owner = ref(owner)
 
@@ -161,7 +164,7 @@ class ManagedParam:
     Attributes:
         info: what the annotation asked for; `places` may grow by tied places of other units.
         own: the user's parameter, for units that leave its memory where it is; None where the unit has shards.
-        original: weakly, the parameter that was registered before the annotation.
+        original: weakly, the parameter that was registered before the annotation, or that the user assigned later.
         at_rest, compute: see the table at the top of this file.
     """
 

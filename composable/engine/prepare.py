@@ -11,12 +11,13 @@ from dataclasses import replace
 from operator import attrgetter, is_
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
@@ -335,7 +336,9 @@ def _adopt(unit: Unit, owners: Mapping[int, tuple[Unit, ManagedParam]]) -> bool:
                 # An empty shard has no address, wherever it is.
                 changed = changed or (local.device, local.dtype) != (group.shard.device, group.shard.dtype)
     for param, newcomer in replaced:
-        set_label(param.at_rest, unit.name, param.fqn, "replaced")
+        set_label(param.at_rest, param.info, unit.name, "replaced")
+        if not isinstance(newcomer, DTensor):
+            param.original = ref(newcomer)  # an optimizer that was made before now may hold it
         param.register(newcomer)
     unit.params = [param for param in unit.params if param not in tied]
     return changed
@@ -409,11 +412,12 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
                 at_rest = param.at_rest
                 assert isinstance(at_rest, DTensor)
                 local = local_of(at_rest)
-                # A few, which a shard that another rank has in another size begins with, too.
+                # A few, which a shard that another rank has in another size begins with, too; the sum tells their order.
                 first = local.flatten()[: 8 if at_rest.is_floating_point() else 0].double()
                 varies = local.numel() < at_rest.numel() and bool((first[1:] != first[:1]).any())
+                varies = varies and not _repeats(local, at_rest.placements)
                 found.append(f"'{param.fqn}' of unit '{unit.name}'")
-                sums.append(int(first.sum().view(torch.int64)) if varies else comm.rank)
+                sums.append(int((first * torch.arange(1, len(first) + 1)).sum().view(torch.int64)) if varies else comm.rank)
         said = comm.all_gather_ints(sums, "comparison of shards")
         same = [name for index, name in enumerate(found) if len({each[index] for each in said}) == 1]
         if same:
@@ -422,6 +426,12 @@ def warn_of_equal_shards(units: Sequence[Unit]) -> None:
                 "whole parameters as one process does, call materialize(model, init) on a model of the meta device, or edit them "
                 "inside unsharded(model)", few(same),
             )  # fmt: skip
+
+
+def _repeats(local: Tensor, placements: Sequence[Placement]) -> bool:
+    """Whether all rows of a shard may be one row, as of Mamba's `A_log`: then ranks have equal shards of what is whole as meant."""
+    dim = next(placement.dim for placement in placements if isinstance(placement, Shard))
+    return local.shape[dim] < 2 or torch.equal(local.select(dim, 0), local.select(dim, 1))
 
 
 @outside_transforms

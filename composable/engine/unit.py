@@ -351,10 +351,10 @@ class Unit:
         for param in self.params:
             original = param.original()
             if original is not None and original is not param.own:
-                set_label(original, fqn, param.fqn, "original", self)
+                set_label(original, param.info, fqn, "original", self)
             if param.compute is not param.at_rest:
-                set_label(param.compute, fqn, param.fqn, "compute")
-            set_label(param.at_rest, fqn, param.fqn, "at_rest", self)
+                set_label(param.compute, param.info, fqn, "compute")
+            set_label(param.at_rest, param.info, fqn, "at_rest", self)
 
     @property
     def handle(self) -> list[ParamGroup]:
@@ -694,7 +694,7 @@ class Unit:
                 _restore(param, param.own, local_of(gradient) if isinstance(gradient, DTensor) else gradient)
             elif whole:
                 _restore_whole(param, *whole[index])
-            set_label(param.at_rest, self.name, param.fqn, "removed")
+            set_label(param.at_rest, param.info, self.name, "removed")
             registered = param.registered
             if registered is not None:
                 drop_label(registered)

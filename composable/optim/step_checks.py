@@ -1,6 +1,6 @@
 """Checks of every optimizer before it steps, in one global hook: what would train nothing, or apart on every rank, is refused.
 
-* An optimizer that holds parameters which were replaced: by the annotation, by an assignment, or by `remove`.
+* An optimizer that holds parameters which were replaced: by the annotation, by an assignment or its adoption, or by `remove`.
 * A gradient that was accumulated under `no_sync` and not reduced: ranks would step by different gradients.
 * A parameter that backward steps (`apply_optimizer_in_backward`).
 
@@ -31,8 +31,8 @@ from composable.optim.local_steps import is_stand_in, step_on_shards_unasked
 from composable.optim.shared import is_trained, refuse_unreduced
 
 _OTHER: Final = (
-    "was replaced on its module, by an annotation, by load_state_dict(assign=True) or by an assignment, after the optimizer was "
-    "made. Make the optimizer after that"
+    "was replaced on its module, by an annotation, by load_state_dict(assign=True), by an assignment, or by the next forward's "
+    "shard of what was assigned, after the optimizer was made. Make the optimizer after that"
 )
 _REPLACED: Final = {
     "original": _OTHER,

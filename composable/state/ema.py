@@ -7,13 +7,16 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
-from composable.engine.loading import shard_like
+from composable.engine.param import describe_mesh, whole_of
+from composable.engine.root import units_below
 from composable.errors import ForeignParameterError, few
 from composable.memory.torch_private import local_of
+from composable.state.whole import write_whole
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -49,9 +52,15 @@ class EMA:
             self._averages = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers of the state dict, tied ones once."""
-        saved = self._model.state_dict().keys()
-        return {n: t for n, t in (*self._model.named_parameters(), *self._model.named_buffers()) if n in saved}
+        """Parameters at rest, and buffers that are in the state dict; tied ones once."""
+        for unit in units_below([self._model]):
+            unit.before_state_dict()
+        buffers: dict[int, tuple[str, Tensor]] = {}
+        for prefix, module in self._model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and name not in module._non_persistent_buffers_set:
+                    buffers.setdefault(id(buffer), (f"{prefix}.{name}".lstrip("."), buffer))
+        return {**dict(self._model.named_parameters()), **dict(buffers.values())}
 
     def _pairs(self) -> tuple[list[Tensor], list[Tensor], list[tuple[Tensor, Tensor]]]:
         """Local tensors: averages that follow slowly, their values in the model, and pairs that are copied."""
@@ -63,7 +72,7 @@ class EMA:
                 "Make a new EMA(model, decay) and load_state_dict() the old one's state_dict()"
             )
         parameters = dict(self._model.named_parameters())
-        slow = [name for name in tensors if name in parameters and tensors[name].is_floating_point()]
+        slow = [name for name, t in tensors.items() if name in parameters and (t.is_floating_point() or t.is_complex())]
         copied = [(_local(self._averages[name]), _local(tensors[name])) for name in tensors if name not in slow]
         return [_local(self._averages[n]) for n in slow], [_local(tensors[n]) for n in slow], copied
 
@@ -99,24 +108,42 @@ class EMA:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take averages over, sharded in any way over the same ranks, or whole plain ones.
+        """Take averages over: whole plain ones, or sharded in any way over ranks of which this is one. All ranks call this together.
 
         Args:
             state_dict: what `state_dict` returned.
 
         Raises:
             KeyError: names are missing, or unknown.
+            ForeignParameterError: an average has another shape, or is no shard of this rank.
         """
         loaded = state_dict["averages"]
         differ = [name for name in {**loaded, **self._averages} if name not in loaded or name not in self._averages]
         if differ:
             raise KeyError(f"EMA: {few(list(map(repr, differ)))} is in only one of the state dict and the average")
+        for name, average in self._averages.items():
+            _refuse_foreign(name, loaded[name], average)
         self._decay = state_dict["decay"]
         for name, average in self._averages.items():
             value = loaded[name]
-            if isinstance(average, DTensor):
-                value = shard_like(value, average, local_of(average).device)
-            _local(average).copy_(_local(value))
+            if isinstance(value, DTensor) and not (isinstance(average, DTensor) and average.device_mesh == value.device_mesh):
+                value = whole_of(value)
+            write_whole(value, average)
+
+
+def _refuse_foreign(name: str, value: Tensor, average: Tensor) -> None:
+    if value.shape != average.shape:
+        raise ForeignParameterError(
+            f"EMA: '{name}' has the shape {tuple(value.shape)} in the state dict, and {tuple(average.shape)} in the model"
+        )
+    if isinstance(value, DTensor):
+        mesh = value.device_mesh
+        here = (mesh.mesh == dist.get_rank()).nonzero().flatten().tolist()
+        if not here or here != list(mesh.get_coordinate() or ()):
+            raise ForeignParameterError(
+                f"EMA: '{name}', over {describe_mesh(mesh)}, is the shard of another rank, as torch.save wrote it there, or is over "
+                "other ranks. Save averages by torch.distributed.checkpoint, from all ranks"
+            )
 
 
 def _alike(tensor: Tensor | None, average: Tensor | None) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
-from composable.comm import Comm
 from composable.comm.ledger import checksum
 from composable.compilation import unwrapped
 from composable.engine.param import whole_of
-from composable.errors import RanksDisagreeError, first_line
-from composable.state.whole import require_at_rest
+from composable.state.whole import all_or_none, require_at_rest
 
 SMALLEST_FILE: Final = 1 << 30  # bytes; smaller models go into one file
 
@@ -87,15 +85,14 @@ def full_state_dict(model: nn.Module, *, rank0_only: bool = True, dtype: torch.d
     everything = model.state_dict()
     keep = not rank0_only or units[0].mesh_info.all.rank == 0
     full: dict[str, Any] = dict.fromkeys(everything) if keep else {}
-    shared: dict[int, Tensor] = {}  # by the memory of the shard: tied tensors stay tied
+    shared: dict[tuple[object, ...], Tensor] = {}  # by the memory of the shard and how it is read: tied tensors stay tied
     for fqn, whole in _stream({k: v for k, v in everything.items() if isinstance(v, Tensor)}, dtype):
         if keep:
             entry = everything[fqn]
             local = entry.to_local() if isinstance(entry, DTensor) else entry
-            known = shared.get(local.data_ptr()) if local.numel() else None
-            same = known is not None and known.shape == whole.shape
-            full[fqn] = known if same else torch.empty_like(whole, device="cpu").copy_(whole)
-            shared.setdefault(local.data_ptr(), full[fqn])
+            key = local.data_ptr(), local.dtype, local.stride(), local.is_conj(), local.is_neg(), whole.shape
+            known = shared.get(key) if local.numel() else None
+            full[fqn] = shared[key] = torch.empty_like(whole, device="cpu").copy_(whole) if known is None else known
     if keep:
         full.update({fqn: value for fqn, value in everything.items() if not isinstance(value, Tensor)})
     return full
@@ -139,8 +136,8 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
     target = Path(folder)
     partial = target.with_name(target.name + ".partial")
     tensors = _tensors_in(model)
-    for name in _again(model):
-        tensors.pop(name, None)
+    for name in _again(model, tensors):
+        del tensors[name]
 
     def prepare() -> None:
         if target.exists() and any(target.iterdir()):
@@ -149,7 +146,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
 
-    _all_or_none(comm, prepare, checksum(str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])))
+    all_or_none("export", comm, prepare, checksum(str([(name, tuple(tensor.shape)) for name, tensor in tensors.items()])))
     sizes = {
         name: tensor.numel() * (dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype).itemsize
         for name, tensor in tensors.items()
@@ -168,7 +165,7 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
             if index < len(files):
                 save_file(mine, partial / _file_name(index, len(files)), metadata={"format": "pt"})
 
-        _all_or_none(comm, write)
+        all_or_none("export", comm, write)
 
     def finish() -> None:
         if rank == 0:
@@ -181,18 +178,18 @@ def export(model: nn.Module, folder: str | os.PathLike[str], *, dtype: torch.dty
                 save_config(partial)
             partial.rename(target)
 
-    _all_or_none(comm, finish)
+    all_or_none("export", comm, finish)
 
 
 def _file_name(index: int, count: int) -> str:
     return "model.safetensors" if count == 1 else f"model-{index + 1:05}-of-{count:05}.safetensors"
 
 
-def _again(model: nn.Module) -> list[str]:
-    """List the names of tied parameters and buffers after their first: a file holds no tensor twice."""
+def _again(model: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
+    """List the saved names of tied parameters and buffers after their first: a file holds no tensor twice."""
     first: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return [name for name, tensor in named if first.setdefault(id(tensor), name) != name]
+    return [name for name, tensor in named if name in saved and first.setdefault(id(tensor), name) != name]
 
 
 def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
@@ -206,24 +203,3 @@ def plan_files(sizes: Mapping[str, int], ranks: int) -> list[list[str]]:
         files[index].append(name)
         filled[index] += sizes[name]
     return [names for names in files if names] or [[]]
-
-
-def _all_or_none(comm: Comm, act: Callable[[], None], must_agree: int = 0) -> None:
-    """Run `act` on all ranks; if one rank's raised, raise on every rank."""
-    error: Exception | None = None
-    try:
-        act()
-    except Exception as caught:
-        error = caught
-    told = None if error is None else f"{type(error).__name__}: {first_line(error)}"
-    said = comm.all_gather_objects((told, must_agree), "agreement of export")
-    if error is not None:
-        raise error
-    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
-    if failed:
-        raise RanksDisagreeError(f"export: {failed[0]}")
-    if any(number != must_agree for _, number in said):
-        raise RanksDisagreeError(
-            "export: the ranks have tensors of different names or shapes in their state dicts, as experts on meshes of their own. "
-            "Export such modules one by one, on the ranks that have them, or use torch.distributed.checkpoint"
-        )

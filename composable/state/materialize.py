@@ -1,54 +1,80 @@
 """`materialize`: give memory and values to a model that was built on the meta device and annotated there.
 
-Initialisers are written for whole plain parameters and draw random numbers in one order. So each module's initialiser runs with
-whole parameters, on every rank alike, module by module in the order of `Module.apply`; then each rank keeps its shard. The
-parameters of one unit are whole at a time, and those of units below are stand-ins on the meta device: if an initialiser writes to
-these, as one of a whole model does, it runs once more from the same random state with them whole.
+Initialisers are written for whole plain parameters and draw random numbers in one order. So each module's initialiser runs once,
+with whole parameters, on every rank alike, module by module in the order of `Module.apply`; then each rank keeps its shard.
+While initialisers run, modules hold whole parameters that have no memory yet. The first operator that reads or writes one gives
+memory to all of its unit, and gathers what has values. The memory is freed when the next module of another unit is initialised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
-from composable.engine.param import unit_of, whole_of
+from composable.contract.traversal import Place
+from composable.engine.param import move_hooks, unit_of, whole_of
 from composable.engine.root import Root
 from composable.engine.unit import Unit
-from composable.errors import PhaseError, RanksDisagreeError, few
-from composable.state.whole import Managed, managed_in, require_at_rest, write_whole
+from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
+from composable.memory.elastic import ElasticBuffer, release_idle_memory
+from composable.memory.torch_private import local_of
+from composable.state.whole import Managed, follow_whole, managed_in, require_at_rest, whole_parameter, write_whole
 
 Init = Callable[[nn.Module], object]
 
 
-class _Writes(TorchDispatchMode):
-    """Which storages were written to; also through `.data` and views."""
+Touch = Callable[[Tensor, bool], None]
+# What reads a tensor, or hands out its memory to be written to, without an operator.
+_READS: Final = (Tensor.tolist, Tensor.data_ptr)
+_HANDS_OUT: Final = (Tensor.numpy, Tensor.__array__, Tensor.__dlpack__)
+# By module, the names of what was on the meta device and has no values yet: also after an error.
+_UNSET: Final[WeakKeyDictionary[nn.Module, dict[str, None]]] = WeakKeyDictionary()
 
-    def __init__(self) -> None:
+
+class _Operators(TorchDispatchMode):
+    """Tells of every tensor that an operator reads or writes, before it runs; also through `.data` and views."""
+
+    def __init__(self, touch: Touch) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: dict[int, None] = {}
+        self._touch = touch
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = {**dict(zip((each.name for each in func._schema.arguments), args, strict=False)), **(kwargs or {})}
         for argument in func._schema.arguments:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                found = values.get(argument.name)
-                for tensor in found if isinstance(found, (list, tuple)) else (found,):
-                    if isinstance(tensor, Tensor):
-                        self.storages[_storage(tensor)] = None
+            found, writes = values.get(argument.name), argument.alias_info is not None and argument.alias_info.is_write
+            for tensor in found if isinstance(found, (list, tuple)) else (found,):
+                if isinstance(tensor, Tensor):
+                    self._touch(tensor, writes)
+        return func(*args, **(kwargs or {}))
+
+
+class _RawMemory(TorchFunctionMode):
+    """Tells of tensors that are read or written to without an operator."""
+
+    def __init__(self, touch: Touch) -> None:
+        super().__init__()
+        self._touch = touch
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS or func in _HANDS_OUT:
+            self._touch(args[0], func in _HANDS_OUT)
         return func(*args, **(kwargs or {}))
 
 
 def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    tensor = local_of(tensor) if isinstance(tensor, DTensor) else tensor
+    return int(tensor.untyped_storage()._cdata) if tensor.layout is torch.strided else 0
 
 
 def materialize(model: nn.Module, init: Init | None = None) -> None:
@@ -62,14 +88,18 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
         model: an annotated module, or one that contains some. Modules without anything on the meta device, at any depth, are
             not initialised.
         init: called with each module, children first, as by `model.apply`. None: `_init_weights` of transformers' models, and
-            else the module's own `reset_parameters`. An initialiser that writes to the parameters of units below its module, as
-            one for a whole model does, has these whole at once, too.
+            else the module's own `reset_parameters`. An initialiser that reads or writes the parameters of units below its
+            module, as one for a whole model does, has these whole at once, too.
 
     Raises:
         NotAnnotatedError: no annotated module in `model`.
         PhaseError: inside of a forward or backward; or an initialiser wrote to a parameter or buffer of none of its calls, so
             that it would hold what was in memory before; they are named.
-        RanksDisagreeError: the random states of the ranks differ.
+        ForeignParameterError: an initialiser tied parameters, or untied some.
+        RanksDisagreeError: the random states of the ranks differ; or initialisers gave the ranks different values, because they
+            draw from NumPy, `random` or a generator with another seed on each rank.
+
+    After an error call it again, with the seed set again: everything that was on the meta device is initialised anew.
 
     Example:
         >>> with torch.device("meta"):
@@ -83,10 +113,12 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
     units = units_in("materialize", model)
     require_at_rest("materialize", units)
     _compare_random_states(units)
-    fresh = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    modules = [module for module in _children_first(model) if any(t.is_meta for t in (*module.parameters(), *module.buffers()))]
-    device = units[0].mesh_info.device
-    _give_memory(model, device)
+    fresh = list(_without_values(model))
+    for place in fresh:
+        _UNSET.setdefault(place.module, {})[place.name] = None
+    owners = {id(place.module) for place in fresh}
+    modules = [module for module in _children_first(model) if any(id(below) in owners for below in module.modules())]
+    _give_memory(model, units[0].mesh_info.device)
     refresh(model)
     state = _Materialization(model, fresh)
     around = _transformers_around(model) if init is None else {}
@@ -97,6 +129,7 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
                 state.run(module, initialise)
     finally:
         state.finish()
+    state.compare(units)
     missing = state.missing()
     if missing:
         raise PhaseError(
@@ -104,6 +137,8 @@ def materialize(model: nn.Module, init: Init | None = None) -> None:
             "before. Pass init= with a function that fills it, also buffers that __init__ computes (rotary embeddings), or build "
             "that module on a real device"
         )
+    for place in fresh:
+        _UNSET.pop(place.module, None)
 
 
 @untraced
@@ -147,114 +182,165 @@ def _give_memory(model: nn.Module, device: torch.device) -> None:
                     unit = unit_of(parameter)
                     offloaded = unit is not None and unit.is_sharded and unit.spec.offload is not None
                     empty = torch.empty_like(parameter, device="cpu" if offloaded else device)
-                    new = made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    new = made[id(parameter)] = whole_parameter(empty, parameter)
+                    move_hooks(parameter, new)
                 setattr(module, name, new)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = made.setdefault(id(buffer), torch.empty_like(buffer, device=device))
 
 
-class _Materialization:
-    """Registers whole parameters of the units that an initialiser writes to, and stand-ins on the meta device for all others."""
+def _without_values(model: nn.Module) -> Iterator[Place]:
+    """Yield the places of what is on the meta device, or was there in a call that failed."""
+    for prefix, module in model.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and (tensor.is_meta or name in _UNSET.get(module, ())):
+                yield Place(module, name, f"{prefix}.{name}" if prefix else name)
 
-    def __init__(self, model: nn.Module, fresh: Sequence[str]) -> None:
-        self._fresh = {name: _tensor_at(model, name) for name in fresh}  # what was on the meta device
-        self._written: dict[int, None] = {}  # storages of those of them that every rank has whole
-        self._kept: dict[str, None] = {}  # names of parameters whose shards have values
-        self._model = model
-        self._devices = [*dict.fromkeys(tensor.device for tensor in (*model.parameters(), *model.buffers()))]
-        self._unit_at: dict[int, Unit] = {}  # by the storage of what is registered
-        self._storage_of: dict[str, int] = {}  # the same, by name
-        plain = [tensor for tensor in self._fresh.values() if tensor is not None and not isinstance(tensor, DTensor)]
-        self._plain = dict.fromkeys(map(_storage, plain))
-        self._managed: dict[Unit, list[Managed]] = {}
+
+def _tensor_at(place: Place) -> Tensor | None:
+    return place.module._parameters.get(place.name, place.module._buffers.get(place.name))
+
+
+class _Whole:
+    """The whole parameter that modules hold in place of an at-rest one. Its memory comes and goes."""
+
+    def __init__(self, managed: Managed) -> None:
+        at_rest = managed.param.at_rest
+        self.managed, self.at_rest = managed, at_rest
+        self.buffer = ElasticBuffer(at_rest.numel(), at_rest.dtype, managed.unit.mesh_info.device)
+        self.view = self.buffer.part(0, at_rest.shape, at_rest.stride())
+        self.parameter = whole_parameter(self.view, at_rest)
+        self.key = _storage(self.parameter)
+
+    def register(self) -> None:
+        """Let modules hold it, over its own memory."""
+        self.parameter.data = self.view
+        self.managed.param.register(self.parameter)
+
+
+class _Materialization:
+    """Registers whole parameters of all units, and keeps the shards of what initialisers write."""
+
+    def __init__(self, model: nn.Module, fresh: Sequence[Place]) -> None:
+        first: dict[int, tuple[Place, Tensor, int]] = {}  # what is tied once
+        for place in fresh:
+            if (tensor := _tensor_at(place)) is not None:
+                first.setdefault(id(tensor), (place, tensor, _storage(tensor)))
+        self._fresh = [*first.values()]
+        self._unset = {id(tensor): None for _, tensor, _ in self._fresh}  # nothing was written to these yet
+        self._written: dict[int, None] = {}  # storages that the initialiser which runs now wrote to
+        self._sums: dict[int, int] = {}  # by at-rest parameter, the checksum of what became its shards
+        self._managed = list(managed_in("materialize", model))
+        self._wholes: dict[Unit, list[_Whole]] = {}
+        self._shown: dict[Unit, None] = {}  # units whose whole parameters have memory
         self._unit_of: dict[int, Unit] = {}  # by module: the innermost unit around it
-        self._shown: dict[Unit, list[nn.Parameter]] = {}  # the whole parameters that are registered
-        for each in managed_in("materialize", model):
-            self._unit_of.update((id(below), each.unit) for module in each.unit.modules for below in module.modules())
-            if isinstance(each.param.at_rest, DTensor):
-                self._managed.setdefault(each.unit, []).append(each)
-        for unit in self._managed:
-            self._hide(unit)
+        for managed in self._managed:
+            self._unit_of.update((id(below), managed.unit) for module in managed.unit.modules for below in module.modules())
+            if isinstance(managed.param.at_rest, DTensor):
+                self._wholes.setdefault(managed.unit, []).append(_Whole(managed))
+        wholes = [each for members in self._wholes.values() for each in members]
+        self._unit_at = {each.key: each.managed.unit for each in wholes}
+        self._at = {(id(place.module), place.name): each for each in wholes for place in each.managed.param.info.places}
+        self._by_id = {id(each.parameter): each for each in wholes}
+        for each in wholes:
+            each.register()
 
     def run(self, module: nn.Module, initialise: Callable[[], object]) -> None:
-        unit = self._unit_of.get(id(module))
-        needed = [unit] if unit is not None and unit in self._managed else []
-        for other in [*self._shown]:
-            if other not in needed:
-                self._hide(other)
-        before = _random_state(self._devices)
-        while True:
-            for each in needed:
-                if each not in self._shown:
-                    self._show(each)
-            with _Writes() as writes:
-                initialise()
-            found = dict.fromkeys(self._unit_at[each] for each in writes.storages if each in self._unit_at)
-            more = [each for each in found if each not in needed]
-            if not more:
-                break
-            _set_random_state(before)
-            for each in needed:
-                self._hide(each)  # gathered from the shards again, without what was just written
-            needed += more
-        for each in needed:
-            self._keep(each, writes.storages)
-        self._written.update(dict.fromkeys(each for each in writes.storages if each in self._plain))
+        for unit in [*self._shown]:
+            if unit is not self._unit_of.get(id(module)):
+                self._hide(unit)
+        self._written = {}
+        with _RawMemory(self._touch), _Operators(self._touch):
+            initialise()
+        for unit in self._shown:
+            for each in self._wholes[unit]:
+                if each.key in self._written:
+                    self._keep(each, each.parameter)
+        for below in module.modules():
+            for name, found in [*below._parameters.items()]:
+                if found is not None:
+                    self._look_at(Place(below, name), found)
+        for _, tensor, key in self._fresh:
+            if key in self._written:
+                self._unset.pop(id(tensor), None)
+
+    def _look_at(self, place: Place, found: nn.Parameter) -> None:
+        """Take over a parameter, or its data, that the initialiser assigned."""
+        each, owner = self._at.get((id(place.module), place.name)), self._by_id.get(id(found))
+        if each is owner and (each is None or _storage(found) == each.key):
+            return
+        places = () if each is None else each.managed.param.info.places
+        if each is None or owner not in (None, each) or any(other.registered is not found for other in places):
+            first, tied = owner or each, "untied from" if owner is None else "tied to"
+            assert first is not None
+            raise ForeignParameterError(
+                f"materialize: an initialiser registered another parameter at '{place.name}' of a {type(place.module).__name__}, which "
+                f"is {tied} '{first.managed.fqn}' by that. Tie parameters before the annotation; they stay tied"
+            )
+        self._keep(each, found)
+        self._hide(each.managed.unit)
+        each.register()
+
+    def _touch(self, tensor: Tensor, writes: bool) -> None:
+        key = _storage(tensor)
+        unit = self._unit_at.get(key)
+        if unit is not None and unit not in self._shown:
+            self._show(unit)
+        if writes:
+            self._written[key] = None
 
     def _show(self, unit: Unit) -> None:
-        self._shown[unit] = []
-        for each in self._managed[unit]:
-            at_rest = each.param.at_rest
-            unset = each.fqn in self._fresh and each.fqn not in self._kept  # nothing to gather yet
-            value = (
-                torch.empty(at_rest.shape, dtype=at_rest.dtype, device=unit.mesh_info.device) if unset else whole_of(at_rest)
-            )
-            whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
-            self._shown[unit].append(whole)
-            self._register(each, whole)
-
-    def _keep(self, unit: Unit, written: Mapping[int, None]) -> None:
-        for each, whole in zip(self._managed[unit], self._shown[unit], strict=True):
-            registered = each.param.registered  # another one, if the initialiser assigned a new parameter
-            assert registered is not None
-            if registered is not whole or _storage(whole) in written:
-                write_whole(registered, each.param.at_rest)
-                self._kept[each.fqn] = None
+        self._shown[unit] = None
+        for each in self._wholes[unit]:
+            each.buffer.allocate()
+            if id(each.at_rest) not in self._unset:
+                each.view.copy_(whole_of(each.at_rest))
 
     def _hide(self, unit: Unit) -> None:
         self._shown.pop(unit, None)
-        for each in self._managed[unit]:
-            at_rest = each.param.at_rest
-            stand_in = torch.empty(at_rest.shape, dtype=at_rest.dtype, device="meta")
-            self._register(each, nn.Parameter(stand_in, requires_grad=at_rest.requires_grad))
+        for each in self._wholes[unit]:
+            each.buffer.free()
 
-    def _register(self, managed: Managed, parameter: nn.Parameter) -> None:
-        # A storage that was freed must not be found again: another tensor may get its number, on one rank only.
-        self._unit_at.pop(self._storage_of.get(managed.fqn, 0), None)
-        managed.param.register(parameter)
-        self._storage_of[managed.fqn] = key = _storage(parameter)
-        self._unit_at[key] = managed.unit
+    def _keep(self, each: _Whole, value: nn.Parameter) -> None:
+        write_whole(value, each.at_rest)
+        self._sums[id(each.at_rest)] = _checksum(value)
+        self._unset.pop(id(each.at_rest), None)
+
+    def finish(self) -> None:
+        for members in self._wholes.values():
+            for each in members:
+                each.managed.param.register(each.at_rest)
+                follow_whole(each.at_rest, each.parameter)
+                each.buffer.free()
+        release_idle_memory()
+
+    def compare(self, units: Sequence[Unit]) -> None:
+        """Raise on all ranks if initialisers gave them different values."""
+        own = {id(tensor) for _, tensor, _ in self._fresh if not isinstance(tensor, DTensor)}
+        for comm in dict.fromkeys(unit.mesh_info.all for unit in units if unit.mesh_info.all.size > 1):
+            members = [each for each in self._managed if each.unit.mesh_info.all is comm]
+            at_rest = [each.param.at_rest for each in members]
+            sums = [_checksum(each) if id(each) in own else self._sums.get(id(each), 0) for each in at_rest]
+            lowest, highest = comm.min_max(sums, "comparison of initialised parameters")
+            differ = [f"'{each.fqn}'" for each, low, high in zip(members, lowest, highest, strict=True) if low != high]
+            if differ:
+                raise RanksDisagreeError(
+                    f"materialize: initialisers gave {few(differ)} different values on the ranks. They draw from NumPy, Python's "
+                    "random or a generator of their own: seed it alike on all ranks right before, and call materialize again"
+                )
 
     def missing(self) -> list[str]:
         """Names of what was on the meta device and was not written to."""
         return [
-            name
-            for name, tensor in self._fresh.items()
-            if tensor is not None and name not in self._kept and _tensor_at(self._model, name) is tensor
-            and (isinstance(tensor, DTensor) or _storage(tensor) not in self._written)
-        ]  # fmt: skip
-
-    def finish(self) -> None:
-        for members in self._managed.values():
-            for each in members:
-                each.param.register(each.param.at_rest)
+            place.fqn
+            for place, tensor, key in self._fresh
+            if id(tensor) in self._unset and _tensor_at(place) is tensor and _storage(tensor) == key
+        ]
 
 
-def _tensor_at(model: nn.Module, name: str) -> Tensor | None:
-    path, _, last = name.rpartition(".")
-    module = model.get_submodule(path)
-    return module._parameters.get(last, module._buffers.get(last))
+def _checksum(value: Tensor) -> int:
+    return int(value.detach().flatten().view(torch.uint8).sum())
 
 
 def _children_first(model: nn.Module) -> Iterator[nn.Module]:
@@ -290,21 +376,6 @@ def _own_initialiser(module: nn.Module, around: nn.Module | None) -> Callable[[]
 
 
 # --- random states ----------------------------------------------------------------------------------------------------
-
-
-def _random_state(devices: Sequence[torch.device]) -> list[tuple[Any, Tensor]]:
-    """Of the host, and of the devices that the model is on, with what sets each."""
-    states: list[tuple[Any, Tensor]] = [(torch.set_rng_state, torch.get_rng_state())]
-    for device in devices:
-        if device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device)
-            states.append((partial(module.set_rng_state, device=device), module.get_rng_state(device)))
-    return states
-
-
-def _set_random_state(states: list[tuple[Any, Tensor]]) -> None:
-    for put, state in states:
-        put(state)
 
 
 def _compare_random_states(units: Sequence[Unit]) -> None:

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from composable.compilation import unwrapped
 from composable.engine.loading import shard_like
-from composable.engine.param import label_of, unit_of, whole_of
-from composable.errors import OptimizerError, few, unit_name
+from composable.engine.param import label_of, whole_of
+from composable.errors import OptimizerError, few
 from composable.memory.torch_private import local_of
 
 
@@ -28,7 +28,8 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         model: the annotated model, or the plain one after `remove`.
 
     Raises:
-        OptimizerError: the optimizer holds a parameter that is not in `model`, neither itself nor by name; nothing changes.
+        OptimizerError: the optimizer holds a parameter that is not in `model`, and was not at a place of its modules; nothing
+            changes.
 
     Example:
         >>> optimizer = torch.optim.AdamW(model.parameters())
@@ -36,20 +37,16 @@ def rebind_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
         >>> rebind_optimizer(optimizer, model)
     """
     model = unwrapped(model)
-    named = dict(model.named_parameters(remove_duplicate=False))
-    current = {id(parameter) for parameter in named.values()}
-    units = [unit for unit in dict.fromkeys(map(unit_of, named.values())) if unit is not None]
-    managed = [param for unit in units for param in unit.params if id(param.at_rest) in current]
-    replaced = {id(original): param.at_rest for param in managed if (original := param.original()) is not None}
+    here = {(id(module), name): found for module in model.modules() for name, found in module._parameters.items()}
+    current = {id(parameter) for parameter in here.values()}
 
     def successor(parameter: Tensor) -> nn.Parameter | None:
         if id(parameter) in current:
             assert isinstance(parameter, nn.Parameter)
             return parameter
-        found, label = replaced.get(id(parameter)), label_of(parameter)
-        if found is None and label is not None:
-            prefix = "" if label.unit == unit_name("") else f"{label.unit}."
-            found = named.get(prefix + label.fqn)
+        label = label_of(parameter)
+        places = () if label is None else label.places
+        found = next((p for module, name in places if (p := here.get((id(module()), name))) is not None), None)
         return found if found is not None and found.shape == parameter.shape else None
 
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import torch
@@ -14,12 +15,21 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
+from composable.contract.traversal import Place
 from composable.engine.loading import shard_like
 from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in, whole_of
 from composable.engine.unit import Unit
-from composable.errors import ForeignParameterError, PhaseError
-from composable.memory.torch_private import local_of
-from composable.state.whole import Managed, managed_in, require_at_rest, write_whole
+from composable.errors import ForeignParameterError, PhaseError, few
+from composable.memory.torch_private import gradient_hooks, hooks_after_accumulation, local_of
+from composable.state.whole import (
+    Managed,
+    all_or_none,
+    follow_whole,
+    managed_in,
+    require_at_rest,
+    whole_parameter,
+    write_whole,
+)
 
 _SCOPE: Final = "unsharded()"
 
@@ -45,8 +55,9 @@ def unsharded(
 ) -> Iterator[None]:
     """Let modules hold whole plain parameters inside the scope, in their full precision.
 
-    Edits are written back to the shards when the scope ends without an exception. Each rank keeps its part of *its* edits, so
-    all ranks make the same ones; with `rank0_only`, those of rank 0 count, and are sent one parameter at a time.
+    Edits are written back to the shards when the scope ends without an exception; so are freezing, and attributes of
+    parameters. Each rank keeps its part of *its* edits, so all ranks make the same ones; with `rank0_only`, those of rank 0
+    count, and are sent one parameter at a time (attributes are not sent).
     All ranks enter and leave the scope together, outside of forward and backward. Scopes nest; the outer one decides.
 
     Args:
@@ -61,7 +72,7 @@ def unsharded(
         NotAnnotatedError: no annotated module in `module`.
         PhaseError: inside of a forward or backward, or gradients are not reduced; or a forward of a unit was called, or an
             optimizer stepped, inside the scope.
-        ForeignParameterError: an edit changed a parameter's shape.
+        ForeignParameterError: an edit changed a parameter's shape or dtype, tied two parameters, or registered a hook on one.
 
     Example:
         >>> with unsharded(model, rank0_only=True):
@@ -86,12 +97,16 @@ def unsharded(
             _show(param, shown, writeback, rank0_only, offload_to_cpu, with_grads)
         yield
     except BaseException:
-        _hide(shown, mine)
+        _hide(module, managed, shown, mine)
         raise
-    _hide(shown, mine)
+    tied = _hide(module, managed, shown, mine)
     if writeback:
+        check = partial(_check_edits, shown, tied)
+        for comm in dict.fromkeys(unit.mesh_info.all for unit in mine if rank0_only):
+            all_or_none("unsharded", comm, check)
+        check()
         for each in shown:
-            _check_edit(each)
+            follow_whole(each.managed.param.at_rest, each.whole)
         for unit in dict.fromkeys(each.managed.unit for each in shown):
             edited = [each for each in shown if each.managed.unit is unit]
             if with_grads or rank0_only or _is_edited(unit, edited):
@@ -126,7 +141,7 @@ def _show(
     if offload_to_cpu:
         value = value.cpu()
         whole_gradient = None if whole_gradient is None else whole_gradient.cpu()
-    whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
+    whole = whole_parameter(value, at_rest)
     if whole_gradient is not None:
         keep_gradients_in(whole_gradient.dtype, whole)
         whole.grad = whole_gradient
@@ -134,26 +149,53 @@ def _show(
     shown.append(_Shown(managed, whole, version))
 
 
-def _hide(shown: list[_Shown], units: list[Unit]) -> None:
-    """Register what was there. What the user registered inside the scope stays; the next forward adopts or refuses it."""
-    for each in shown:
-        param = each.managed.param
-        if param.registered is each.whole:
-            param.register(param.at_rest)
+def _hide(module: nn.Module, managed: list[Managed], shown: list[_Shown], units: list[Unit]) -> list[str]:
+    """Register what was there, and return what was tied to a whole parameter.
+
+    What else the user registered inside the scope stays; the next forward adopts or refuses it.
+    """
+    wholes = {id(each.whole): each.managed for each in shown}
+    tied = []
+    for prefix, below in module.named_modules():
+        for name, parameter in below._parameters.items():
+            owner = wholes.get(id(parameter))
+            if owner is not None and Place(below, name) not in owner.param.info.places:
+                tied.append(f"'{f'{prefix}.{name}'.lstrip('.')}' was tied to '{owner.fqn}'")
+    for each in managed:
+        for place in each.param.info.places:
+            if id(place.registered) in wholes:
+                place.register(each.param.at_rest)
     for unit in units:
         unit.shown_by = ""
+    return tied
 
 
 def _version(at_rest: Tensor) -> int:
     return (local_of(at_rest) if isinstance(at_rest, DTensor) else at_rest)._version
 
 
-def _check_edit(each: _Shown) -> None:
-    managed, whole = each.managed, each.whole
-    if whole.shape != managed.param.at_rest.shape:
+def _check_edits(shown: list[_Shown], tied: list[str]) -> None:
+    if tied:
         raise ForeignParameterError(
-            f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape {tuple(whole.shape)} after the "
-            f"scope, and {tuple(managed.param.at_rest.shape)} before. To change a shape, register a new parameter in its place"
+            f"unsharded: {few(tied)} inside the scope; whole parameters are there in the scope only. Call remove() with the module "
+            "and its verb, tie the parameters, and annotate again"
+        )
+    for each in shown:
+        _check_edit(each)
+
+
+def _check_edit(each: _Shown) -> None:
+    managed, whole, at_rest = each.managed, each.whole, each.managed.param.at_rest
+    if (whole.shape, whole.dtype) != (at_rest.shape, at_rest.dtype):
+        raise ForeignParameterError(
+            f"unsharded: parameter '{managed.fqn}' of unit '{managed.unit.name}' has the shape {tuple(whole.shape)} and is "
+            f"{whole.dtype} after the scope; before it was {tuple(at_rest.shape)} and {at_rest.dtype}. To change a shape, register "
+            "a new parameter in its place; cast a model outside of the scope"
+        )
+    if whole is not at_rest and (gradient_hooks(whole) or hooks_after_accumulation(whole)):
+        raise ForeignParameterError(
+            f"unsharded: a hook was registered on parameter '{managed.fqn}' of unit '{managed.unit.name}' inside the scope, on its "
+            "whole copy, whose gradient is not the one that lands. Register hooks on parameters outside of the scope"
         )
     if _version(managed.param.at_rest) != each.version:
         raise PhaseError(
@@ -185,12 +227,13 @@ def _write_back(each: _Shown, *, rank0_only: bool, with_grads: bool) -> None:
     gradient = whole.grad
     if rank0_only and comm.size > 1:
         device = managed.unit.mesh_info.device
-        has_gradient = torch.tensor([int(gradient is not None)], device=device)
+        flags = torch.tensor([int(gradient is not None), int(whole.requires_grad)], device=device)
         if comm.rank:
             value = torch.empty(at_rest.shape, dtype=at_rest.dtype, device=device)
         value = value.to(device).contiguous()
-        comm.broadcast([value, has_gradient] if with_grads else [value], f"edits of '{managed.fqn}'")
-        if with_grads and bool(has_gradient):
+        comm.broadcast([value, flags], f"edits of '{managed.fqn}'")
+        at_rest.requires_grad_(bool(flags[1]))
+        if with_grads and bool(flags[0]):
             dtype = value.dtype if at_rest.grad is None else at_rest.grad.dtype
             gradient = (
                 torch.empty_like(value, dtype=dtype)

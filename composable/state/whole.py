@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.api.scopes import units_in
+from composable.comm import Comm
 from composable.compilation import unwrapped
 from composable.engine.loading import shard_like
-from composable.engine.param import ManagedParam
+from composable.engine.param import ManagedParam, copy_attributes
 from composable.engine.unit import Unit
-from composable.errors import PhaseError
+from composable.errors import PhaseError, RanksDisagreeError, first_line
 from composable.memory.torch_private import in_backward, local_of
 
 
@@ -26,6 +27,40 @@ def write_whole(whole: Tensor, target: Tensor) -> None:
         local.copy_(local_of(shard_like(whole, target, local.device)))
     else:
         target.copy_(whole)
+
+
+def whole_parameter(value: Tensor, at_rest: nn.Parameter) -> nn.Parameter:
+    """Make a whole parameter to register in place of the at-rest one, with what users gave to that."""
+    whole = nn.Parameter(value, requires_grad=at_rest.requires_grad)
+    copy_attributes(at_rest, whole)
+    return whole
+
+
+def follow_whole(at_rest: nn.Parameter, whole: nn.Parameter) -> None:
+    """Take over what was done to a whole parameter besides writing to it: freezing it, and Python attributes."""
+    at_rest.requires_grad_(whole.requires_grad)
+    copy_attributes(whole, at_rest)
+
+
+def all_or_none(caller: str, comm: Comm, act: Callable[[], None], must_agree: int = 0) -> None:
+    """Run `act` on all ranks; if one rank's raised, or they have other numbers `must_agree`, raise on every rank."""
+    error: Exception | None = None
+    try:
+        act()
+    except Exception as caught:
+        error = caught
+    told = None if error is None else f"{type(error).__name__}: {first_line(error)}"
+    said = comm.all_gather_objects((told, must_agree), f"agreement of {caller}")
+    if error is not None:
+        raise error
+    failed = [f"rank {rank}: {text}" for rank, (text, _) in enumerate(said) if text is not None]
+    if failed:
+        raise RanksDisagreeError(f"{caller}: {failed[0]}")
+    if any(number != must_agree for _, number in said):
+        raise RanksDisagreeError(
+            f"{caller}: the ranks have tensors of different names or shapes in their state dicts, as experts on meshes of their own. "
+            "Export such modules one by one, on the ranks that have them, or use torch.distributed.checkpoint"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from composable import EMA, full_state_dict, fully_shard
+from composable import EMA, full_state_dict, fully_shard, replicate
 from composable.comm import ledger_of
 from composable.errors import AnnotationError, ForeignParameterError
-from tests.helpers.world import spmd
+from tests.helpers.compare import full
+from tests.helpers.world import current_device, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
 
 _EXACT = [plan for plan in PLANS if plan != "mixed precision"]
@@ -89,6 +92,79 @@ def test_averages_are_shards_and_need_no_message() -> None:
     assert isinstance(averages["blocks.0.up.weight"], DTensor)
     assert "head.weight" not in averages, "a tied parameter has one average"
     assert "blocks.0.table" not in averages
+
+
+@pytest.mark.parametrize("before", ["fully_shard", "hybrid", "replicate inside fully_shard"])
+@spmd(ranks=4)
+def test_averages_move_between_plans_and_plain_models(before: str) -> None:
+    model = plain()
+    PLANS[before](model)
+    ema = EMA(model, decay=0.5)
+    _steps(model, ema, 2)
+    wanted, state = _averages(model, ema), ema.state_dict()
+    for after in (*_EXACT, "plain"):
+        other = plain(1)
+        if after != "plain":
+            PLANS[after](other)
+        moved = EMA(other, decay=0.9)
+        moved.load_state_dict(state)
+        with moved.swap():
+            found = other.state_dict() if after == "plain" else full_state_dict(other, rank0_only=False)
+            for name, value in wanted.items():
+                assert torch.equal(found[name].cpu(), value), (after, name)
+
+
+class _Unusual(nn.Module):
+    """A complex parameter, a parameter of one row, and entries that hooks rename or drop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.renamed, self.dropped = nn.Linear(2, 1), nn.Linear(2, 3)
+        self.wave = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.register_buffer("kept", torch.ones(2))
+        self.register_buffer("computed", torch.ones(2), persistent=False)
+        self.register_state_dict_post_hook(_rename_and_drop)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def _rename_and_drop(module: nn.Module, state: dict[str, torch.Tensor], prefix: str, _: object) -> None:
+    state[prefix + "weight"] = state.pop(prefix + "renamed.weight")
+    del state[prefix + "dropped.weight"]
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_every_parameter_follows_slowly_whatever_its_dtype_and_its_entry(verb: Callable[[nn.Module], nn.Module]) -> None:
+    model = _Unusual()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    verb(model)
+    ema = EMA(model, decay=0.75)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    ema.update()
+    with ema.swap():
+        assert all((full(parameter.detach()) == 0.75).all() for parameter in model.parameters())
+        assert (model.kept == 0).all()
+    assert "computed" not in ema.state_dict()["averages"]
+
+
+@spmd(ranks=2)
+def test_averages_of_another_shape_or_rank_are_refused_before_anything_changes() -> None:
+    ema = EMA(fully_shard(nn.Linear(4, 6)), decay=0.5)
+    mesh = DeviceMesh(current_device().type, [1 - dist.get_rank()])
+    foreign = DTensor.from_local(torch.zeros(6, 4), mesh, run_check=False, shape=(6, 4), stride=(4, 1))
+    for value, said in ((torch.zeros(1, 4), r"'weight' has the shape \(1, 4\)"), (foreign, "'weight', .* of another rank")):
+        state = {"decay": 0.9, "averages": {**ema.state_dict()["averages"], "weight": value}}
+        before = {name: full(average).clone() for name, average in ema.state_dict()["averages"].items()}
+        with pytest.raises(ForeignParameterError, match=said):
+            ema.load_state_dict(state)
+        assert ema.state_dict()["decay"] == 0.5
+        assert all(torch.equal(full(ema.state_dict()["averages"][name]), average) for name, average in before.items())
 
 
 @spmd(ranks=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable import export, full_state_dict, fully_shard, stream_full
+from composable import export, full_state_dict, fully_shard, replicate, stream_full
 from composable.errors import NotAnnotatedError, RanksDisagreeError
 from composable.state import full
 from composable.state.full import SMALLEST_FILE, plan_files
@@ -58,6 +59,61 @@ def test_a_whole_state_dict_loads_into_every_plan(plan: str) -> None:
         assert torch.equal(value, state[name]), name
     model(tokens(0)).sum().backward()
     plain().load_state_dict(state)
+
+
+class _Aliases(nn.Module):
+    """Buffers over one memory that are not one tensor, and tied entries of which the first is in no state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        table = torch.randn(4, 4, generator=generator)
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.outer.weight = self.inner.weight
+        nn.init.normal_(self.inner.weight, generator=generator)
+        nn.init.zeros_(self.inner.bias)
+        nn.init.ones_(self.outer.bias)
+        self.register_buffer("decoder", self.inner.weight.detach().t())
+        self.register_buffer("cache", table, persistent=False)
+        self.register_buffer("transposed", table.t())
+        self.register_buffer("table", table)
+        self.register_buffer("bits", table.view(torch.int32))
+        self.register_buffer("same", table)
+        self.register_state_dict_post_hook(_drop_inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def _drop_inner(module: nn.Module, state: dict[str, Tensor], prefix: str, _: object) -> None:
+    del state[prefix + "inner.weight"]
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_entries_that_share_memory_have_their_own_values(verb: Callable[[nn.Module], nn.Module]) -> None:
+    model, expected = _Aliases(), {name: value.clone() for name, value in _Aliases().state_dict().items()}
+    verb(model)
+    found = full_state_dict(model, rank0_only=False)
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype
+        assert torch.equal(found[name], value), name
+    assert found["same"] is found["table"]
+
+
+def _export_aliases(folder: str) -> None:
+    model = fully_shard(_Aliases())
+    expected = {name: value.clone() for name, value in full_state_dict(model, rank0_only=False).items()}
+    export(model, folder)
+    found = _exported(Path(folder))
+    assert sorted({*expected} - {*found}) == ["same"]
+    for name, value in found.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_a_tied_tensor_is_exported_though_its_first_name_is_not_saved(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, _export_aliases, str(tmp_path / "model"))
 
 
 @spmd(ranks=2)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import warnings
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable import full_state_dict, fully_shard, materialize, refresh
-from composable.errors import NotAnnotatedError, PhaseError, RanksDisagreeError
+from composable.errors import ForeignParameterError, NotAnnotatedError, PhaseError, RanksDisagreeError
 from tests.helpers.logged import logged
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 from tests.state.models import PLANS, Block, Net, initialise, plain, tokens
@@ -77,6 +80,168 @@ def test_an_initialiser_of_the_whole_model_has_all_parameters_whole() -> None:
     torch.manual_seed(4)
     expected.apply(_whole_model)
     _assert_as_one_process(model, expected)
+
+
+class _Drawn:
+    """An initialiser that fills all parameters of the model from something else than torch's own random state."""
+
+    def __init__(self, source: str) -> None:
+        self._generator = torch.Generator().manual_seed(3)
+        numbers, count = np.random.default_rng(3), itertools.count(1)
+        draws: dict[str, Callable[[], float]] = {
+            "numpy": np.random.rand,
+            "random": random.random,
+            "a generator of numpy": lambda: float(numbers.random()),
+            "a generator of torch": lambda: torch.rand((), generator=self._generator).item(),
+            "a counter": lambda: float(next(count)),
+        }
+        self._draw = draws[source]
+
+    def __call__(self, module: nn.Module) -> None:
+        if isinstance(module, Net):
+            initialise(module)
+            with torch.no_grad():
+                for parameter in module.parameters():
+                    parameter.fill_(self._draw()).add_(module.embed.weight.sum())  # reads another unit's, too
+                    parameter.data[:1] *= parameter[-1:].norm().item()
+        else:
+            initialise(module)
+
+
+@pytest.mark.parametrize("plan", ["fully_shard", "replicate inside fully_shard", "offloaded"])
+@spmd(ranks=2)
+def test_an_initialiser_runs_once_and_reads_and_writes_units_below(plan: str) -> None:
+    for source in ("numpy", "random", "a generator of numpy", "a generator of torch", "a counter"):
+        model, expected = _on_meta(plan), plain(3)
+        for each, make in ((model, materialize), (expected, nn.Module.apply)):
+            torch.manual_seed(3)
+            np.random.seed(3)
+            random.seed(3)
+            make(each, _Drawn(source))
+        _assert_as_one_process(model, expected)
+
+
+@pytest.mark.parametrize("plan", ["fully_shard", "hybrid", "replicate", "replicate inside fully_shard"])
+@spmd(ranks=2)
+def test_other_values_on_each_rank_are_refused_and_a_second_call_fills_everything_anew(plan: str) -> None:
+    model = _on_meta(plan)
+
+    def draw(module: nn.Module) -> None:
+        initialise(module)
+        if isinstance(module, Block):
+            module.scale.data.copy_(torch.from_numpy(np.random.rand(1)))
+
+    torch.manual_seed(3)
+    np.random.seed(dist.get_rank())
+    with pytest.raises(RanksDisagreeError, match=r"initialisers gave 'blocks\.0\.scale', .*different values on the ranks"):
+        materialize(model, draw)
+    torch.manual_seed(3)
+    np.random.seed(3)
+    materialize(model, draw)
+    np.random.seed(3)
+    _assert_as_one_process(model, _plain_by(draw))
+    before = full_state_dict(model, rank0_only=False)
+    materialize(model, lambda module: pytest.fail("it has values"))
+    assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model, rank0_only=False).items())
+
+
+def _plain_by(init: Callable[[nn.Module], None]) -> Net:
+    model = plain()
+    torch.manual_seed(3)
+    return model.apply(init)
+
+
+@spmd(ranks=2)
+def test_after_an_error_a_second_call_fills_everything_anew() -> None:
+    model, calls = _on_meta("fully_shard"), itertools.count()
+
+    def fails(module: nn.Module) -> None:
+        if next(calls) == 8:
+            raise ZeroDivisionError
+        initialise(module)
+
+    torch.manual_seed(4)
+    with pytest.raises(ZeroDivisionError):
+        materialize(model, fails)
+    for parameter in model.parameters():
+        parameter.data.fill_(7.0)  # what was in memory
+    torch.manual_seed(3)
+    materialize(model)
+    _assert_as_one_process(model, plain(3))
+
+
+@pytest.mark.parametrize("plan", ["fully_shard", "one unit"])
+@spmd(ranks=2)
+def test_ties_that_initialisers_make_or_break_are_refused_and_those_of_before_stay(plan: str) -> None:
+    def again(module: nn.Module) -> None:
+        initialise(module)
+        if isinstance(module, Net):
+            module.head.weight = module.embed.weight
+
+    def ties(module: nn.Module) -> None:
+        initialise(module)
+        if isinstance(module, Net):
+            module.blocks[1].up.weight = module.blocks[0].up.weight
+
+    def unties(module: nn.Module) -> None:
+        initialise(module)
+        if isinstance(module, Net):
+            module.head.weight = nn.Parameter(module.head.weight.detach().clone())
+
+    model = _on_meta(plan)
+    for init, said in (
+        (ties, r"at 'weight' of a Linear, which is tied to 'blocks\.0\.up\.weight' by that"),
+        (unties, r"at 'weight' of a Linear, which is untied from 'embed\.weight' by that"),
+    ):
+        torch.manual_seed(3)
+        with pytest.raises(ForeignParameterError, match=said):
+            materialize(model, init)
+    torch.manual_seed(3)
+    materialize(model, again)
+    _assert_as_one_process(model, plain(3))
+
+
+@pytest.mark.parametrize("plan", ["fully_shard", "replicate", "replicate inside fully_shard"])
+@spmd(ranks=2)
+def test_attributes_hooks_and_freezing_stay_and_initialisers_see_them(plan: str) -> None:
+    with torch.device("meta"):
+        model = Net()
+    seen: list[str] = []
+    model.blocks[1].scale.mark = "before"  # type: ignore[attr-defined]
+    PLANS[plan](model)
+    model.blocks[1].scale.register_post_accumulate_grad_hook(lambda _: seen.append("hook"))
+
+    def init(module: nn.Module) -> None:
+        initialise(module)
+        if isinstance(module, Block):
+            seen.extend([module.scale.mark] if hasattr(module.scale, "mark") else [])
+            module.norm.weight.mark = "inside"  # type: ignore[assignment]
+            module.norm.bias.requires_grad_(False)
+
+    torch.manual_seed(3)
+    materialize(model, init)
+    _assert_as_one_process(model, plain(3))
+    assert (model.blocks[1].scale.mark, model.blocks[0].norm.weight.mark) == ("before", "inside")  # type: ignore[attr-defined]
+    model(tokens(0)).sum().backward()
+    assert seen == ["before", "hook"]
+    assert not model.blocks[0].norm.bias.requires_grad
+    assert model.blocks[0].norm.bias.grad is None
+
+
+@pytest.mark.parametrize("plan", ["fully_shard", "replicate"])
+@spmd(ranks=2)
+def test_initialisers_may_assign_data_and_write_through_numpy(plan: str) -> None:
+    def init(module: nn.Module) -> None:
+        initialise(module)
+        if isinstance(module, Net):
+            module.blocks[0].up.weight.data = torch.full((9, 5), 2.0)
+            module.blocks[1].up.weight.detach().numpy()[:] = 3.0
+            assert module.blocks[1].down.weight.tolist() == module.blocks[1].down.weight.detach().clone().tolist()
+
+    model = _on_meta(plan)
+    torch.manual_seed(3)
+    materialize(model, init)
+    _assert_as_one_process(model, _plain_by(init))
 
 
 def _replaces(module: nn.Module) -> None:
@@ -202,6 +367,29 @@ def test_random_numbers_drawn_shard_by_shard_are_told_once() -> None:
         assert "materialize(model, init)" in line
 
 
+class _Structured(nn.Module):
+    """Parameters of which every row is the same, or the rows' first elements are the same numbers in another order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_log = nn.Parameter(torch.log(torch.arange(1.0, 9.0)).repeat(6, 1))
+        self.columns = nn.Parameter(torch.arange(1.0, 9.0).repeat(4, 1).t().contiguous().t())
+        self.turned = torch.nn.utils.parametrizations.orthogonal(nn.Linear(4, 4, bias=False))
+        self.square = nn.Parameter(-torch.eye(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.turned(x) @ self.square @ self.columns
+        return output + self.a_log.sum()
+
+
+@spmd(ranks=[2, 4])
+def test_equal_shards_of_what_is_structured_are_not_told() -> None:
+    model = fully_shard(_Structured().to(current_device()))
+    with logged() as lines:
+        model(torch.ones(2, 4, device=current_device())).sum().backward()
+    assert not lines
+
+
 @spmd(ranks=1)
 def test_a_plain_model_is_refused() -> None:
     with pytest.raises(NotAnnotatedError, match=r"^materialize: "):
@@ -217,8 +405,8 @@ def test_no_more_than_the_largest_unit_is_whole_at_a_time() -> None:
 
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
-            whole.append(sum(not parameter.is_meta for parameter in model.parameters()))
             module.reset_parameters()
+            whole.append(sum(parameter.untyped_storage().nbytes() > 0 for parameter in model.parameters()))
 
     torch.manual_seed(0)
     materialize(model, init)

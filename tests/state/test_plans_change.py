@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -76,6 +77,57 @@ def test_an_optimizer_of_before_the_annotation_goes_on(pool: Pool, plan: str, ki
 def test_training_under_one_plan_goes_on_under_another(pool: Pool, first: str, second: str, device: str) -> None:
     need_devices(device, 4)
     pool.run(4, _goes_on, [first, second, first], "AdamW", device=device)
+
+
+class _Pair(nn.Module):
+    """A parameter of the same name and shape as those below it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.eye(5))
+        self.first, self.second = (nn.Linear(5, 5, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x).tanh()) @ self.weight
+
+
+_ANEW: dict[str, Callable[[nn.Module], object]] = {
+    "nothing": lambda model: None,
+    "fully_shard": fully_shard,
+    "one by one": lambda model: [fully_shard(module) for module in (model.second, model.first)],  # type: ignore[arg-type]
+    "replicate": replicate,
+}
+
+
+@pytest.mark.parametrize("verb", [fully_shard, replicate])
+@spmd(ranks=2)
+def test_units_that_were_annotated_one_by_one_are_told_apart(verb: Any) -> None:
+    for anew, steps in itertools.product(_ANEW, (0, 1)):
+        model, expected = _Pair(), _Pair()
+        for module in (model.first, model.second):
+            verb(module)
+        optimizer, reference = (
+            torch.optim.SGD([each.first.weight, each.second.weight], lr=0.1, momentum=0.9) for each in (model, expected)
+        )
+
+        def train(count: int, models: Any = ((model, optimizer), (expected, reference))) -> None:
+            for each, stepped in models:
+                for _ in range(count):
+                    each(torch.eye(5)).square().mean().backward()
+                    stepped.step()
+                    stepped.zero_grad()
+
+        train(steps)
+        for module in (model.first, model.second):
+            remove(module, verb)
+        _ANEW[anew](model)
+        rebind_optimizer(optimizer, model)
+        held = [id(parameter) for parameter in optimizer.param_groups[0]["params"]]
+        assert held == [id(model.first.weight), id(model.second.weight)], anew
+        train(1)
+        for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+            torch.testing.assert_close(full(parameter.detach()), other.detach(), msg=f"{anew} {name}")
 
 
 @spmd(ranks=2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composable import MixedPrecisionPolicy, full_state_dict, fully_shard, no_sync, unsharded
-from composable.errors import ForeignParameterError, NotAnnotatedError, PhaseError
+from composable.errors import ForeignParameterError, NotAnnotatedError, PhaseError, RanksDisagreeError
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
@@ -92,6 +94,92 @@ def test_gradients_are_read_and_written(plan: str) -> None:
     assert model.blocks[0].scale.grad is None
     with unsharded(model):
         assert plan == "replicate" or all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("choices", [_CHOICES[0], _CHOICES[3]])
+@pytest.mark.parametrize("plan", ["fully_shard", "hybrid", "replicate", "replicate inside fully_shard"])
+@spmd(ranks=2)
+def test_freezing_and_attributes_are_kept(plan: str, choices: dict[str, bool]) -> None:
+    model, expected = plain(), plain()
+    model.embed.weight.mark = ["before"]  # type: ignore[attr-defined]
+    PLANS[plan](model)
+    edits = not choices.get("rank0_only") or dist.get_rank() == 0
+    with unsharded(model, **choices):
+        assert model.head.weight.mark == ["before"]  # type: ignore[attr-defined]
+        model.blocks[0].scale.mark = "inside"  # type: ignore[attr-defined]
+        if edits:
+            model.blocks[1].requires_grad_(False)
+    expected.blocks[1].requires_grad_(False)
+    assert model.blocks[0].scale.mark == "inside"  # type: ignore[attr-defined]
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in expected.parameters()]
+    model(tokens(0)).square().sum().backward()
+    expected(tokens(0)).square().sum().backward()
+    for (name, parameter), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if parameter.grad is not None:
+            torch.testing.assert_close(full(parameter.grad), other.grad, msg=name)
+    with unsharded(model, writeback=False, **choices):
+        model.requires_grad_(True)
+    # The user's own parameters, and shards of ranks that see no whole ones, are what is edited there.
+    assert model.blocks[1].scale.requires_grad == (choices.get("rank0_only", False) and dist.get_rank() > 0)
+
+
+def _tie(model: Net) -> None:
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+
+
+def _tie_in_a_new_module(model: Net) -> None:
+    model.blocks[0].added = nn.Linear(5, 9)
+    model.blocks[0].added.weight = model.blocks[0].up.weight
+
+
+def _cast(model: Net) -> None:
+    model.double()
+
+
+def _register_hook(model: Net) -> None:
+    model.blocks[0].up.weight.register_hook(lambda gradient: gradient * 2)
+
+
+@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize(
+    ("edit", "said"),
+    [
+        (_tie, r"'blocks\.1\.up\.weight' was tied to 'blocks\.0\.up\.weight' inside the scope"),
+        (_tie_in_a_new_module, r"'blocks\.0\.added\.weight' was tied to 'blocks\.0\.up\.weight' inside the scope"),
+        (_cast, r"'embed\.weight' of unit '\(root\)' .* and is torch\.float64 after the scope"),
+        (_register_hook, r"a hook was registered on parameter 'blocks\.0\.up\.weight' of unit 'blocks\.0'"),
+    ],
+)
+@spmd(ranks=2)
+def test_what_shards_cannot_take_over_is_refused_at_the_end_on_all_ranks(edit: Any, said: str, rank0_only: bool) -> None:
+    model = _annotated("fully_shard")
+    before = full_state_dict(model, rank0_only=False)
+    first = dist.get_rank() == 0
+    error = ForeignParameterError if first or not rank0_only else RanksDisagreeError
+
+    def act() -> None:
+        with torch.no_grad():
+            model.blocks[2].up.weight.add_(1.0)
+        edit(model)
+
+    with pytest.raises(error, match=said), unsharded(model, rank0_only=rank0_only):
+        act() if first or not rank0_only else None
+    if edit is not _tie_in_a_new_module:
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        assert all(torch.equal(value, before[name]) for name, value in full_state_dict(model, rank0_only=False).items())
+        model(tokens(0)).sum().backward()
+
+
+@spmd(ranks=2)
+def test_an_edit_of_a_tied_parameter_and_a_tie_to_a_parameter_of_the_users_own_are_kept() -> None:
+    model = _annotated("replicate")
+    with torch.no_grad(), unsharded(model):
+        model.head.weight[0] = 3.0
+        model.blocks[1].scale = model.blocks[0].scale
+    assert model.blocks[1].scale is model.blocks[0].scale
+    assert (model.embed.weight[0] == 3).all()
+    model(tokens(0)).sum().backward()
 
 
 @spmd(ranks=2)

@@ -8,8 +8,9 @@ from typing import Final
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
-from composable import clip_grad_norm_, fully_shard, remove, replicate
+from composable import clip_grad_norm_, fully_shard, rebind_optimizer, remove, replicate
 from composable.errors import ClippingError, OptimizerError
 from tests.helpers.compare import full
 from tests.helpers.world import Pool, current_device, spmd
@@ -38,6 +39,16 @@ def _before_parameters_were_replaced() -> tuple[nn.Module, torch.optim.Optimizer
     model(x).sum().backward()
     optimizer.step()  # what it holds has been looked up
     model[0].weight = nn.Parameter(model[0].weight.detach() * 2)
+    return model, optimizer
+
+
+def _before_an_assignment_was_adopted() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model, x = _model()
+    fully_shard(model, policy={nn.Linear})
+    model(x).sum().backward()
+    model.zero_grad()
+    model[0].weight = nn.Parameter(full(model[0].weight.detach()) * 2)
+    optimizer = _optimizer(model)
     return model, optimizer
 
 
@@ -71,6 +82,7 @@ MADE: Final[dict[str, tuple[Callable[[], tuple[nn.Module, torch.optim.Optimizer]
         "parameter 'weight' of unit '0' was replaced on its module, by an annotation",
     ),
     "before parameters were replaced": (_before_parameters_were_replaced, "parameter 'weight' of unit '0' was replaced on"),
+    "before an assignment was adopted": (_before_an_assignment_was_adopted, "parameter 'weight' of unit '0' was replaced on"),
     "before the annotation was removed": (
         _before_the_annotation_was_removed,
         "parameter '0.weight' of unit '(root)' was replaced when the annotation was removed. Make the optimizer anew",
@@ -114,6 +126,29 @@ def test_an_optimizer_that_would_train_nothing_is_refused_and_its_parameters_are
     another.step()
     with torch.no_grad():
         assert not torch.equal(model(x), before), "one that is made anew trains"
+
+
+@pytest.mark.parametrize("plan", ["fully_shard", "hybrid", "replicate beside shards", "replicate"])
+@spmd(ranks=2)
+def test_an_optimizer_of_a_parameter_that_was_assigned_trains_once_it_is_rebound(plan: str) -> None:
+    model, x = _model()
+    if plan == "replicate beside shards":
+        replicate(model[0])
+    hybrid = init_device_mesh(x.device.type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    replicate(model) if plan == "replicate" else fully_shard(model, mesh=hybrid if plan == "hybrid" else None)
+    model(x).sum().backward()
+    model.zero_grad()
+    assigned = model[0].weight = nn.Parameter(full(model[0].weight.detach()) * 2)
+    optimizer = _optimizer(model)
+    model(x).sum().backward()
+    if plan != "replicate":  # where what was assigned is trained itself
+        assert model[0].weight is not assigned
+        with pytest.raises(OptimizerError, match="The step would train nothing"):
+            optimizer.step()
+        rebind_optimizer(optimizer, model)
+    before = full(model[0].weight.detach()).clone()
+    optimizer.step()
+    assert not torch.equal(full(model[0].weight.detach()), before)
 
 
 @spmd(ranks=2)
