@@ -64,27 +64,25 @@ def _through(module: nn.Module, x: Any, units: list[Unit]) -> Any:
             x = _through(child, x, units)
         anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)
         # If the parameters train, backward comes to this unit on ranks that compute it.
-        y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor, unit))
+        y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor))
     except BaseException:
         unit.on_error(module)
         raise
     return unit.leave(module, y)
 
 
-def _with_a_node(anchor: Tensor, tensor: Tensor, unit: Unit) -> Tensor:
+def _with_a_node(anchor: Tensor, tensor: Tensor) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor
-    outcome: Tensor = _Skipped.apply(anchor, tensor, unit)  # type: ignore[no-untyped-call]
+    outcome: Tensor = _Skipped.apply(anchor, tensor)  # type: ignore[no-untyped-call]
     return outcome
 
 
 class _Skipped(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, unit: Unit) -> Tensor:
-        ctx.unit = unit
+    def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
-        ctx.unit.fed = True  # with zeros
-        return None, gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient

@@ -71,7 +71,6 @@ class Iteration:
         end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that backward raised.
         active: units that backward has entered and not left.
         to_reduce: units that backward has entered, or brought a gradient to, since they were last reduced.
-        entered: units that backward has entered.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
         builds_graph: the backward runs with `create_graph=True`.
         forwards, forwards_left: calls of the outermost module in training mode; how many of them backward has not entered.
@@ -86,7 +85,6 @@ class Iteration:
         self.end: ref[BackwardEnd] | None = None
         self.active: list[Unit] = []
         self.to_reduce: dict[Unit, None] = {}
-        self.entered: dict[Unit, None] = {}
         self.in_flight: list[Unit] = []
         self.over_replicas: list[Unit] = []
         self.builds_graph = False
@@ -380,6 +378,7 @@ class Root:
         waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
         stay = {**dict.fromkeys(self.order), **iteration.untracked} if waits and grad else {}
         for unit in self.units:
+            unit.end_forward()
             if unit not in stay and not unit.kept_by and not (iteration.end is not None and unit in iteration.active):
                 unit.reshard()
         if not waits and iteration.end is None:
@@ -465,7 +464,7 @@ class Root:
                 self._leave_backward(other)
         iteration.active.append(unit)
         iteration.to_reduce.pop(unit, None)
-        iteration.to_reduce[unit] = iteration.entered[unit] = None
+        iteration.to_reduce[unit] = None
         finished = iteration.finished
         for position in range(len(finished) - 1, -1, -1) if unit.gathers else ():
             if finished[position] is unit:
@@ -480,7 +479,6 @@ class Root:
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
-        unit.fed = True
         iteration = self.iteration
         if iteration is not None and unit in iteration.to_reduce and not unit.reduces_by_arrival:
             return
@@ -609,13 +607,13 @@ class Root:
 
     def _conclude(self, iteration: Iteration) -> None:
         goes_on = bool(self.running) or iteration.builds_graph
-        for unit in iteration.entered:
-            unit.starved = unit.trains and not unit.fed and not iteration.builds_graph
         for unit in self.units:
             if not goes_on:
                 unit.pending = 0  # no backward will come to the forwards that have been
+            if not self.running:
+                unit.end_forward()
             if not unit.depth:
-                if not (self.running and unit in self._shown):
+                if not (self.running and (unit in self._shown or unit.is_between_modules)):
                     unit.swap_out()
                 if not unit.kept_by and not (goes_on and unit in iteration.last):
                     unit.reshard()

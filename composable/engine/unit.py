@@ -124,7 +124,6 @@ class Unit:
         unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are still to be called.
         around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
-        fed: a backward has brought gradients since the last step. starved: one has entered the unit, and none brought any.
     """
 
     is_sharded: bool
@@ -155,9 +154,11 @@ class Unit:
         self.sparse: list[SparseGradients] = []
         self.unhooked: dict[ManagedParam, None] = {}
         self.around: dict[Unit, None] = {}
-        self.trains = self.fed = self.starved = self.reduces_by_arrival = False
+        self.trains = self.reduces_by_arrival = False
         self._calls: list[_Call] = []  # that are under way
-        self._to_run: list[nn.Module] = []  # of several modules, those that have not run in this forward
+        # Of several modules, those that have not run in this forward, or recomputation. Until all have, modules hold compute
+        # parameters: code between two of them reads the weight of the next (losses that are fused with the head do).
+        self._to_run: list[nn.Module] = []
         self._swap = ParameterSwap(())
         self._buffers = BufferCasts(())
         self._undo: list[Callable[[], object]] = []
@@ -426,9 +427,9 @@ class Unit:
             self.wait_for_unshard()
         else:
             root.enter_forward(self, module)
-            if not self._to_run:
-                self._to_run = list(self.modules)
         call.entered = True
+        if not self._to_run:
+            self._to_run = list(self.modules)
         self.depth += 1
         self.swap_in()
         policy, device = self.spec.mp_policy, self.mesh_info.device
@@ -460,13 +461,23 @@ class Unit:
         if LISTENERS:
             outermost = root is not None and len(root.running) == 1
             tell(Event.LEAVE, self, 2 * self.modules.index(module) + keep, now=outermost)
-        if not self.depth and not self._stays_shown:
-            self.swap_out()
-        if root is None:
-            return
         if module in self._to_run:
             self._to_run.remove(module)
-        root.leave_forward(self, keep=keep, complete=not self._to_run)
+        if not self.depth and not self._stays_shown:
+            self.swap_out()
+        if root is not None:
+            root.leave_forward(self, keep=keep, complete=not self._to_run)
+
+    @property
+    def is_between_modules(self) -> bool:
+        return bool(self._to_run)
+
+    def end_forward(self) -> None:
+        """The root's forward, or a backward, ends: modules that have not run do not run any more."""
+        if self._to_run:
+            self._to_run = []
+            if not self._stays_shown:
+                self.swap_out()
 
     def _watch(self, module: nn.Module, output: Any, call: _Call) -> tuple[Any, bool]:
         """Let `pre_backward` be called before backward goes through `output`. Returns it, and whether parameters must outlive forward."""
@@ -503,7 +514,7 @@ class Unit:
     @property
     def _stays_shown(self) -> bool:
         """Whether modules go on to hold compute parameters when no forward of the unit is under way."""
-        return EXPLICIT in self.kept_by or (self.root is not None and self.root.shows(self))
+        return self.is_between_modules or EXPLICIT in self.kept_by or (self.root is not None and self.root.shows(self))
 
     @untraced
     def on_error(self, module: nn.Module) -> None:
@@ -518,9 +529,9 @@ class Unit:
         if call.root is None:  # checkpointing stops a recomputation by an exception when it has what it needs
             self._end_call(module, None, keep=False)
             return
+        self._to_run = []
         if not self.depth and not self._stays_shown:
             self.swap_out()
-        self._to_run = []
         call.root.on_error(self)
 
     def pre_backward(self) -> None:
@@ -543,7 +554,6 @@ class Unit:
             self.depth -= 1
             self._end_call(self.modules[detail // 2], self._calls.pop().root, keep=bool(detail % 2))
         elif event is Event.BACK:
-            self.fed = True  # with zeros
             self.pre_backward()
         else:
             root = self.root

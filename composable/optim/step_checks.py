@@ -11,7 +11,7 @@ to see that what it has gathered is out of date.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
 from composable.optim.local_steps import is_stand_in, step_on_shards_unasked
 from composable.optim.shared import is_trained, refuse_unreduced
-
-if TYPE_CHECKING:
-    from composable.engine.unit import Unit
 
 _OTHER: Final = (
     "was replaced on its module, by an annotation, by load_state_dict(assign=True) or by an assignment, after the optimizer was "
@@ -69,9 +66,6 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     managed = [parameter for parameter, label in labelled if label.form == "at_rest"]
     if not managed:
         return
-    for owner in () if runs_in_backward else dict.fromkeys(label.owner for _, label in labelled):
-        if owner is not None and (unit := owner()) is not None:
-            _refuse_starved(step, unit)
     plain = [parameter for parameter in managed if not isinstance(parameter, DTensor)]
     if plain and is_distributed() and dist.get_world_size() > 1:
         refuse_unreduced(step, plain, OptimizerError)
@@ -93,17 +87,6 @@ def _after_step(optimizer: Optimizer, *_: Any) -> None:
 def _with_gradients(parameters: list[Tensor]) -> list[Tensor]:
     with as_tensors():
         return [parameter for parameter in parameters if parameter.grad is not None]
-
-
-def _refuse_starved(step: str, unit: Unit) -> None:
-    """Zero-bubble schedules ask autograd for gradients of inputs and of weights, and assign `.grad` themselves."""
-    if unit.starved and not unit.fed and unit.mesh_info.all.size > 1:
-        raise OptimizerError(
-            f"{step}: backward went through unit '{unit.name}', and brought no gradient to any of its parameters: "
-            "torch.autograd.grad() was asked for other gradients, as zero-bubble pipeline schedules do, which assign .grad "
-            "themselves. Such gradients are not reduced over the ranks. Use a schedule that calls backward()"
-        )
-    unit.fed = unit.starved = False
 
 
 register_optimizer_step_pre_hook(_before_step)

@@ -1,0 +1,128 @@
+"""Units of several modules show their parameters between the modules: code there reads the weight of the next one.
+
+Losses that are fused with the head (TRL's and Liger's) do so over the unit `[norm, head]`, which accelerate makes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from composable import checkpoint, fully_shard, no_sync, replicate
+from tests.helpers.compare import all_full
+from tests.helpers.world import Pool
+
+KINDS = ("fused", "fused, the head runs", "head first", "last in a checkpoint", "torch's checkpoint", "twice")
+
+
+class Model(nn.Module):
+    """`kind` says what reads the head's weight, and which of the modules run."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.body, self.norm = nn.Linear(6, 6), nn.LayerNorm(6)
+        self.middle, self.head = nn.Linear(6, 6), nn.Linear(6, 5, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.body(x))
+        if self.kind == "torch's checkpoint":
+            return torch_checkpoint(self.fused, x, use_reentrant=False).square().mean()
+        if self.kind == "head first":
+            x = self.middle(self.head(x).sum(-1, keepdim=True) + x)
+            return (self.norm(x) @ x.t()).square().mean()
+        out = self.fused(x).square().mean()
+        return out + self.fused(x.sin()).square().mean() if self.kind == "twice" else out
+
+    def fused(self, x: Tensor) -> Tensor:
+        h = self.middle(self.norm(x))
+        logits = F.linear(h, self.head.weight)
+        return logits + self.head(h) if self.kind == "fused, the head runs" else logits
+
+
+def _annotate(model: Model, verb: str, reshard: bool | None) -> None:
+    if model.kind == "last in a checkpoint":
+        checkpoint(model)
+    if verb == "replicate":
+        replicate([model.norm, model.head])
+        replicate(model)
+        return
+    if verb == "beside":
+        replicate([model.norm, model.head])
+    for unit in (model.body, model.middle, *([[model.norm, model.head]] if verb == "fully_shard" else ())):
+        fully_shard(unit, reshard_after_forward=reshard)
+    fully_shard(model, reshard_after_forward=reshard)
+
+
+def _batch(step: int, rank: int) -> Tensor:
+    return torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank), dtype=torch.float64)
+
+
+def _train(kind: str, verb: str, reshard: bool | None) -> None:
+    torch.manual_seed(0)
+    plain, model = Model(kind).double(), Model(kind).double()
+    model.load_state_dict(plain.state_dict())
+    _annotate(model, verb, reshard)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(3):
+        for other in range(ranks):
+            (plain(_batch(step, other)) / ranks).backward()
+        with torch.no_grad():
+            model(_batch(step, rank))
+        if step == 1:  # accumulated: half of the gradient twice
+            with no_sync(model):
+                (model(_batch(step, rank)) / 2).backward()
+        (model(_batch(step, rank)) / (2 if step == 1 else 1)).backward()
+        expected = [p.grad for p in plain.parameters()]
+        for found, right in zip(model.parameters(), expected, strict=True):
+            assert (found.grad is None) == (right is None)
+        there = [p.grad for p in model.parameters() if p.grad is not None]
+        for found, right in zip(all_full(there), [g for g in expected if g is not None], strict=True):
+            torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-11, msg=f"{kind}, {verb}, step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def _train_all(verb: str) -> None:
+    for kind in KINDS:
+        for reshard in (None, True, False) if verb == "fully_shard" else (None,):
+            _train(kind, verb, reshard)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("verb", ["fully_shard", "beside", "replicate"])
+def test_the_weight_of_the_next_module_is_whole_between_two_modules(pool: Pool, ranks: int, verb: str) -> None:
+    pool.run(ranks, _train_all, verb)
+
+
+def _names_of_what_is_registered(model: Model) -> set[str]:
+    return {type(p).__name__ for p in (model.norm.weight, model.head.weight)}
+
+
+def _look() -> None:
+    model = Model("fused").double()
+    _annotate(model, "fully_shard", None)
+    seen: list[set[str]] = []
+    model.middle.register_forward_hook(lambda *_: seen.append(_names_of_what_is_registered(model)))
+    loss = model(_batch(0, 0))
+    seen.append(_names_of_what_is_registered(model))  # the head has not run, and the root's forward is over
+    loss.backward()
+    seen.append(_names_of_what_is_registered(model))
+    handle = model.middle.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(_batch(0, 0))
+    seen.append(_names_of_what_is_registered(model))
+    handle.remove()
+    model(_batch(0, 0)).backward()
+    at_rest, whole = {"DTensor"}, {"Parameter"}
+    assert seen == [whole, at_rest, at_rest, whole, at_rest, whole]
+
+
+def test_parameters_are_sharded_again_when_the_roots_forward_ends_or_fails(pool: Pool) -> None:
+    pool.run(2, _look)
