@@ -219,15 +219,17 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
         reshard = draw.choice([True, None, None, False, *([2] if per_shard == 4 else [])])
         return Unit(verb, reshard, factor, hybrid)
 
+    holder = draw.may("holder", 0.15)
+
     def part(name: str, *, annotated: bool, depth: int = 0) -> Part:
         kinds = [
             *("layer", "layer", "scale", "heads", "outputs", "experts"),
             *(["table"] if "reads" not in without else []),
-            *(["pair"] if "lists" not in without else []),
+            *(["pair"] if "lists" not in without and not holder else []),  # read in the forward of a root only
         ]
         kind = draw.choice(kinds)
         inside: tuple[Part, ...] = ()
-        if depth == 0 and draw.may("inner", 0.3):
+        if depth == 0 and kind != "pair" and draw.may("inner", 0.3):  # a pair's unit has the two modules only
             often = draw.choice([0.5, 1.0])
             inside = tuple(
                 part(f"{name}{letter}", annotated=draw.random() < often, depth=1) for letter in "xy"[: draw.randint(1, 2)]
@@ -235,7 +237,6 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
         sparse = kind == "table" and optimizer == "sgd" and draw.may("sparse", 0.5)
         return Part(name, kind, unit() if annotated else None, draw.may("checkpoint", 0.25), sparse, inside)
 
-    holder = draw.may("holder", 0.15)
     several = draw.choice([2, 2, 3]) if draw.may("roots", 0.4) else 1
     together = several > 1 and not holder and draw.may("together", 0.2)
     names = [f"p{number}" for number in range(draw.randint(1, 4))]

@@ -15,19 +15,18 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from tests.helpers.branches import FEATURES, Plan, plan_of
-from tests.helpers.branches_run import run_plans
+from tests.helpers.branches_run import PATIENCE, run_plans
 from tests.helpers.smaller import smallest
 from tests.helpers.world import Pool, RanksFailed
 
 BATCH: Final = 10
-SECONDS: Final = 10.0  # until a collective gives up
 
 
 def failure(pool: Pool, plans: Sequence[Plan], *, annotated: bool = True) -> tuple[int, str] | None:
     """The first of the plans that fails, by its place, and why; None if all of them end as in one process."""
     try:
         by_rank = pool.run(
-            plans[0].ranks, run_plans, list(plans), annotated, timeout=20 * SECONDS, group_timeout=SECONDS, device="cpu"
+            plans[0].ranks, run_plans, list(plans), annotated, timeout=20 * PATIENCE, group_timeout=PATIENCE
         )
     except RanksFailed as error:
         pool.stop()
@@ -59,7 +58,11 @@ def kind_of(text: str) -> str:
     return re.sub(r"'[^']*'|(?<!line )\b\d[\d.e+-]*|\b[abc]\.[\w.]+", "#", line)[:160]
 
 
-def main(write: Callable[[str], object] = sys.stdout.write) -> int:
+def _write(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def main(write: Callable[[str], object] = _write) -> int:
     parser = argparse.ArgumentParser(description="Run generated programs with branches.")
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="the first one; the others follow")
