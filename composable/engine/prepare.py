@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from composable.comm import is_distributed
 from composable.contract.hooks import hooks_attached
 from composable.contract.traversal import Place, get_all_sharded_states, get_replicated_states, registered_parameters
-from composable.engine.param import ManagedParam, describe_mesh, set_label, trainability, unit_of
+from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability, unit_of
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -53,6 +53,8 @@ class Preparation:
         self._root = root
         self._watched: list[Any] | None = None  # what was found when everything was in order
         self._looked_around = False
+        self._at_rest: list[nn.Parameter] = []
+        self._followed: list[bool] | None = None  # which of these train, as units know it
         self._owners: dict[int, tuple[Unit, ManagedParam]] = {}  # by the id of a form
         self._strangers: list[nn.Parameter] = []  # frozen, and managed by no unit: refused once they train
 
@@ -93,14 +95,27 @@ class Preparation:
         self._dtyped = [*self._own, *(param.compute for param in params if param.compute is not param.own)]
         around = dict.fromkeys(each for unit in units for each in (unit, *unit.within))
         self._modules = list(dict.fromkeys(module for unit in around for module in unit.modules))
-        self._watched = self._look()
+        self._watched, self._followed = self._look(), self._trainability()
+
+    def _trainability(self) -> list[bool]:
+        with as_tensors():
+            return list(map(trainability, self._at_rest))
+
+    def follow_freezing(self) -> None:
+        """A backward begins: what `requires_grad` says now decides which parameters get gradients, as in torch.
+
+        Adapters are switched off and on again between a forward and its backward, for a reference.
+        """
+        trains = self._trainability()
+        if trains != self._followed:
+            self._followed = trains
+            for unit in self._root.units:
+                unit.follow()
 
     def _look(self) -> list[Any]:
-        with as_tensors():
-            trains = list(map(trainability, (*self._at_rest, *self._strangers)))
         # A shard's memory is the engine's; that of users' own parameters may be exchanged (`param.data = ...`).
         return [
-            trains,
+            list(map(trainability, self._strangers)),
             list(map(Tensor.numel, self._shards)),
             list(map(Tensor.data_ptr, self._own)),
             list(map(_dtype_of, self._dtyped)),
@@ -110,6 +125,7 @@ class Preparation:
         return (
             all(map(is_, map(dict.get, self._tables, self._names), self._registered))
             and all(map(is_, map(local_of, self._sharded), self._shards))
+            and self._trainability() == self._followed
             and self._look() == self._watched
             and all(map(hooks_attached, self._modules))
         )
@@ -162,7 +178,7 @@ class Preparation:
                     owner, param = self._owners[id(parameter)]
                     _refuse_late_tie(f"'{place.fqn}' below unit '{unit.name}'", owner, param)
                     param.set_info(replace(param.info, places=(*param.info.places, place)))
-                elif unit_of(parameter) is not None:
+                elif _is_managed(parameter):
                     continue  # of a unit elsewhere, which reduces its gradient
                 elif parameter.requires_grad:
                     found.append(f"'{place.fqn}'")
@@ -179,6 +195,12 @@ class Preparation:
 
 def _is_alone(root: Root) -> bool:
     return all(unit.mesh_info.all.size == 1 for unit in root.units)
+
+
+def _is_managed(parameter: nn.Parameter) -> bool:
+    """Whether any unit manages `parameter`; one whose forward is under way, or which is kept unsharded, shows its compute form."""
+    label = label_of(parameter)
+    return label is not None and (label.form == "compute" or unit_of(parameter) is not None)
 
 
 def _left_alone(units: Iterable[Unit]) -> set[tuple[int, str]]:
@@ -212,7 +234,7 @@ def _warn_of_unmanaged_around(root: Root) -> None:
         f"'{place.fqn}'"
         for place, parameter in registered_parameters(model, stop=())
         if parameter.requires_grad
-        and unit_of(parameter) is None
+        and not _is_managed(parameter)
         and not isinstance(parameter, DTensor)
         and (id(place.module), place.name) not in ignored
     ]

@@ -153,6 +153,8 @@ class Root:
     Attributes:
         units: of both verbs, in `.modules()` order.
         order: the units that gather, in the order in which the last forward entered them.
+        shared: units below that are below another annotated model, too (an encoder of an actor and a critic). They are the units of
+            a root of their own, whichever model calls them: one object reduces the gradients of a parameter.
         running: units whose forward is under way, outermost first.
         iteration: None between steps.
         buckets: of replicated units; none if there are shards below this root.
@@ -163,9 +165,10 @@ class Root:
     # `composable.algorithms.traced` sets it.
     trace_reductions: ClassVar[Callable[[Root], str]]
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
+    def __init__(self, module: nn.Module, units: Sequence[Unit], shared: Sequence[Unit] = ()) -> None:
         self.module = module
         self.units = list(units)
+        self.shared = list(shared)
         self.order: list[Unit] = []
         self.running: list[Unit] = []
         self.iteration: Iteration | None = None
@@ -199,6 +202,8 @@ class Root:
         # Replicated units that own a parameter which modules here read as well.
         owners = [unit_of(parameter) for parameter in module.parameters()]
         units = list(dict.fromkeys([*units, *(owner for owner in owners if owner is not None and owner.rest_mesh is not None)]))
+        shared = [each for each in units if _is_also_below_another(each, unit)]
+        units = [each for each in units if each not in shared]
         names = names_below(module)
         for each in units:
             if id(each.modules[0]) in names:
@@ -206,7 +211,7 @@ class Root:
         for former in dict.fromkeys(each.root for each in units):
             if former is not None and former.iteration is not None and former.iteration.end is not None and not in_backward():
                 former.reset()
-        root = Root(module, units)
+        root = Root(module, units, shared)
         for each in units:
             each.root = root
         return root
@@ -423,8 +428,12 @@ class Root:
         iteration.end = ref(end)
         for unit in self.units:
             unit.kept_by.pop(EXPLICIT, None)
+        self._preparation.follow_freezing()
         self._show()
         self.buckets.open(alone=alone and not narrates())
+        for unit in self.shared:  # their buckets are launched in every backward, like those of this root, used or not
+            if unit.reduces_by_arrival:
+                (unit.root or Root.plan(unit, unit.modules[0])).open_backward()
         return iteration
 
     def open_backward(self) -> None:
@@ -726,6 +735,11 @@ def _ahead(unit: Unit, following: Iterable[Unit]) -> list[Unit]:
         elif not ahead and other.mesh_info.all.size < comm.size:
             ahead.append(other)
     return ahead
+
+
+def _is_also_below_another(unit: Unit, top: Unit) -> bool:
+    """Whether `unit` lies below an annotated module that `top` is neither around nor inside of."""
+    return any(other is not top and other not in top.within and top not in other.within for other in unit.within)
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:

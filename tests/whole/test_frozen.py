@@ -1,17 +1,25 @@
-"""Frozen parameters cost no gradient, no memory for one and no reduction. Their parity is in test_compositions and the battery."""
+"""Frozen parameters: they cost no gradient, no memory for one and no reduction, and what they are when backward comes decides.
+
+The parity of parameters that stay frozen is in test_compositions and the battery.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import fully_shard
+from composable import checkpoint, fully_shard, no_sync, replicate
 from composable.engine.param_group import ShardedState
 from composable.engine.root import units_below
 from composable.traversal import get_handles
-from tests.helpers.compare import full
-from tests.helpers.world import current_device, spmd
+from tests.helpers.compare import all_full, full
+from tests.helpers.world import Pool, current_device, spmd
 
 WIDTH = 12
 
@@ -90,3 +98,143 @@ def test_a_frozen_unit_that_is_kept_after_forward_sees_what_is_written_to_it() -
         assert (actual.grad is None) == (expected.grad is None), name
         if expected.grad is not None and actual.grad is not None:
             torch.testing.assert_close(full(actual.grad), expected.grad, msg=name)
+
+
+# --- frozen and unfrozen in the middle of a step --------------------------------------------------------------------------
+
+
+class Adapters(nn.Module):
+    """A frozen base with an adapter that can be switched off, as PEFT's `disable_adapter` does: it freezes the adapter, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.adapter = nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 5, bias=False)
+        self.head, self.on = nn.Linear(5, 2), True
+
+    def switch(self, on: bool) -> None:
+        self.on = on
+        self.adapter.requires_grad_(on)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.base(x)
+        return self.head(torch.tanh(y + self.adapter(x) if self.on else y))  # type: ignore[no-any-return]
+
+
+def _a_reference_between(model: Adapters, x: Tensor, *, grad: bool) -> Tensor:
+    """DPO with the reference computed after the policy."""
+    y = model(x)
+    model.switch(False)
+    with torch.set_grad_enabled(grad):
+        reference = model(x).detach()
+    model.switch(True)
+    return (y - reference).square().mean() + y.mean()
+
+
+def _switched(model: Adapters, x: Tensor) -> Tensor:
+    y = model(x)
+    model.switch(False)
+    model.switch(True)
+    return y.square().mean()
+
+
+def _frozen_before_backward(model: Adapters, x: Tensor) -> Tensor:
+    model.head.requires_grad_(True)
+    y = model(x)
+    model.head.requires_grad_(False)
+    return y.square().mean()
+
+
+def _unfrozen_before_backward(model: Adapters, x: Tensor) -> Tensor:
+    model.head.requires_grad_(False)
+    y = model(x)
+    model.head.requires_grad_(True)
+    return y.square().mean()
+
+
+def _frozen_for_one_of_two_forwards(model: Adapters, x: Tensor) -> Tensor:
+    model.adapter.requires_grad_(False)
+    y = model(x)
+    model.adapter.requires_grad_(True)
+    return (y + model(x.sin())).square().mean()
+
+
+PROGRAMS: Final[dict[str, Callable[[Adapters, Tensor], Tensor]]] = {
+    "a reference without gradients": partial(_a_reference_between, grad=False),
+    "a reference with gradients": partial(_a_reference_between, grad=True),
+    "switched off and on": _switched,
+    "frozen before backward": _frozen_before_backward,
+    "unfrozen before backward": _unfrozen_before_backward,
+    "frozen for one of two forwards": _frozen_for_one_of_two_forwards,
+}
+
+
+def _next_to_shards(model: Adapters) -> None:
+    replicate(model.adapter)
+    fully_shard(model)
+
+
+def _recomputed(model: Adapters) -> None:
+    checkpoint(model.adapter)
+    fully_shard(model, policy={nn.Linear})
+
+
+def _in_other_dtypes(verb: Callable[..., object], model: Adapters) -> None:
+    verb(model, mp_policy=torch.float64)  # of a model in float32: compute parameters are casts
+
+
+PLANS: Final[dict[str, Callable[[Adapters], object]]] = {
+    "one unit": fully_shard,
+    "units": partial(fully_shard, policy={nn.Linear}, reshard_after_forward=True),
+    "kept": partial(fully_shard, policy={nn.Linear}, reshard_after_forward=False),
+    "replicated": replicate,
+    "replicated, cast": partial(_in_other_dtypes, replicate),
+    "sharded, cast": partial(_in_other_dtypes, fully_shard),
+    "next to shards": _next_to_shards,
+    "recomputed": _recomputed,
+}
+
+
+def _freeze_in_the_middle(program: str) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for name, annotate in PLANS.items():
+        torch.manual_seed(0)
+        plain = Adapters().to(torch.float32 if "cast" in name else torch.float64)
+        model = Adapters().to(plain.head.weight.dtype)
+        model.load_state_dict(plain.state_dict())
+        if "cast" in name:
+            plain.double()
+        annotate(model)
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+        for step in range(3):
+            batches = [
+                torch.randn(3, 5, generator=torch.Generator().manual_seed(10 * step + other), dtype=torch.float64)
+                for other in range(ranks)
+            ]
+            for x in batches:
+                (PROGRAMS[program](plain, x) / ranks).backward()
+            x = batches[rank]
+            if step == 2:
+                with no_sync(model):
+                    (PROGRAMS[program](model, x) / 2).backward()
+            (PROGRAMS[program](model, x) / (2 if step == 2 else 1)).backward()
+            found = [p.grad for p in model.parameters()]
+            expected = [p.grad for p in plain.parameters()]
+            assert [g is None for g in found] == [g is None for g in expected], f"{name}, step {step}"
+            there = zip(all_full([g for g in found if g is not None]), [g for g in expected if g is not None], strict=True)
+            tolerance = (1e-4, 1e-6) if "cast" in name else (1e-9, 1e-11)
+            for one, other in there:
+                torch.testing.assert_close(
+                    one.double(), other, rtol=tolerance[0], atol=tolerance[1], msg=f"{name}, step {step}"
+                )
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_what_is_frozen_when_backward_comes_decides(pool: Pool, program: str) -> None:
+    pool.run(2, _freeze_in_the_middle, program)
+
+
+def test_what_is_frozen_when_backward_comes_decides_on_three_ranks(pool: Pool) -> None:
+    pool.run(3, _freeze_in_the_middle, "a reference without gradients")
