@@ -181,7 +181,14 @@ class Plan:
         marks += ["roots are one unit"] if self.together else []
         marks += [] if self.input_grad else ["inputs need no gradient"]
         marks += [f"frozen before: {' '.join(self.frozen)}"] if self.frozen else []
-        return "\n".join([", ".join(marks), *map(str, self.roots), *map(str, self.parts), *(f"  {number} {op}" for number, op in enumerate(self.ops))])
+        return "\n".join(
+            [
+                ", ".join(marks),
+                *map(str, self.roots),
+                *map(str, self.parts),
+                *(f"  {number} {op}" for number, op in enumerate(self.ops)),
+            ]
+        )
 
 
 # --- from a seed to a plan --------------------------------------------------------------------------------------------
@@ -248,9 +255,7 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
             chain.append(draw.choice(chain))
     used = [name for name in names if any(name in chain for chain in chains)]
     shared = [name for name in used if sum(name in chain for chain in chains) > 1]
-    parts = tuple(
-        part(name, annotated=draw.random() < 0.6 or holder or (name in shared and not together)) for name in used
-    )
+    parts = tuple(part(name, annotated=draw.random() < 0.6 or holder or (name in shared and not together)) for name in used)
     own = unit()
     roots = tuple(
         RootOf(letter, tuple(chain), None if holder else own if together else unit())

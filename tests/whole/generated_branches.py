@@ -25,9 +25,7 @@ BATCH: Final = 10
 def failure(pool: Pool, plans: Sequence[Plan], *, annotated: bool = True) -> tuple[int, str] | None:
     """The first of the plans that fails, by its place, and why; None if all of them end as in one process."""
     try:
-        by_rank = pool.run(
-            plans[0].ranks, run_plans, list(plans), annotated, timeout=20 * PATIENCE, group_timeout=PATIENCE
-        )
+        by_rank = pool.run(plans[0].ranks, run_plans, list(plans), annotated, timeout=20 * PATIENCE, group_timeout=PATIENCE)
     except RanksFailed as error:
         pool.stop()
         text = str(error)
