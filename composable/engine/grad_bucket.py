@@ -527,7 +527,7 @@ class GradBucket:
         with as_tensors():
             grads = list(map(gradient_of, parameters))
             hooked = any(map(gradient_hooks, parameters)) and not self.in_place
-            after = any(map(hooks_after_accumulation, parameters))
+            after = any(getattr(hooks, "of_users", hooks) for hooks in map(hooks_after_accumulation, parameters))
         if self.home is not None and (hooked or after or any(grad is not None for grad in grads)):
             wait_for_traffic()
         for parameter, grad, gradient in zip(parameters, grads, gradients, strict=True):

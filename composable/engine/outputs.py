@@ -99,15 +99,16 @@ class Entry:
 
     Args:
         trained: the iteration, of a call of the outermost module in training mode.
-        counted: it is a forward, and no recomputation.
+        forward: the number of the root's forward; None for a recomputation, which does not count.
     """
 
-    __slots__ = ("_counted", "_trained", "_unit")
+    __slots__ = ("_counted", "_forward", "_trained", "_unit")
 
-    def __init__(self, unit: Any, trained: Any, *, counted: bool) -> None:
+    def __init__(self, unit: Any, trained: Any, forward: int | None) -> None:
         self._unit = unit
         self._trained = trained
-        self._counted = counted
+        self._forward = forward
+        self._counted = forward is not None
 
     @untraced
     def __call__(self, *_: Any) -> None:
@@ -119,4 +120,4 @@ class Entry:
             unit.pending -= 1
             if trained is not None:
                 trained.forwards_left -= 1
-        self._unit.pre_backward()
+        self._unit.pre_backward(self._forward)

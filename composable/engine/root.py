@@ -65,6 +65,8 @@ class Iteration:
     Attributes:
         stream: that the forward computes on; autograd ends a backward on whatever stream the caller has.
         began: when its last forward did, on the clock of `_CLOCK`.
+        forward: `Root.forward` of the one that backward is in.
+        read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a forward, and that forward.
         finished: units that gather and whose forward has ended, newest last. Backward will probably enter them in reverse.
         last: units that `reshard_after_forward=None` keeps until a forward enters another unit over the same ranks.
         untracked: units that backward may need without entering them: an output aliases a parameter, or none was found to watch.
@@ -79,6 +81,8 @@ class Iteration:
     def __init__(self, stream: Any) -> None:
         self.stream = stream
         self.began = next(_CLOCK)
+        self.forward: int | None = None
+        self.read_at_rest: tuple[int, Unit, ManagedParam] | None = None
         self.finished: list[Unit] = []
         self.last: list[Unit] = []
         self.untracked: dict[Unit, None] = {}
@@ -157,6 +161,7 @@ class Root:
             a root of their own, whichever model calls them: one object reduces the gradients of a parameter.
         running: units whose forward is under way, outermost first.
         iteration: None between steps.
+        forward: the number of the forward that began last.
         buckets: of replicated units; none if there are shards below this root.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last forward; empty if the compiler does.
     """
@@ -172,6 +177,7 @@ class Root:
         self.order: list[Unit] = []
         self.running: list[Unit] = []
         self.iteration: Iteration | None = None
+        self.forward = 0
         self._current: list[Unit] = []  # of the forward that is under way
         self._cursor = 0  # in `order`
         self._outermost: nn.Module | None = None
@@ -292,6 +298,7 @@ class Root:
         for unit in explicit if not grad else ():
             unit.swap_in()
         iteration.stream, iteration.began = self._streams.here(), next(_CLOCK)
+        self.forward = iteration.began
         self._outermost = module
         self._show()
         if grad:
@@ -456,9 +463,13 @@ class Root:
             root.iteration is not None and root.iteration.began > when for root in _ROOTS if root is not self and not root._gone
         )
 
-    def enter_backward(self, unit: Unit) -> None:
-        """Backward is about to go through an output of `unit`."""
+    def enter_backward(self, unit: Unit, forward: int | None = None) -> None:
+        """Backward is about to go through an output of `unit`, which the forward with this number made."""
         iteration = self._in_backward() or self._open_backward()
+        if forward is not None:
+            if iteration.read_at_rest is not None and iteration.read_at_rest[0] == forward:
+                self._refuse_read_at_rest(*iteration.read_at_rest[1:])
+            iteration.forward = forward
         if unit in iteration.active:
             if LISTENERS and not unit.is_unsharded:
                 tell(Event.BACK, unit, now=True)
@@ -498,6 +509,25 @@ class Root:
             if LISTENERS:
                 tell(Event.GRADIENT, unit)
             iteration.to_reduce[unit] = None  # a parameter that was read outside of its module, or after the unit was left
+
+    def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None:
+        """Autograd has accumulated on an at-rest parameter, and not on the form that modules compute with.
+
+        Outside of forwards that is a penalty on parameters: the same on all ranks, and right. If backward is in the middle of a
+        forward, the forward has mixed the parameter with this rank's batch. It runs the newest nodes first, so it is in the
+        middle if it comes to another unit of the same forward afterwards: `enter_backward` looks.
+        """
+        iteration = self._in_backward()
+        if iteration is not None and iteration.forward is not None:
+            iteration.read_at_rest = iteration.forward, unit, param
+
+    def _refuse_read_at_rest(self, unit: Unit, param: ManagedParam) -> None:
+        raise DifferentiationError(
+            f"a forward of unit '{self.name}' read parameter '{param.fqn}' of unit '{unit.name}' outside of that unit's forward, "
+            "where it is at rest: its gradient would be that of each rank's own batch, and not the mean. Annotate the module that "
+            "reads it and its own as one unit, fully_shard([a, b]), or leave it to the unit around both. Penalties on parameters "
+            "belong outside of forward"
+        )
 
     def _leave_backward(self, unit: Unit, *, at_end: bool = False) -> None:
         iteration = self._iteration

@@ -321,6 +321,8 @@ class Unit:
         else:
             parameter.requires_grad_(True)  # a frozen one takes no hook; `follow` freezes it again
             self._rebuild_undo.append(parameter.register_post_accumulate_grad_hook(arrived).remove)
+            if self.mesh_info.all.size > 1:
+                self._rebuild_undo.append(defer_hooks(param.at_rest, _at_rest_gradient(to_unit, to_param)))
 
     def follow(self) -> None:
         """Compute parameters follow what users froze and unfroze."""
@@ -485,7 +487,7 @@ class Unit:
         if root is not None and not root.eager_because:
             return output, False
         trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
-        entry = Entry(self, trained, counted=root is not None)
+        entry = Entry(self, trained, None if root is None else root.forward)
         seen = watch(output, call.since, entry, self._aliases, counted=root is not None and bool(self.params))
         if seen.found and root is not None:
             if LISTENERS:
@@ -534,8 +536,12 @@ class Unit:
             self.swap_out()
         call.root.on_error(self)
 
-    def pre_backward(self) -> None:
-        """Backward is about to go through an output of the unit."""
+    def pre_backward(self, forward: int | None = None) -> None:
+        """Backward is about to go through an output of the unit.
+
+        Args:
+            forward: the number of the root's forward that made the output; None for a recomputation.
+        """
         if not self.modules:
             if self.is_sharded and self.spec.params:
                 raise PhaseError(
@@ -544,7 +550,7 @@ class Unit:
                 )
             return
         root = self.root or Root.plan(self, self.modules[0])  # anew, if a unit came or went since the forward
-        root.enter_backward(self)
+        root.enter_backward(self, forward)
 
     def shadow(self, event: Event, detail: int) -> None:
         """On a rank without data: do what another rank says that it does, and compute nothing. See `shadow.py`."""
@@ -703,6 +709,22 @@ class Unit:
             "it is annotated; save its state_dict() (torch.distributed.checkpoint writes it from all ranks); for averages of weights use "
             "composable.EMA(model, decay)"
         )
+
+
+def _at_rest_gradient(
+    to_unit: Callable[[], Unit | None], to_param: Callable[[], ManagedParam | None]
+) -> Callable[[Tensor], None]:
+    """What autograd calls when it has accumulated on an at-rest parameter that modules do not compute with."""
+
+    @untraced
+    def arrived(at_rest: Tensor) -> None:
+        unit, param = to_unit(), to_param()
+        if unit is not None and param is not None and param.at_rest is at_rest:
+            if unit.root is not None:
+                unit.root.on_gradient_at_rest(unit, param)
+            run_post_accumulate_hooks(param.at_rest)
+
+    return arrived
 
 
 def _explain(unit: Unit, module: nn.Module, error: BaseException | None) -> None:

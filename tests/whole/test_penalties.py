@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from typing import Final
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
-from composable import fully_shard
+from composable import checkpoint, fully_shard
+from composable.errors import DifferentiationError
 from tests.helpers.world import current_device, spmd
 
 
@@ -38,3 +42,76 @@ def test_a_penalty_on_parameters_trains_as_in_one_process(rows: int) -> None:
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         assert isinstance(one, DTensor)
         torch.testing.assert_close(one.full_tensor(), other)
+
+
+# --- read inside of a forward, where the parameter is at rest -----------------------------------------------------------------
+
+
+class Fused(nn.Module):
+    """A loss that is fused with its head, which is a unit of its own: torch's error for mixed tensors is worked around."""
+
+    def __init__(self, runs: bool = True) -> None:
+        super().__init__()
+        self.body, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3, bias=False)
+        self.runs = runs
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = self.norm(self.body(x)), self.head.weight
+        out = F.linear(x, weight.full_tensor() if isinstance(weight, DTensor) else weight).square().mean()
+        return out + self.head(x).mean() if self.runs else out
+
+
+_READ: Final = (
+    "a forward of unit '(root)' read parameter 'weight' of unit 'head' outside of that unit's forward, where it is at rest: its "
+    "gradient would be that of each rank's own batch, and not the mean. Annotate the module that reads it and its own as one unit"
+)
+
+
+@pytest.mark.parametrize("runs", [True, False])
+@pytest.mark.parametrize("recomputed", [False, True])
+@spmd(ranks=2)
+def test_a_parameter_that_a_forward_reads_outside_of_its_unit_is_refused_on_all_ranks(recomputed: bool, runs: bool) -> None:
+    torch.manual_seed(0)
+    model = Fused(runs)
+    if recomputed:
+        checkpoint(model.body)
+    for module in (model.body, model.norm, model.head, model):
+        fully_shard(module)
+    with pytest.raises(DifferentiationError) as caught:
+        model(torch.randn(3, 4)).backward()
+    assert str(caught.value).startswith(_READ)
+    model.zero_grad()
+    (model.head(model.norm(model.body(torch.randn(3, 4))))).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def _before(model: nn.Module, x: Tensor) -> Tensor:
+    penalty = _penalty(model)
+    return model(x).square().mean() + penalty  # type: ignore[no-any-return]
+
+
+def _between_two_forwards(model: nn.Module, x: Tensor) -> Tensor:
+    first = model(x).square().mean()
+    penalty = _penalty(model)
+    return first + penalty + model(x.sin()).square().mean()  # type: ignore[no-any-return]
+
+
+def _of_a_model_that_waits(model: nn.Module, x: Tensor) -> Tensor:
+    """Of its output, too: backward comes to the penalty while it is in the second forward."""
+    first = model(x)
+    return model(first * _penalty(model)).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("loss", [_before, _between_two_forwards, _of_a_model_that_waits])
+@spmd(ranks=2)
+def test_penalties_around_forwards_train_as_in_one_process(loss: Callable[[nn.Module, Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 4)).double()
+    plain = copy.deepcopy(model)
+    fully_shard(model, policy={nn.Linear})
+    x = torch.linspace(-1, 1, 12).view(3, 4).double()  # the same batch on all ranks, so that products of penalties are means
+    for each in (model, plain):
+        loss(each, x).backward()
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert isinstance(one.grad, DTensor)
+        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
