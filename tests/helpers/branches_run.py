@@ -306,7 +306,7 @@ def differences(plan: Plan, mesh: DeviceMesh | None = None, *, annotated: bool =
 
 def _said(error: Exception) -> str:
     raised = traceback.extract_tb(error.__traceback__)[-1]
-    text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+    text = "\n".join([*str(error).splitlines()[:4], *getattr(error, "__notes__", [])])
     return f"{type(error).__name__} in {Path(raised.filename).name}, line {raised.lineno}: {text}"
 
 

@@ -52,6 +52,8 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
         for unit in _simpler(root.unit):
             yield replace(plan, roots=(*plan.roots[:number], replace(root, unit=unit), *plan.roots[number + 1 :]))
     yield replace(plan, optimizer="sgd")
+    if "hybrid" not in "".join(map(str, (*plan.roots, *plan.parts))):
+        yield replace(plan, replicas=0)
     yield replace(plan, input_grad=True)
     for name in plan.frozen:
         yield replace(plan, frozen=tuple(each for each in plan.frozen if each != name))
