@@ -1,0 +1,66 @@
+"""Random programs in which ranks and steps take different branches inside of units end as in one process.
+
+`python -m tests.whole.generated_branches --minutes 60` runs more of them.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+from unittest import mock
+
+import pytest
+
+from tests.helpers.branches import FEATURES, Plan, Unit, plan_of
+from tests.helpers.branches_run import differences
+from tests.helpers.smaller import smallest
+from tests.helpers.world import Pool
+from tests.whole.generated_branches import failure
+
+WITHOUT: Final = ("copies",)
+SEEDS: Final = {1: range(8), 2: range(100, 132), 3: range(200, 206), 4: range(300, 306)}
+
+
+@pytest.mark.parametrize("ranks", SEEDS)
+def test_programs_with_branches_end_as_in_one_process(pool: Pool, ranks: int) -> None:
+    plans = [plan_of(seed, ranks, WITHOUT) for seed in SEEDS[ranks]]
+    found = failure(pool, plans)
+    assert found is None, f"{plans[found[0]]}\n{found[1]}"
+
+
+def _compared_with_sums(plan: Plan) -> list[str]:
+    with mock.patch.object(Unit, "factor", return_value=1.0):
+        return differences(plan)[0]
+
+
+def test_a_program_that_ends_otherwise_fails_and_says_where(pool: Pool) -> None:
+    plan = plan_of(0, 2, FEATURES)
+    assert failure(pool, [plan]) is None
+    for found in pool.run(2, _compared_with_sums, plan):
+        assert found[0].startswith("op 1, backward: gradient of a.first.weight is off by ")
+
+
+def test_a_seed_makes_the_same_program_every_time() -> None:
+    for seed in range(50):
+        assert plan_of(seed, 2) == plan_of(seed, 2)
+    assert len({str(plan_of(seed, 2)) for seed in range(50)}) == 50
+    drawn = "\n".join(str(plan_of(seed, 4)) for seed in range(200))
+    for feature in (
+        "freeze",
+        "copy",
+        "(all)",
+        "(replicate)",
+        "checkpoint",
+        "hybrid",
+        "sparse",
+        "pair",
+        "retain",
+        "roots are one unit",
+    ):
+        assert feature in drawn
+
+
+def test_a_program_is_made_as_small_as_what_fails_in_it() -> None:
+    plan = next(plan for seed in range(100) if "outputs" in str(plan := plan_of(seed, 2)) and "freeze" in str(plan))
+    small = smallest(plan, lambda each: any(op.kind == "freeze" for op in each.ops) and "outputs" in str(each))
+    assert [op.kind for op in small.ops] == ["freeze"]
+    assert [part.kind for part in small.parts] == ["outputs"]
