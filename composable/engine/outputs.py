@@ -2,8 +2,8 @@
 
 Only outputs that the call created (`node._sequence_nr()` at least the number at entry) trigger the pre-backward hook. An input that
 is returned unchanged, such as a decoder's `memory`, belongs to the call that created it: hooking it here would unshard this unit
-too early. If a call created none of its outputs, they get an identity node: other ranks may have computed something, and all
-ranks must enter the same units in backward.
+too early. If a call created none of its outputs, they get a node that does nothing: other ranks may have computed something, and
+all ranks must enter the same units in backward.
 """
 
 from __future__ import annotations
@@ -50,7 +50,13 @@ def _inner_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def watch(
-    output: Any, since: int, entry: Callable[..., None], aliases: Callable[[Tensor], bool], *, counted: bool = True
+    output: Any,
+    since: int,
+    entry: Callable[..., None],
+    aliases: Callable[[Tensor], bool],
+    *,
+    counted: bool = True,
+    anchors: bool = False,
 ) -> Watched:
     """Call `entry` before backward goes through `output`.
 
@@ -58,6 +64,7 @@ def watch(
         since: the number of autograd's next node when the call began.
         aliases: whether a tensor lies in the memory of a compute parameter.
         counted: it is a forward, and no recomputation.
+        anchors: an output that needs no gradient gets a node, too (a constant, where other ranks computed something).
     """
     if type(output) is Tensor and not output._is_view():  # nearly always
         node = output.grad_fn
@@ -81,8 +88,8 @@ def watch(
                 found = True
             else:
                 given = True
-    if given and not found and counted:
-        output = map_tensors(output, _with_a_node)
+    if (given or anchors) and not found and counted:
+        output = map_tensors(output, _with_a_node if given else _with_an_anchor)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 found = before_gradient(tensor, entry, made_here) or found
@@ -92,6 +99,12 @@ def watch(
 
 def _with_a_node(tensor: Tensor) -> Tensor:
     return tensor.view_as(tensor) if tensor.requires_grad and tensor.layout is torch.strided else tensor
+
+
+def _with_an_anchor(tensor: Tensor) -> Tensor:
+    if tensor.layout is not torch.strided or not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    return tensor + torch.zeros((), dtype=tensor.dtype, device=tensor.device, requires_grad=True)
 
 
 class Entry:

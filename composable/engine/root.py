@@ -288,6 +288,9 @@ class Root:
                 del self._pinned[unit]
                 unit.release(self)
         explicit = [unit for unit in self.units if EXPLICIT in unit.kept_by]
+        for unit in self.units:
+            if unit.to_run:
+                unit.swap_out()
         for unit in explicit:
             unit.swap_out()
             unit.follow_casts()
@@ -396,9 +399,16 @@ class Root:
         waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
         stay = {**dict.fromkeys(self.order), **iteration.untracked} if waits and grad else {}
         for unit in self.units:
+            if unit.to_run and any(root.running and unit in root.shared for root in _ROOTS):
+                continue  # the forward of a model around this unit of several modules goes on
             unit.end_forward()
             if unit not in stay and not unit.kept_by and not (iteration.end is not None and unit in iteration.active):
                 unit.reshard()
+        for unit in self.shared:
+            if unit.to_run:
+                unit.end_forward()
+                if not unit.pending and not unit.kept_by:
+                    unit.reshard()
         if not waits and iteration.end is None:
             self.iteration = None  # no backward will come
             release_idle_memory()
@@ -663,7 +673,7 @@ class Root:
             if not self.running:
                 unit.end_forward()
             if not unit.depth:
-                if not (self.running and (unit in self._shown or unit.is_between_modules)):
+                if not (self.running and (unit in self._shown or unit.to_run)):
                     unit.swap_out()
                 if not unit.kept_by and not (goes_on and unit in iteration.last):
                     unit.reshard()

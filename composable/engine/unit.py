@@ -122,6 +122,8 @@ class Unit:
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
         unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are still to be called.
+        to_run: of several modules, those that have not run in this forward, or recomputation. Until all have, modules hold compute
+            parameters: code between two of them reads the weight of the next (losses that are fused with the head do).
         around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
     """
@@ -156,9 +158,7 @@ class Unit:
         self.around: dict[Unit, None] = {}
         self.trains = self.reduces_by_arrival = False
         self._calls: list[_Call] = []  # that are under way
-        # Of several modules, those that have not run in this forward, or recomputation. Until all have, modules hold compute
-        # parameters: code between two of them reads the weight of the next (losses that are fused with the head do).
-        self._to_run: list[nn.Module] = []
+        self.to_run: list[nn.Module] = []
         self._swap = ParameterSwap(())
         self._buffers = BufferCasts(())
         self._undo: list[Callable[[], object]] = []
@@ -311,10 +311,10 @@ class Unit:
         to_unit, to_param = ref(self), ref(param)
 
         @untraced
-        def arrived(_: Tensor) -> None:
+        def arrived(compute: Tensor) -> None:
             unit, param = to_unit(), to_param()
-            if unit is None or param is None:
-                return
+            if unit is None or param is None or not compute.requires_grad:
+                return  # torch calls hooks of parameters that were frozen after their forward, and accumulates nothing
             if alone:
                 unit.unhooked[param] = None
             sparse = None if to_sparse is None else to_sparse()
@@ -399,7 +399,12 @@ class Unit:
     def drop_leftover(self) -> None:
         """Reshard what a forward left unsharded for its backward: the shards may have been written to in a way that no version counter shows."""
         iteration = None if self.root is None else self.root.iteration
-        if self.kept_by or self.depth or (iteration is not None and (self in iteration.untracked or self in iteration.active)):
+        if (
+            self.kept_by
+            or self.depth
+            or self.to_run
+            or (iteration is not None and (self in iteration.untracked or self in iteration.active))
+        ):
             return
         self.reshard()
 
@@ -457,8 +462,8 @@ class Unit:
         else:
             root.enter_forward(self, module)
         call.entered = True
-        if not self._to_run:
-            self._to_run = list(self.modules)
+        if not self.to_run:
+            self.to_run = list(self.modules)
         self.depth += 1
         self.swap_in()
         policy, device = self.spec.mp_policy, self.mesh_info.device
@@ -490,21 +495,17 @@ class Unit:
         if LISTENERS:
             outermost = root is not None and len(root.running) == 1
             tell(Event.LEAVE, self, 2 * self.modules.index(module) + keep, now=outermost)
-        if module in self._to_run:
-            self._to_run.remove(module)
+        if module in self.to_run:
+            self.to_run.remove(module)
         if not self.depth and not self._stays_shown:
             self.swap_out()
         if root is not None:
-            root.leave_forward(self, keep=keep, complete=not self._to_run)
-
-    @property
-    def is_between_modules(self) -> bool:
-        return bool(self._to_run)
+            root.leave_forward(self, keep=keep, complete=not self.to_run)
 
     def end_forward(self) -> None:
         """The root's forward, or a backward, ends: modules that have not run do not run any more."""
-        if self._to_run:
-            self._to_run = []
+        if self.to_run:
+            self.to_run = []
             if not self._stays_shown:
                 self.swap_out()
 
@@ -515,7 +516,9 @@ class Unit:
             return output, False
         trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
         entry = Entry(self, trained, None if root is None else root.forward)
-        seen = watch(output, call.since, entry, self._aliases, counted=root is not None and bool(self.params))
+        # Inside of a root's forward every output gets a node, though this rank computed it without parameters: others did with.
+        anchors = root is not None and len(root.running) > 1 and self.trains and not self.reduces_by_arrival
+        seen = watch(output, call.since, entry, self._aliases, counted=root is not None and bool(self.params), anchors=anchors)
         if seen.found and root is not None:
             if LISTENERS:
                 tell(Event.OUTPUT, self, trained is not None)
@@ -543,7 +546,7 @@ class Unit:
     @property
     def _stays_shown(self) -> bool:
         """Whether modules go on to hold compute parameters when no forward of the unit is under way."""
-        return self.is_between_modules or EXPLICIT in self.kept_by or (self.root is not None and self.root.shows(self))
+        return bool(self.to_run) or EXPLICIT in self.kept_by or (self.root is not None and self.root.shows(self))
 
     @untraced
     def on_error(self, module: nn.Module) -> None:
@@ -558,7 +561,7 @@ class Unit:
         if call.root is None:  # checkpointing stops a recomputation by an exception when it has what it needs
             self._end_call(module, None, keep=False)
             return
-        self._to_run = []
+        self.to_run = []
         if not self.depth and not self._stays_shown:
             self.swap_out()
         call.root.on_error(self)
@@ -608,7 +611,7 @@ class Unit:
 
     def drop_calls(self) -> None:
         """After an error: no forward of the unit is under way."""
-        self._calls, self._to_run = [], []
+        self._calls, self.to_run = [], []
         self.depth = self.pending = 0
 
     # --- gradients --------------------------------------------------------------------------------------------------

@@ -126,3 +126,36 @@ def _look() -> None:
 
 def test_parameters_are_sharded_again_when_the_roots_forward_ends_or_fails(pool: Pool) -> None:
     pool.run(2, _look)
+
+
+def _below_two_models(kind: str) -> None:
+    torch.manual_seed(0)
+    pairs = []
+    for annotated in (False, True):
+        first, second = Model(kind).double(), Model(kind).double()
+        second.norm, second.head = first.norm, first.head
+        if annotated:
+            for mine, right in zip((first, second), pairs[0], strict=True):
+                mine.load_state_dict(right.state_dict())
+            fully_shard([first.norm, first.head])
+            fully_shard(first)
+            fully_shard(second)
+        pairs.append((first, second))
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for step in range(3):
+        for plain, model in zip(*pairs, strict=True):
+            for other in range(ranks):
+                (plain(_batch(step, other)) / ranks).backward()
+            with torch.no_grad():
+                model(_batch(step, rank))
+            model(_batch(step, rank)).backward()
+            there = [p.grad for p in model.parameters() if p.grad is not None]
+            expected = [p.grad for p in plain.parameters() if p.grad is not None]
+            assert len(there) == len(expected)
+            for found, right in zip(all_full(there), expected, strict=True):
+                torch.testing.assert_close(found, right, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["fused", "fused, the head runs"])
+def test_a_unit_of_several_modules_may_be_below_two_models(pool: Pool, kind: str) -> None:
+    pool.run(2, _below_two_models, kind)
