@@ -51,6 +51,13 @@ class Detached(Part):
         return x + (y if use else y.detach())  # type: ignore[no-any-return]
 
 
+class Constant(Part):
+    """A tower that some ranks have no input for."""
+
+    def forward(self, x: Tensor, use: Any) -> Tensor:
+        return self.layer(x) if use else torch.ones_like(x, requires_grad=False)  # type: ignore[no-any-return]
+
+
 class Experts(nn.Module):
     """A forward that does not use them sends no token to the first expert; the second never gets one."""
 
@@ -93,6 +100,13 @@ class Around(nn.Module):
 
     def forward(self, x: Tensor, use: Any) -> Tensor:
         return self.after(self.part(self.before(x), use))  # type: ignore[no-any-return]
+
+
+class First(Around):
+    """The part comes first, and its input needs no gradient."""
+
+    def forward(self, x: Tensor, use: Any) -> Tensor:
+        return self.after(self.before(self.part(x.detach(), use)))  # type: ignore[no-any-return]
 
 
 class Body(nn.Sequential):
@@ -141,7 +155,7 @@ class _HeadsOfAUnit(Heads):
 
 # --- rows -------------------------------------------------------------------------------------------------------------
 
-UNITS: Final = {Branch, Dropped, Detached, Experts, Temperature, Body, _HeadsOfAUnit}
+UNITS: Final = {Branch, Constant, Dropped, Detached, Experts, Temperature, Body, _HeadsOfAUnit}
 
 
 def _whole(output: Any, x: Tensor, use: Any) -> Tensor:
@@ -179,6 +193,9 @@ class Row:
 ROWS: Final[dict[str, Row]] = {
     "a branch on one rank": Row(lambda: Around(Branch), lambda step, rank: rank == 0),
     "a branch not in one step": Row(lambda: Around(Branch), lambda step, rank: step != 1),
+    "a constant on one rank": Row(lambda: Around(Constant), lambda step, rank: (step + rank) % 2 == 0),
+    "a first unit on one rank": Row(lambda: First(Branch), lambda step, rank: (step + rank) % 2 == 0),
+    "a first unit never": Row(lambda: First(Dropped), lambda step, rank: False),
     "LayerDrop": Row(lambda: Around(Dropped), lambda step, rank: (step + rank) % 2 == 0),
     "detached always": Row(lambda: Around(Detached), lambda step, rank: False),
     "detached in one step": Row(lambda: Around(Detached), lambda step, rank: step != 1),
