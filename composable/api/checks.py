@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from composable.comm import is_distributed
-from composable.contract.contract import on_undo
+from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.naming import find_fqn, module_name
 from composable.contract.traversal import REPLICATE, SHARD, Managed
 from composable.engine.param import ParamInfo, label_of
@@ -220,4 +220,4 @@ def refuse_ddp_around(verb: str, modules: Sequence[nn.Module]) -> None:
     for module in modules:
         if _IGNORED_BY_DDP not in vars(module):
             setattr(module, _IGNORED_BY_DDP, _RefusesDDP(verb, f"this {type(module).__name__}"))
-            on_undo(partial(vars(module).pop, _IGNORED_BY_DDP, None))
+            on_undo(partial(drop_attribute, module, _IGNORED_BY_DDP))

@@ -6,6 +6,7 @@ A unit that a policy picks is annotated by a call of the verb, so that it has a 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -50,7 +51,7 @@ from composable.api.selection import by_unit, ids_of_ignored, picked_units, refu
 from composable.api.sync_module_states import failures_told, refuse_unknown_mode, synchronise
 from composable.comm import MeshInfo, comm_of, mesh_info_of_replicas, mesh_info_of_shards
 from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_words
-from composable.contract.contract import Verb, on_undo
+from composable.contract.contract import Verb, drop_attribute, on_undo
 from composable.contract.hooks import attach, detach
 from composable.contract.naming import modules_of, require_callable
 from composable.contract.traversal import (
@@ -260,7 +261,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
     if mesh_info.mesh is not None:
         for module in dict.fromkeys(each for top in plan.modules for _, each in walk(top, stop=(SHARD, REPLICATE))):
             if _MANAGED not in vars(module):
-                on_undo(partial(vars(module).pop, _MANAGED, None))
+                on_undo(partial(drop_attribute, module, _MANAGED))
                 vars(module)[_MANAGED] = _Gathers(unit)
     if name == SHARD and mesh_info.mesh is not None:
         move_buffers(plan.modules, mesh_info.device)
@@ -274,7 +275,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
 class _Gathers:
     """True if all ranks must call a module equally often; see `_MANAGED`. Not inside of `keep_unsharded`: nothing is gathered.
 
-    False in a copy of the module, and to torch.compile, which leaves out guards of modules that FSDP manages.
+    False in a pickled module, and to torch.compile, which leaves out guards of modules that FSDP manages.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -282,9 +283,13 @@ class _Gathers:
 
     def __bool__(self) -> bool:
         unit = self._unit()
-        if unit is None or unit.kept_by or torch.compiler.is_compiling():
+        if unit is None or not unit.modules or unit.kept_by or torch.compiler.is_compiling():
             return False
         return unit.is_sharded or unit.beside is not None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Gathers | bool:
+        unit = self._unit()
+        return False if unit is None else _Gathers(copy.deepcopy(unit, memo))
 
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
         return bool, ()

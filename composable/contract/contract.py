@@ -1,18 +1,20 @@
 """`contract` makes verbs, `registry` reads what was applied to a module, `remove` undoes it.
 
-While a verb runs, `on_undo` collects callbacks on its undo stack. If the verb raises, the stack runs in reverse, and a snapshot
-of the tables of all modules restores what the callbacks do not cover. If the verb succeeds, its record keeps the stack, and
-`remove` runs it. A verb that applies verbs to submodules owns these annotations: undoing the outer one undoes the inner ones.
+While a verb runs, `on_undo` collects callbacks. If the verb raises, they run in reverse, and a snapshot of the tables of all
+modules restores what they do not cover. If the verb succeeds, its record keeps the callbacks, and `remove` runs them. A verb that
+applies verbs to submodules owns these annotations: undoing the outer one undoes the inner ones.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
-from types import MappingProxyType, SimpleNamespace
+from functools import partial
+from types import FunctionType, MappingProxyType, MethodType, SimpleNamespace
 from typing import Any, Concatenate, Final, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch
@@ -63,8 +65,10 @@ class Verb(Protocol, Generic[P, S_co]):
 class Annotation:
     """The record of one call of a verb.
 
-    A copy of the module, by `copy.deepcopy` or pickling, has a copy of the record. It cannot be removed: the callbacks would change
-    the original module. Arguments that are more than a number or a string are named by their type in a copy.
+    A copy of the module, by `copy.deepcopy` or pickling, has a copy of the record. `copy.deepcopy` copies bound methods and partials
+    with the objects in them, so that a record which has only such callbacks can be removed from the copy, too. Other callbacks
+    would change the original module: `remove` refuses such a copy, and what was pickled. Arguments that are more than a number
+    or a string are named by their type in a copy.
 
     Attributes:
         name: the verb's name.
@@ -75,11 +79,13 @@ class Annotation:
         modules: while the verb runs, its modules; then only those of a list, so that a single module and its record form no
             reference cycle.
         nested: annotations made inside this one, with their (first) modules.
-        undo_stack: the callbacks of `on_undo` and of nested annotations.
+        callbacks: those of `on_undo` and of nested annotations.
+        copied: it is a copy, and its callbacks are not.
     """
 
-    __slots__ = ("call_site", "copied", "fqn", "kwargs", "modules", "name", "nested", "state", "undo_stack")
+    __slots__ = ("call_site", "callbacks", "copied", "fqn", "kwargs", "modules", "name", "nested", "state")
 
+    callbacks: list[Callable[[], object]]
     modules: tuple[nn.Module, ...]
 
     def __init__(
@@ -114,12 +120,19 @@ class Annotation:
             # A new mapping each time, so that the snapshot of an outer verb can restore the previous one.
             vars(module)[_RECORDS] = {**vars(module).get(_RECORDS, {}), self.name: self}
 
+    def undo(self) -> None:
+        """Run the callbacks, the last one first; all of them, also if one raises."""
+        with ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.callback(callback)
+            self.callbacks = []
+
     def undo_on(self, module: nn.Module) -> None:
-        """Run the undo stack and unregister the record, also if a callback raises. Does nothing if it is not registered."""
+        """Run the callbacks and unregister the record, also if one raises. Does nothing if it is not registered."""
         if not self.is_on(module):
             return
         try:
-            self.undo_stack.close()
+            self.undo()
         finally:
             for other in self.modules or (module,):
                 records = {name: record for name, record in vars(other).get(_RECORDS, {}).items() if name != self.name}
@@ -139,9 +152,9 @@ class Annotation:
         self.undo_on(module)
 
     def roll_back(self, error: BaseException) -> None:
-        """The verb raised `error`: run the undo stack. An exception of a callback becomes a note of `error`."""
+        """The verb raised `error`: run the callbacks. An exception of a callback becomes a note of `error`."""
         try:
-            self.undo_stack.close()
+            self.undo()
         except Exception as second:
             error.add_note(f"while {self.name} was taken back: {type(second).__name__}: {second}")
 
@@ -153,7 +166,25 @@ class Annotation:
         self.kwargs: Mapping[str, Any] = MappingProxyType(kwargs)
         self.nested: list[tuple[nn.Module, Annotation]] = []
         self.modules, self.copied = (), True
-        self.undo_stack = ExitStack()
+        self.callbacks = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Annotation:
+        twin = memo[id(self)] = Annotation.__new__(Annotation)
+        twin.__setstate__((*self.__getstate__()[:-1], copy.deepcopy(self.state, memo)))
+        twin.modules = copy.deepcopy(self.modules, memo)
+        twin.nested = copy.deepcopy(self.nested, memo)
+        if all(map(_is_copied_whole, self.callbacks)):
+            twin.callbacks = copy.deepcopy(self.callbacks, memo)
+            twin.copied = self.copied or any(record.copied for _, record in twin.nested)
+        return twin
+
+
+def _is_copied_whole(callback: Callable[[], object]) -> bool:
+    """Whether `copy.deepcopy` copies what the callback changes. Of a function it copies neither defaults nor the closure."""
+    function = callback.func if isinstance(callback, partial) else callback
+    return isinstance(function, MethodType) or (
+        type(function) is FunctionType and function is not callback and function.__closure__ is None
+    )
 
 
 def _in_words(kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -230,8 +261,13 @@ def on_undo(callback: Callback) -> Callback:
     running = _running.get()
     if not running:
         raise AnnotationError("on_undo() was called while no verb is running; call it inside a contract() function")
-    running[-1].undo_stack.callback(callback)
+    running[-1].callbacks.append(callback)
     return callback
+
+
+def drop_attribute(module: nn.Module, name: str) -> None:
+    """Delete an attribute of this object, if it has it. For `on_undo`, by `partial`."""
+    vars(module).pop(name, None)
 
 
 def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
@@ -249,7 +285,7 @@ def remove(module: Target, annotation: Verb[..., Any] | str) -> Target:
 
     Raises:
         NotAnnotatedError: `module` has no such annotation.
-        AnnotationError: a verb is running, or `module` is a copy of the annotated module.
+        AnnotationError: a verb is running, or `module` is a copy whose record cannot be undone (see `Annotation`).
 
     Example::
 
@@ -338,12 +374,12 @@ def contract(
             if spreads:
                 if outer:
                     outer[-1].nested.extend(record.nested)
-                    outer[-1].undo_stack.push(record.undo_stack)
+                    outer[-1].callbacks += record.callbacks
                 return given
             record.put_on(modules)
             if outer:
                 outer[-1].nested.append((modules[0], record))
-                outer[-1].undo_stack.callback(record.undo_on, modules[0])
+                outer[-1].callbacks.append(partial(record.undo_on, modules[0]))
             return given
 
         def state_of(module: nn.Module | Sequence[nn.Module]) -> Any:

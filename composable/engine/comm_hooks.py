@@ -16,6 +16,7 @@ second collective when its first is complete does so on a thread of the backend,
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -105,6 +106,23 @@ class CommHook:
         self._state = state
         self._called: set[HookStage] = set()  # in this backward
         self._indices: dict[tuple[str, ...], int] = {}
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> CommHook:
+        state = self._state
+        if not isinstance(state, dist.ProcessGroup):
+            try:
+                state = copy.deepcopy(state, memo)
+            except TypeError as error:
+                raise CommHookError(
+                    f"copy.deepcopy: the state of the communication hook '{self.name}' cannot be copied: {error}. Remove the hook first, or give "
+                    f"{type(state).__name__} a __deepcopy__"
+                ) from error
+            if hasattr(state, "process_group"):  # torch's states are copied with the default group in its place
+                state.process_group = self._state.process_group
+        prefixes = {copy.deepcopy(unit, memo): prefix for unit, prefix in self.prefixes.items()}
+        twin = CommHook(self._hook, state, self.stage, prefixes)
+        twin._indices = dict(self._indices)  # by which the state tells buckets apart
+        return twin
 
     def call(self, stage: HookStage, bucket: HookBucket, label: str) -> Any:
         # On all ranks buckets hold the same parameters and come in the same order, so they get the same numbers.

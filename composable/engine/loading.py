@@ -10,6 +10,7 @@ is registered at all of its places, and the others must have the same values.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,12 @@ class StateDictHook:
         self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
         self._here: dict[int, list[tuple[ManagedParam, str]]] = {}  # by module id: parameters, and their names there
         self._assigned: dict[ManagedParam, tuple[str, nn.Parameter]] = {}  # what was registered in this call, for which key
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDictHook:
+        return StateDictHook(copy.deepcopy(self._unit, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StateDictHook, (self._unit,)
 
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any

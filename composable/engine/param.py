@@ -94,8 +94,8 @@ class ParamLabel:
     def __str__(self) -> str:
         return f"parameter '{self.fqn}' of unit '{self.unit}'"
 
-    def __reduce__(self) -> tuple[type[ParamLabel], tuple[str, str, str]]:
-        return ParamLabel, (self.unit, self.fqn, self.form)  # for copies and files: a unit has process groups
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy, and what a file holds, belongs to no unit
 
 
 def label_of(parameter: Tensor) -> ParamLabel | None:
@@ -158,6 +158,10 @@ def holds_unreduced(parameter: Tensor) -> bool:
 # --- the managed parameter ------------------------------------------------------------------------------------------
 
 
+def _no_parameter() -> None:
+    """`ManagedParam.original` of a copy."""
+
+
 class ManagedParam:
     """One parameter of a unit.
 
@@ -170,9 +174,19 @@ class ManagedParam:
 
     __slots__ = ("__weakref__", "at_rest", "by_setattr", "compute", "info", "original", "own", "tables")
 
+    original: Callable[[], nn.Parameter | None]
+
     def __init__(self, info: ParamInfo) -> None:
+        self.start(info)
+        self.original = ref(self.at_rest)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ManagedParam:
+        return ManagedParam.__new__(ManagedParam)  # the copy of its unit starts it
+
+    def start(self, info: ParamInfo) -> None:
+        """Manage what is registered now."""
         registered = next(place.registered for place in info.places if place.registered is not None)
-        self.original = ref(registered)
+        self.original = _no_parameter
         self.own: nn.Parameter | None = None
         self.at_rest: nn.Parameter = registered
         self.compute: nn.Parameter = registered

@@ -97,6 +97,10 @@ class BufferCasts:
                     self._shown.append((holder.module, name, buffer, casts[id(buffer), dtype]))
                     holder.module._buffers[name] = casts[id(buffer), dtype]
 
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """The casts that modules hold, with the buffers that they stand for."""
+        return [(cast, buffer) for _, _, buffer, cast in self._shown]
+
     def hide(self) -> None:
         """Register the buffers again, with what forward wrote to their casts."""
         if not self._shown:

@@ -6,12 +6,13 @@ gradients summed) and, for a model that is only replicated, in when gradients ar
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from traceback import walk_tb
-from typing import Any
+from typing import Any, Final
 from weakref import ref
 
 import torch
@@ -23,10 +24,11 @@ from torch.distributed.tensor import DTensor
 from composable.comm.mesh import MeshInfo
 from composable.compilation import backward_is_compiled, traceable, untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.contract.contract import on_undo
+from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.traversal import SHARD, Place, names_below
 from composable.engine.accumulation import Accumulation
 from composable.engine.comm_hooks import CommHook, attach_hooks
+from composable.engine.copies import attach_copying, detach_copying, twin_of
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.loading import StateDictHook
 from composable.engine.outputs import Entry, watch
@@ -52,6 +54,8 @@ from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
 from composable.memory.torch_private import can_take_data, in_backward, local_of, next_node
+
+RANK0_ONLY: Final = "unsharded(rank0_only=True)"  # `Unit.shown_by` of a scope in which ranks hold different things
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +132,7 @@ class Unit:
         trains: any of its parameters requires gradients.
     """
 
-    is_sharded: bool
+    is_sharded = False
     mesh_info: MeshInfo
     param_dtype: torch.dtype | None
     spec: UnitSpec
@@ -169,18 +173,24 @@ class Unit:
 
     def initialize(self, spec: UnitSpec) -> None:
         """Take charge of the parameters that `spec` names."""
-        self.spec = spec
-        self.modules = spec.modules
-        self.mesh_info = spec.mesh_info
-        self.params = [ManagedParam(info) for info in spec.params]
-        self.is_sharded = spec.verb == SHARD and spec.mesh_info.mesh is not None
-        self._buffers = BufferCasts(spec.buffer_holders)
-        self.param_dtype = spec.mp_policy.param_dtype
+        self._take(spec, [ManagedParam(info) for info in spec.params])
         if self.param_dtype is not None:
             self._undo += [ExactModule(module, self.param_dtype).remove for module in spec.exact]
         self._load_hook = StateDictHook(self)
         self._undo += self._watch_modules(dict.fromkeys(place.module for param in self.params for place in param.info.places))
+        for module in self.modules:
+            attach_copying(module)
+            self._undo.append(partial(detach_copying, module))
         self.build()
+
+    def _take(self, spec: UnitSpec, params: Sequence[ManagedParam]) -> None:
+        self.spec = spec
+        self.modules = spec.modules
+        self.mesh_info = spec.mesh_info
+        self.params = list(params)
+        self.is_sharded = spec.verb == SHARD and spec.mesh_info.mesh is not None
+        self._buffers = BufferCasts(spec.buffer_holders)
+        self.param_dtype = spec.mp_policy.param_dtype
 
     def _watch_modules(self, holders: Iterable[nn.Module]) -> list[Callable[[], object]]:
         """Prepare modules that hold parameters for state dicts, and let RNN weights stay in place; returns what undoes it."""
@@ -193,30 +203,28 @@ class Unit:
             if isinstance(module, nn.RNNBase) and (self.is_sharded or self.param_dtype):
                 # cuDNN's weights are moved next to each other by `flatten_parameters`, away from the buffers that are filled.
                 module.flatten_parameters = lambda: None  # type: ignore[method-assign]
-                undo.append(partial(module.__dict__.pop, "flatten_parameters", None))
+                undo.append(partial(drop_attribute, module, "flatten_parameters"))
         return undo
 
     def tie(self, param: ManagedParam, places: Sequence[Place]) -> Callable[[], None]:
         """Register a replicated parameter at places in other units, too; returns the inverse."""
         info = param.info
         more = [place for place in places if place not in info.places]
-        before = [place.registered for place in more]
+        plain = [place for place in more if place.registered is param.own]
         param.set_info(replace(info, places=(*info.places, *more)))
         if param.registered is not None:
             param.register(param.registered)
-        undo = self._watch_modules(dict.fromkeys(place.module for place in more))
+        return partial(self._untie, param, info, plain, self._watch_modules(dict.fromkeys(place.module for place in more)))
 
-        def untie() -> None:
-            for each in undo:
-                each()
-            if not self.params:
-                return  # it has been removed itself
-            param.set_info(info)
-            for place, former in zip(more, before, strict=True):
-                if former is not None and former is param.own:
-                    place.register(former)
-
-        return untie
+    def _untie(self, param: ManagedParam, info: ParamInfo, plain: list[Place], undo: list[Callable[[], object]]) -> None:
+        for each in undo:
+            each()
+        if not self.params:
+            return  # it has been removed itself
+        param.set_info(info)
+        for place in plain:
+            if param.own is not None:
+                place.register(param.own)
 
     @untraced
     def before_state_dict(self, *_: object) -> None:
@@ -733,12 +741,69 @@ class Unit:
     def _mesh_of_shards(self) -> DeviceMesh | None:
         return next((unit.mesh_info.mesh for unit in (self, *self.found) if unit.is_sharded and unit.params), None)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        raise AnnotationError(
-            f"the annotated unit '{self.name}' holds process groups, and can be neither copied nor pickled. Copy the model before "
-            "it is annotated; save its state_dict() (torch.distributed.checkpoint writes it from all ranks); for averages of weights use "
-            "composable.EMA(model, decay)"
+    # --- copies (see `copies.py`) -----------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Unit:
+        return twin_of(self, Unit(), memo)
+
+    def relate(self, unit: Unit, twins: Mapping[Unit, Unit]) -> None:
+        """The relations of `unit`, of which this is the copy, among the units that were copied with it."""
+        self.within, self.found, self.readers = (
+            {twins[other]: None for other in related if other in twins} for related in (unit.within, unit.found, unit.readers)
         )
+        groups = [other.mesh_info.all.group for other in unit.within if other in twins]
+        self.model_group = unit.model_group if unit.model_group is not None and unit.model_group() in groups else None
+
+    def fill(self, unit: Unit, memo: dict[Any, Any], *, plain: bool) -> None:
+        """All modules of `unit`, of which this is the copy, were copied.
+
+        Args:
+            plain: as far as it takes to remove the annotation.
+        """
+        self._undo = copy.deepcopy(unit._undo, memo)
+        self.name = unit.name
+        if plain:
+            return
+        pairs = [(param, copy.deepcopy(param, memo)) for param in unit.params if param.registered is not None]
+        for param, twin in pairs:
+            places = tuple(place for place in param.info.places if id(place.module) in memo)
+            twin.start(copy.deepcopy(replace(param.info, places=places), memo))
+        params = [twin for _, twin in pairs]
+        spec = replace(unit.spec, params=(), mesh_info=unit.mesh_info)
+        self._take(replace(copy.deepcopy(spec, memo), params=tuple(param.info for param in params)), params)
+        self._load_hook = copy.deepcopy(unit._load_hook, memo)
+        self.comm_hooks = copy.deepcopy(unit.comm_hooks, memo)
+        for module in self.modules:
+            attach_copying(module)
+        self.choose_rest()
+        if not self.groups:
+            self.build()
+        for param, twin in pairs:
+            twin.at_rest.grad = None
+            memo[id(param.at_rest)] = twin.at_rest
+
+    def buffers_shown(self) -> list[tuple[Tensor, Tensor]]:
+        """Casts of buffers that modules hold now, each with the buffer itself."""
+        return self._buffers.pairs()
+
+    def refuse_copy(self) -> None:
+        if self.shown_by == RANK0_ONLY:
+            raise PhaseError(
+                f"copy.deepcopy of unit '{self.name}' inside of {self.shown_by}: the other ranks would copy what they had before "
+                "the edits of rank 0. Copy the model outside of the scope"
+            )
+
+    def refuse_pickling(self) -> None:
+        if self.is_sharded or self.rest_mesh is not None:
+            raise AnnotationError(
+                f"the annotated unit '{self.name}' is spread over process groups, and cannot be pickled. Save its state_dict() "
+                "(torch.distributed.checkpoint writes it from all ranks), or full_state_dict(model); copy.deepcopy(model) copies the "
+                "model on all ranks"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.refuse_pickling()
+        return Unit, ()  # hooks for state dicts in a part of a replicated module have nothing to do
 
 
 def _at_rest_gradient(
@@ -838,6 +903,10 @@ def _restore(param: ManagedParam, plain: nn.Parameter, gradient: Tensor | None) 
         param.register(plain)
 
 
+def _set_model_group(unit: Unit, group: ref[dist.ProcessGroup] | None) -> None:
+    unit.model_group = group
+
+
 def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, nn.Parameter, tuple[Place, ...]]] = ()) -> None:
     """At the end of an annotation: decide how replicated parameters in the tree rest, and who owns tied ones.
 
@@ -853,7 +922,7 @@ def settle(modules: Sequence[nn.Module], own: Unit, tied: Sequence[tuple[Unit, n
                 unit.readers[own] = None
     for unit in units:
         if unit.mesh_info.all.size < own.mesh_info.all.size and own.mesh_info.all.group is not None:
-            on_undo(partial(setattr, unit, "model_group", unit.model_group))
+            on_undo(partial(_set_model_group, unit, unit.model_group))
             unit.model_group = ref(own.mesh_info.all.group)
     own.found = dict.fromkeys(units[1:])
     on_undo(own._leave_tree)  # before ties are undone: all places of a tied parameter get its form

@@ -18,7 +18,7 @@ from composable.contract.contract import registry
 from composable.contract.traversal import Place
 from composable.engine.loading import shard_like
 from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in, whole_of
-from composable.engine.unit import Unit
+from composable.engine.unit import RANK0_ONLY, Unit
 from composable.errors import ForeignParameterError, PhaseError, few
 from composable.memory.torch_private import gradient_hooks, hooks_after_accumulation, local_of
 from composable.state.whole import (
@@ -134,7 +134,7 @@ def _show(
     value = whole_of(at_rest)
     whole_gradient = None if gradient is None else whole_of(gradient)
     version = _version(at_rest)
-    managed.unit.shown_by = _SCOPE
+    managed.unit.shown_by = RANK0_ONLY if rank0_only else _SCOPE
     if rank0_only and comm.rank:
         shown.append(_Shown(managed, at_rest, version))
         return

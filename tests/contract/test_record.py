@@ -4,18 +4,20 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from expecttest import assert_expected_inline as assert_text
 from torch import nn
 
-from composable.contract.contract import contract, registry, remove
+from composable.contract.contract import contract, drop_attribute, on_undo, registry, remove
 from composable.errors import (
     AlreadyAnnotatedError,
     AnnotationError,
@@ -26,6 +28,7 @@ from tests.contract.verbs import (
     Model,
     mark,
     message,
+    through_pickle,
 )
 
 
@@ -57,10 +60,47 @@ def test_removing_from_the_original_does_not_change_its_copy(duplicate: Callable
     assert len(twin._forward_hooks) == 1
 
 
-@COPIERS
-def test_removing_from_a_copy_is_refused(duplicate: Callable[[nn.Module], nn.Module]):
+def test_a_copy_is_removed_by_copies_of_bound_methods_and_partials():
+    @contract()
+    def tag(module):
+        module.tagged = True
+        on_undo(partial(drop_attribute, module, "tagged"))
+        mark(module[0], level=2)
+
+    model = nn.Sequential(nn.Linear(2, 2))
+    tag(model)
+    twin = copy.deepcopy(copy.deepcopy(model))
+    remove(twin, tag)
+    assert not hasattr(twin, "tagged")
+    assert not twin[0]._forward_hooks
+    assert not registry(twin[0])
+    assert model.tagged
+    assert len(model[0]._forward_hooks) == 1
+    assert [*registry(model[0])] == ["mark"]
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_copy_is_not_removed_by_functions_that_know_the_original(inside: bool):
+    @contract()
+    def tag(module):
+        on_undo(lambda: setattr(module, "untagged", True))
+
+    @contract()
+    def around(module):
+        tag(module)
+
+    model = (around if inside else tag)(nn.Linear(2, 2))
+    twin = copy.deepcopy(model)
+    with pytest.raises(
+        AnnotationError, match=r"^(tag|around) cannot be removed from a copy of a module\. Remove it before copying"
+    ):
+        remove(twin, around if inside else tag)
+    assert not hasattr(model, "untagged")
+
+
+def test_removing_from_a_pickled_copy_is_refused():
     model = mark(Block())
-    twin = duplicate(model)
+    twin = through_pickle(model)
     assert_text(
         message(AnnotationError, lambda: remove(twin, mark)),
         """mark cannot be removed from a copy of a module. Remove it before copying""",

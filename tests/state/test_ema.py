@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from composable import EMA, full_state_dict, fully_shard, replicate
 from composable.comm import ledger_of
-from composable.errors import AnnotationError, ForeignParameterError
+from composable.errors import ForeignParameterError
 from tests.helpers.compare import full
 from tests.helpers.world import current_device, spmd
 from tests.state.models import PLANS, Block, Net, plain, tokens
@@ -187,9 +187,20 @@ def test_another_plan_and_bad_arguments_are_refused_by_name() -> None:
 
 @pytest.mark.parametrize("plan", _EXACT)
 @spmd(ranks=2)
-def test_torchs_averaged_model_is_refused_by_name(plan: str) -> None:
-    model = plain()
+def test_torchs_averaged_model_has_the_averages_of_one_process(plan: str) -> None:
+    expected, model = plain(), plain()
     PLANS[plan](model)
-    with pytest.raises(AnnotationError, match=r"use composable\.EMA\(model, decay\)"):
-        AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-    model(tokens(0)).sum().backward()
+    averages = []
+    for each in (expected, model):
+        averaged = AveragedModel(each, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for step in range(3):
+            each(tokens(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averaged.update_parameters(each)
+        averages.append(averaged)
+    torch.testing.assert_close(averages[1](tokens(9)), averages[0](tokens(9)), rtol=1e-4, atol=1e-6)
+    found = full_state_dict(averages[1], rank0_only=False)
+    for name, value in averages[0].state_dict().items():
+        torch.testing.assert_close(found[name], value.cpu(), rtol=1e-4, atol=1e-6, msg=name)

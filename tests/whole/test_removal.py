@@ -1,9 +1,7 @@
-"""Removing annotations gives a plain model back; copies of annotated models are refused."""
+"""Removing annotations gives a plain model back."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any, Final
 
 import pytest
@@ -12,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from composable import registry, remove
-from composable.errors import AnnotationError
 from tests.helpers.battery import BATTERY, Case
 from tests.helpers.compare import anatomy, assert_same_training
 from tests.helpers.schemes import SCHEMES
@@ -39,19 +36,6 @@ def _annotated(name: str, scheme: str) -> tuple[Case, nn.Module]:
     model = case.model(0, 0, current_device())
     SCHEMES[scheme].annotate(model, case)
     return case, model
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("scheme", ["fully_shard by policy", "replicate", "fully_shard inside replicate"])
-@spmd(ranks=2)
-def test_copies_and_pickles_of_an_annotated_model_are_refused_with_the_way_to_do_it(scheme: str) -> None:
-    case, model = _annotated("transformer with tied embedding", scheme)
-    for duplicate in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(AnnotationError, match=r"^the annotated unit '.*Copy the model before .* save its state_dict\(\)"):
-            duplicate(model)
-    _step(model, case, 0)  # nothing happened to it
 
 
 # --- remove -----------------------------------------------------------------------------------------------------------
