@@ -23,7 +23,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -139,10 +139,7 @@ def _end_of_backward(root: Root) -> BackwardEnd:
     end = _ENDS.get(number)
     if end is None:
         if backward_is_compiled():
-            raise DifferentiationError(
-                f"compiled autograd runs this backward, and {root.eager_because or NOT_ON}. Gradients would have to be reduced outside "
-                "of its graph, and it does not tell when it ends. Compile the model or its blocks, and leave compiled autograd off"
-            )
+            root.refuse_compiled()
         end = _ENDS[number] = BackwardEnd()
         on_backward_end(end)
     end.roots.append(root)
@@ -427,6 +424,12 @@ class Root:
         self._show()
         self.buckets.open(alone=alone and not narrates())
         return iteration
+
+    def refuse_compiled(self) -> NoReturn:
+        raise DifferentiationError(
+            f"compiled autograd runs this backward, and {self.eager_because or NOT_ON}. Gradients would have to be reduced outside "
+            "of its graph, and it does not tell when it ends. Compile the model or its blocks, and leave compiled autograd off"
+        )
 
     def open_backward(self) -> None:
         """A backward is under way from now on."""

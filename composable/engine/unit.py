@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm.mesh import MeshInfo
-from composable.compilation import backward_is_compiled, traceable, untraced
+from composable.compilation import backward_is_compiled, backward_will_be_compiled, traceable, untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import on_undo
 from composable.contract.traversal import SHARD, Place, names_below
@@ -29,7 +29,7 @@ from composable.engine.accumulation import Accumulation
 from composable.engine.comm_hooks import CommHook, attach_hooks
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.loading import StateDictHook
-from composable.engine.outputs import Entry, watch
+from composable.engine.outputs import Entry, refuse_compiled, watch
 from composable.engine.param import (
     ManagedParam,
     ParameterSwap,
@@ -489,7 +489,10 @@ class Unit:
                 "found, so backward cannot be followed to the unit. Return tensors, containers, dataclasses or objects with "
                 "attributes"
             )
-        return seen.output, seen.aliases or (not seen.found and self.trains)
+        output = seen.output
+        if seen.found and root is not None and backward_will_be_compiled():
+            output = refuse_compiled(output, root.refuse_compiled)
+        return output, seen.aliases or (not seen.found and self.trains)
 
     def _aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
