@@ -115,6 +115,7 @@ class BackwardEnd:
                 for root in self.roots:
                     root.finish_backward()
             self.roots = []
+            all_landed()
         except BaseException:
             self._restore()  # now: the traceback keeps this object
             raise
@@ -127,6 +128,15 @@ class BackwardEnd:
         roots, self.roots = self.roots, []
         for root in roots:
             root.on_failed_backward(self)
+
+
+# Called when the gradients of a backward, or of `reduce_held`, have landed on all parameters.
+WHEN_LANDED: Final[list[Callable[[], None]]] = []
+
+
+def all_landed() -> None:
+    for callback in WHEN_LANDED:
+        callback()
 
 
 _ROOTS: Final[WeakSet[Root]] = WeakSet()
@@ -794,3 +804,4 @@ def reduce_held(units: Sequence[Unit]) -> None:
         if root.iteration is not None and root.iteration.end is not None:
             root.reset("its backward did not finish")
         root.reduce_held()
+    all_landed()

@@ -19,6 +19,7 @@ from composable import (
     apply_optimizer_in_backward,
     checkpoint,
     fully_shard,
+    local_steps,
     no_sync,
     register_comm_hook,
     replicate,
@@ -211,6 +212,21 @@ def test_39_optimizers_in_backward_step_on_the_mean() -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-11)
 
 
+@spmd(ranks=2)
+def test_39_a_compiler_leaves_optimizers_in_backward_outside_of_graphs() -> None:
+    model, eager = _model(), _model()
+    for each in (model, eager):
+        replicate(each)
+        apply_optimizer_in_backward(torch.optim.AdamW, each.parameters(), {"lr": 0.1})
+    with fresh_compiler(), torch._dynamo.config.patch(compiled_autograd=True):
+        step = torch.compile(lambda x: model(x).square().mean().backward(), backend="eager")
+        for number in range(2):
+            step(_batch(number))
+    for number in range(2):
+        eager(_batch(number)).square().mean().backward()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @spmd(ranks=2)
 def test_39_recomputation_is_part_of_the_backward(compiled: bool) -> None:
@@ -323,12 +339,18 @@ def _hybrid(model: nn.Module) -> None:
     fully_shard(model, mesh=mesh, policy={nn.Linear})
 
 
+def _counted(model: nn.Module) -> None:
+    replicate(model)
+    local_steps(model, apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}), every=2)
+
+
 REFUSED: Final[dict[str, tuple[Callable[[nn.Module], object], str]]] = {
     "communication hook": (_hooked, "has a communication hook"),
     "shards": (_beside_shards, "has shards"),
     "shards that are freed": (lambda model: fully_shard(model, policy={nn.Linear}), "has shards"),
     "shards on two dimensions": (_hybrid, "has shards"),
     "a cast": (lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16)), "mixed precision policy"),
+    "steps in backward that are counted": (_counted, "local_steps counts the backwards"),
     "sparse gradients": (_looked_up, "has sparse gradients"),
     "mixed precision": (
         lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float32)),
