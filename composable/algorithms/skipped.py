@@ -82,9 +82,12 @@ class _Skipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, unit: Unit) -> Tensor:
         ctx.unit = unit
+        ctx.save_for_backward(anchor)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:
         ctx.unit.fed = True  # with zeros
+        # Inside of a checkpointed part this starts the recomputation, as what a module saves does on ranks that compute it.
+        _ = ctx.saved_tensors
         return None, gradient, None

@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import logging
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
@@ -44,10 +46,10 @@ from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
-from composable.memory.torch_private import backward_id, in_backward, on_backward_end, outside_transforms
+from composable.memory.torch_private import backward_id, current_node, in_backward, on_backward_end, outside_transforms
 
 if TYPE_CHECKING:
-    from composable.engine.unit import Unit
+    from composable.engine.unit import Unit, UnitCall
 
 logger = logging.getLogger("composable")
 
@@ -69,6 +71,7 @@ class Iteration:
         last: units that `reshard_after_forward=None` keeps until a forward enters another unit over the same ranks.
         untracked: units that backward may need without entering them: an output aliases a parameter, or none was found to watch.
         end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that backward raised.
+        calls: of units with gradients, as they began. Recomputation looks for them.
         active: units that backward has entered and not left.
         to_reduce: units that backward has entered, or brought a gradient to, since they were last reduced.
         entered: units that backward has entered.
@@ -84,6 +87,7 @@ class Iteration:
         self.last: list[Unit] = []
         self.untracked: dict[Unit, None] = {}
         self.end: ref[BackwardEnd] | None = None
+        self.calls: list[UnitCall] = []
         self.active: list[Unit] = []
         self.to_reduce: dict[Unit, None] = {}
         self.entered: dict[Unit, None] = {}
@@ -467,6 +471,7 @@ class Root:
         if unit in iteration.active:
             if LISTENERS and not unit.is_unsharded:
                 tell(Event.BACK, unit, now=True)
+            self._note_graph(unit)  # also where a recomputation has entered it
             self._gather(unit, ())  # another output of it; a recomputation may have freed it
             return
         if LISTENERS:
@@ -484,12 +489,38 @@ class Root:
             if finished[position] is unit:
                 del finished[position:]
                 break
-        if torch.is_grad_enabled():  # create_graph=True: the new nodes need the parameters, and lie in no call
-            iteration.builds_graph = True
-            self._pinned[unit] = None
-            unit.keep(self)
+        self._note_graph(unit)
         self._gather(unit, _ahead(unit, reversed(finished)))
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
+
+    def _note_graph(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():  # create_graph=True: the new nodes need the parameters, and lie in no call
+            self._iteration.builds_graph = True
+            self._pinned[unit] = None
+            unit.keep(self)
+
+    def note_call(self, call: UnitCall) -> None:
+        """A forward with gradients has begun."""
+        calls = self._iteration.calls
+        calls.append(call)
+        if len(calls) > _REMEMBERED:
+            del calls[: _REMEMBERED // 2]
+
+    def before_recomputation(self, unit: Unit) -> None:
+        """Checkpointing is about to run a forward of `unit` again, for the node that backward is at.
+
+        Whether this is a node of the last unit in the checkpointed part, or one behind it, differs between ranks if some skip that
+        unit. So backward enters the unit now: on all ranks before the recomputation gathers others.
+        """
+        calls, entry = self._iteration.calls, None
+        for index in range(bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1):
+            call = calls[index]
+            entry = entry or call.entry
+            if call.unit is unit:  # otherwise the part ran without gradients: reentrant checkpointing
+                if entry is not None:
+                    with torch.no_grad():  # of the backward; recomputations have gradients
+                        entry()
+                return
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
@@ -636,7 +667,7 @@ class Root:
         if goes_on:
             following = self.iteration = Iteration(iteration.stream)
             following.finished, following.untracked = iteration.finished, iteration.untracked
-            following.last = iteration.last
+            following.last, following.calls = iteration.last, iteration.calls
         else:
             release_idle_memory()
 

@@ -85,18 +85,21 @@ class UnitSpec:
 
 
 @dataclass(slots=True)
-class _Call:
+class UnitCall:
     """One call of a unit's module.
 
     Attributes:
         since: the number of autograd's next node when it began.
         root: None if the call recomputes what checkpointing dropped.
         entered: `enter` did not raise.
+        entry: called where backward comes to it; None if backward does not.
     """
 
+    unit: Unit
     since: int
     root: Root | None
     entered: bool = False
+    entry: Entry | None = None
 
 
 class Unit:
@@ -156,7 +159,7 @@ class Unit:
         self.unhooked: dict[ManagedParam, None] = {}
         self.around: dict[Unit, None] = {}
         self.trains = self.fed = self.starved = self.reduces_by_arrival = False
-        self._calls: list[_Call] = []  # that are under way
+        self._calls: list[UnitCall] = []  # that are under way
         self._to_run: list[nn.Module] = []  # of several modules, those that have not run in this forward
         self._swap = ParameterSwap(())
         self._buffers = BufferCasts(())
@@ -416,9 +419,11 @@ class Unit:
         if self.root is not None and not self.root.eager_because:  # then backwards have no iteration
             recomputes = in_backward() or backward_is_compiled()
         root = None if recomputes else root_for_call(self, module)  # may reset, which forgets all calls
-        call = _Call(next_node(), root)
+        call = UnitCall(self, next_node(), root)
         self._calls.append(call)  # before anything else that may raise: `on_error` takes it back
         if root is None:
+            if self.root is not None and self.root.iteration is not None:
+                self.root.before_recomputation(self)
             # Checkpointing runs this forward again: no order is recorded and nothing resharded, backward needs it next.
             if LISTENERS:
                 tell(Event.ENTER, self, self.modules.index(module), now=True)
@@ -426,6 +431,8 @@ class Unit:
             self.wait_for_unshard()
         else:
             root.enter_forward(self, module)
+            if torch.is_grad_enabled():
+                root.note_call(call)
             if not self._to_run:
                 self._to_run = list(self.modules)
         call.entered = True
@@ -468,7 +475,7 @@ class Unit:
             self._to_run.remove(module)
         root.leave_forward(self, keep=keep, complete=not self._to_run)
 
-    def _watch(self, module: nn.Module, output: Any, call: _Call) -> tuple[Any, bool]:
+    def _watch(self, module: nn.Module, output: Any, call: UnitCall) -> tuple[Any, bool]:
         """Let `pre_backward` be called before backward goes through `output`. Returns it, and whether parameters must outlive forward."""
         root = call.root
         if root is not None and not root.eager_because:
@@ -480,6 +487,7 @@ class Unit:
             if LISTENERS:
                 tell(Event.OUTPUT, self, trained is not None)
             self.pending += 1
+            call.entry = entry
             if trained is not None:
                 trained.forwards += 1
                 trained.forwards_left += 1

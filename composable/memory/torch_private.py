@@ -63,6 +63,11 @@ def made_since(number: int, node: torch.autograd.graph.Node) -> bool:
     return node._sequence_nr() >= number
 
 
+def current_node() -> int:
+    """The number of the node that this thread's backward runs."""
+    return torch._C._current_autograd_node()._sequence_nr()
+
+
 # Sets the version counter of each tensor. torch has a context that restores counters with it, which FSDP2 uses.
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 

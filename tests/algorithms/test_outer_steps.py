@@ -514,7 +514,7 @@ def test_bad_numbers_and_moments_are_refused_on_every_rank() -> None:
     ):
         with pytest.raises(AnnotationError, match=f"^local_steps: {message}"):
             local_steps(model, optimizer, **options)  # type: ignore[arg-type]
-    with pytest.raises(OptimizerError, match="^local_steps: the list of optimizers is empty"):
+    with pytest.raises(OptimizerError, match=r"^local_steps: the list of optimizers is empty"):
         local_steps(model, [], every=2)
     loss = model(torch.arange(6, device=current_device())).sum()
     with pytest.raises(PhaseError, match=r"^local_steps: unit '\(root\)' is in the middle of a step"):
