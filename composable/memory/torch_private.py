@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -318,3 +319,7 @@ def cannot_coalesce(error: RuntimeError) -> bool:
 def active_ddp() -> DistributedDataParallel | None:
     """The `DistributedDataParallel` whose forward is running."""
     return DistributedDataParallel._active_ddp_module
+
+
+# The hooks that a `Join` calls on ranks without data, in order.
+join_hooks: Callable[[Join], list[JoinHook]] = attrgetter("_join_hooks")
