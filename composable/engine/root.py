@@ -185,6 +185,9 @@ class Root:
         self._current: list[Unit] = []  # of the forward that is under way
         self._cursor = 0  # in `order`
         self._outermost: nn.Module | None = None
+        self._with_gradients = False  # the forward that is under way
+        self._unknown = False  # no rank has computed some frozen unit in it
+        self._trained: list[Unit] = []  # units, in the last forward
         self._tree = TreeWatch(module)
         self._gone = False
         self.eager_because = NOT_ON
@@ -254,8 +257,12 @@ class Root:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, unit: Unit, module: nn.Module) -> None:
-        """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the next one's gather."""
+    def enter_forward(self, unit: Unit, module: nn.Module, given: int | None) -> None:
+        """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the next one's gather.
+
+        Args:
+            given: see `Unit.given`.
+        """
         if LISTENERS:
             if not self.running and (scope := listener()) is not None:
                 scope.begin(self)
@@ -271,7 +278,9 @@ class Root:
                 self._free_last(unit)
             self._record(unit)
             if not self._verified:
-                self._check_order(unit)
+                given = self._check_order(unit, given)
+            if given is not None and self._with_gradients:
+                unit.given = given
             self._gather(unit, _ahead(unit, islice(self.order, self._cursor, None)))
         except BaseException:
             self.on_error(unit)
@@ -280,6 +289,7 @@ class Root:
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
         iteration, grad = self.iteration, torch.is_grad_enabled()
+        self._with_gradients = grad
         if iteration is None and self._pinned:
             # No backward can go through a graph any more that was made before an optimizer step.
             for unit in [unit for unit in self._pinned if grad or any(group.is_stale for group in unit.groups)]:
@@ -318,6 +328,11 @@ class Root:
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
         self._preparation.prepare()
+        trained = [unit for unit in self.units if unit.trains]
+        if trained != self._trained:
+            self._trained = trained
+            for unit in self.units:
+                unit.given = None  # what is frozen before a unit decides, too
 
     def _free_last(self, unit: Unit) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay: not all of these run `unit`."""
@@ -380,9 +395,11 @@ class Root:
     def _end_forward(self, *, grad: bool) -> None:
         iteration = self._iteration
         if not self._verified:
-            self._check_order(None)
-            warn_of_equal_shards(self.units)
-            self._verified = True
+            self._check_order(None, None)
+            if not self._unknown:
+                warn_of_equal_shards(self.units)
+                self._verified = True
+            self._unknown = False
         self.order, self._current, self._cursor = self._current, [], 0
         self._outermost = None
         if iteration.end is None:
@@ -398,14 +415,15 @@ class Root:
             release_idle_memory()
         wait_for_traffic()
 
-    def _check_order(self, unit: Unit | None) -> None:
-        """In the first forward: all ranks enter the same unit, or end."""
+    def _check_order(self, unit: Unit | None, given: int | None) -> int | None:
+        """In the first forward: all ranks enter the same unit, or end. Returns what is `given` on ranks that compute it."""
         found = unit if unit is not None else next(u for u in self.units if u.is_sharded and u.mesh_info.all.size > 1)
         comm = found.mesh_info.all
         if comm.size == 1 or not found.is_sharded:
-            return
+            return given
         mine = len(self.units) if unit is None else self._indices[unit]
-        lowest, highest = comm.min_max([mine], f"check of the order of units at unit '{found.name}'")
+        code = -1 if given is None else given
+        (lowest, _), (highest, code) = comm.min_max([mine, code], f"check of the order of units at unit '{found.name}'")
         if lowest != highest:
             said = comm.all_gather_ints([mine], "exchange of the order of units")
             does = [*(f"runs '{each.name}'" for each in self.units), "ends"]
@@ -414,6 +432,10 @@ class Root:
                 f"the ranks run different units in the first forward: {', '.join(where)}. Every rank must run the same annotated "
                 "modules in the same order. If data decides what runs, annotate a module around it"
             )
+        if code >= 0:
+            return code
+        self._unknown |= unit is not None and not unit.trains
+        return None
 
     # --- backward ---------------------------------------------------------------------------------------------------
 

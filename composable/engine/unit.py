@@ -25,6 +25,7 @@ from composable.compilation import backward_is_compiled, backward_will_be_compil
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import on_undo
 from composable.contract.traversal import SHARD, Place, names_below
+from composable.contract.values import tensors_in
 from composable.engine.accumulation import Accumulation
 from composable.engine.comm_hooks import CommHook, attach_hooks
 from composable.engine.grad_bucket import GradBucket
@@ -127,6 +128,8 @@ class Unit:
         unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are still to be called.
         around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
+        given: of a frozen unit, how ranks that compute it did so last: 0 without autograd, 1 with inputs that require no gradients,
+            2 with inputs that do. Backward comes to it in the last case only. None: not known.
         fed: a backward has brought gradients since the last step. starved: one has entered the unit, and none brought any.
     """
 
@@ -159,6 +162,7 @@ class Unit:
         self.unhooked: dict[ManagedParam, None] = {}
         self.around: dict[Unit, None] = {}
         self.trains = self.fed = self.starved = self.reduces_by_arrival = False
+        self.given: int | None = None
         self._calls: list[UnitCall] = []  # that are under way
         self._to_run: list[nn.Module] = []  # of several modules, those that have not run in this forward
         self._swap = ParameterSwap(())
@@ -413,8 +417,8 @@ class Unit:
     # --- the four hooks ---------------------------------------------------------------------------------------------
 
     @untraced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Pre-forward."""
+    def enter(self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True) -> tuple[Any, Any]:
+        """Pre-forward. Not `computes`: the unit takes part in communication only."""
         recomputes = in_backward() and self.root is not None and self.root.iteration is not None
         if self.root is not None and not self.root.eager_because:  # then backwards have no iteration
             recomputes = in_backward() or backward_is_compiled()
@@ -430,7 +434,7 @@ class Unit:
             self.unshard()
             self.wait_for_unshard()
         else:
-            root.enter_forward(self, module)
+            root.enter_forward(self, module, self._given(args, kwargs) if computes and not self.trains else None)
             if torch.is_grad_enabled():
                 root.note_call(call)
             if not self._to_run:
@@ -444,6 +448,11 @@ class Unit:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
         return args, kwargs
+
+    def _given(self, args: Any, kwargs: Any) -> int:
+        if not torch.is_grad_enabled():
+            return 0
+        return 2 if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))) else 1
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         """Post-forward."""
@@ -549,7 +558,7 @@ class Unit:
     def shadow(self, event: Event, detail: int) -> None:
         """On a rank without data: do what another rank says that it does, and compute nothing. See `shadow.py`."""
         if event is Event.ENTER:
-            self.enter(self.modules[detail], (), {})
+            self.enter(self.modules[detail], (), {}, computes=False)
         elif event is Event.LEAVE:
             self.depth -= 1
             self._end_call(self.modules[detail // 2], self._calls.pop().root, keep=bool(detail % 2))

@@ -237,6 +237,76 @@ def test_34_checkpointed_parts_with_skipped_layers_inside_of_join() -> None:
         torch.testing.assert_close(full(parameter.detach()), value.detach(), rtol=1e-9, atol=1e-11)
 
 
+class Tower(Model):
+    """A frozen tower, whose inputs require no gradients; ranks without an image pass through what does."""
+
+    def __init__(self, without_graph: bool, all_have_the_first: bool) -> None:
+        super().__init__(first=False)
+        self.tower = nn.Sequential(nn.Linear(4, 4), Block()).requires_grad_(False)
+        self._without_graph = without_graph
+        self._all_have_the_first = all_have_the_first
+
+    def forward(self, x: Tensor, keeps: list[bool]) -> Tensor:
+        hidden = self.embedding(x)
+        if keeps[0] or self._all_have_the_first:
+            with torch.set_grad_enabled(not self._without_graph and torch.is_grad_enabled()):
+                seen = self.tower(x)
+            hidden = hidden + seen
+        else:
+            hidden = skipped(self.tower, hidden)
+        self._all_have_the_first = False
+        for layer in self.layers:
+            hidden = layer(hidden)
+        y: Tensor = self.head(hidden)
+        return y
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("all_have_the_first", [True, False])
+@pytest.mark.parametrize("without_graph", [True, False])
+def test_34_backward_does_not_come_to_a_frozen_tower_of_images(without_graph: bool, all_have_the_first: bool) -> None:
+    torch.manual_seed(0)
+    alone, model = (Tower(without_graph, False).double().to(current_device()) for _ in range(2))
+    model._all_have_the_first = all_have_the_first
+    fully_shard(model, policy={nn.Linear, Block})
+    if all_have_the_first:
+        _loss(model, dist.get_rank(), 0).backward()
+        model.zero_grad()
+    optimizers = [torch.optim.SGD([p for p in each.parameters() if p.requires_grad], lr=0.1) for each in (alone, model)]
+    for step in range(6):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for rank in range(2):
+            (_loss(alone, rank, step) / 2).backward()
+        _loss(model, dist.get_rank(), step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for parameter, value in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(full(parameter.detach()), value.detach(), rtol=1e-9, atol=1e-11)
+
+
+@spmd(ranks=2)
+def test_34_frozen_layers_are_skipped_while_more_and_more_is_trained() -> None:
+    alone, model = _make(first=False), _make(first=False)
+    _shard_inside(model)
+    for step in range(9):
+        for each in (alone, model):
+            each.zero_grad()
+            if step % 3 == 0:
+                each.layers.requires_grad_(False)
+                each.embedding.requires_grad_(step > 0)
+        if step == 6:
+            with torch.no_grad():
+                model(torch.ones(2, 4, dtype=torch.float64, device=current_device()), [True] * 3)
+        for rank in range(2):
+            (_loss(alone, rank, step) / 2).backward()
+        _loss(model, dist.get_rank(), step).backward()
+        for parameter, value in zip(model.parameters(), alone.parameters(), strict=True):
+            assert (parameter.grad is None) == (value.grad is None)
+            if value.grad is not None:
+                torch.testing.assert_close(full(parameter.grad), value.grad, rtol=1e-9, atol=1e-11)
+
+
 @spmd(ranks=2)
 def test_34_skipped_without_gradients() -> None:
     model = _make(first=False)
