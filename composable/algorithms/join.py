@@ -6,13 +6,16 @@ which units it enters and leaves (`composable.engine.shadow`), and which functio
 same without computing. They are told each time, and not by a record of an earlier step: so a rank may have no data at all, and
 steps may differ. While all ranks have data, nothing but the sums is sent.
 
+Other joinables of the same `Join` have collectives of their own. They announce them by `Join.notify_join_context`, which is taken as a
+forward is: the source says which joinable it is, and the others call its hook.
+
 Between two forwards all ranks run sums of one number, so that a rank that leaves the scope finds its first sum wherever the
 others are:
 
 | sum | means |
 |---|---|
 | 0 | no rank has data any more |
-| at most the number of ranks | so many ranks have data, and begin a forward |
+| at most the number of ranks | so many ranks have data, and begin a forward, or the turn of another joinable |
 | `_CALL` | the source calls something, and says what |
 
 An iteration is closed by one sum and the next begins with another, both of ones. Ranks in `Join.__exit__` take part in the first
@@ -24,7 +27,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any, Final
 from weakref import ref
 
@@ -42,10 +45,10 @@ from composable.engine.accumulation import SyncMode
 from composable.engine.param import is_unreduced, unit_of
 from composable.engine.prepare import broadcast_buffers
 from composable.engine.root import Root
-from composable.engine.shadow import LISTENERS, Event
+from composable.engine.shadow import LISTENERS, Event, listener
 from composable.engine.unit import Unit
 from composable.errors import MeshError, NonFiniteError, OptimizerError, PhaseError
-from composable.memory.torch_private import locals_of
+from composable.memory.torch_private import join_hooks, locals_of
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import stepped_in_backward
 from composable.optim.scaler import unscale_gradients
@@ -64,6 +67,7 @@ class ModelJoinable(Joinable):
 
     def __init__(self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], carried: Sequence[Any]) -> None:
         super().__init__()
+        _hear_of_joins()
         self.models = list(models)
         self.optimizers = list(optimizers)
         self.carried = list(carried)
@@ -118,6 +122,8 @@ class _Scope(JoinHook):
         self.narrates = False
         self.running = first.comm.size
         self._members: list[ModelJoinable] = []
+        self._others: list[Joinable] = []  # of the same `Join`
+        self._their_hooks: list[JoinHook] = []
         self._first = first
         self._comm = first.comm
         self._group, self._device = first.join_process_group, first.join_device
@@ -169,6 +175,14 @@ class _Scope(JoinHook):
                     self._undo += _scale_gradients(unit, ref(self))
         return self if member is self._first else JoinHook()
 
+    def take(self, joinables: Sequence[Joinable], hooks: list[JoinHook]) -> None:
+        """Call the hooks of other joinables from this one's, when the source says so, and in the end after this one's."""
+        for joinable, hook in zip(joinables, [*hooks], strict=True):
+            if not isinstance(joinable, ModelJoinable):
+                self._others.append(joinable)
+                self._their_hooks.append(hook)
+        hooks[:] = [*(hook for hook in hooks if hook not in self._their_hooks), *map(_AtTheEnd, self._their_hooks)]
+
     # --- sums and messages ------------------------------------------------------------------------------------------
 
     def _sum(self, mine: float) -> float:
@@ -218,16 +232,20 @@ class _Scope(JoinHook):
         self._used = True
         if not self._listens:
             return
-        if not self._first._join_config.is_first_joinable:
-            raise PhaseError(
-                "joinable: a model that is annotated must be the first joinable of its Join, since it says before each forward which "
-                "ranks have data: Join([joinable(model, optimizer), other])"
-            )
         if self._first._join_config.throw_on_early_termination:
             work = Join.notify_join_context(self._first)
             if work is not None:
                 work.wait()
             return
+        problem = self._foreign(root)
+        self._announce(problem or "forward", self._trains())
+        if self.narrates:
+            self._phase = "forward"
+        if problem is not None:
+            raise problem
+
+    def _announce(self, *what: Any) -> None:
+        """Count the ranks that have data, and say to the others what begins: a forward, or the turn of another joinable."""
         if self._phase:
             self._tell(Event.LOST, 0, 0, now=True)
         self._said, self._phase = [], ""
@@ -236,13 +254,27 @@ class _Scope(JoinHook):
         self._open = True
         self.running = int(self._sum(1.0))
         self.narrates = self.running < self._comm.size
-        problem = self._foreign(root)
         if self.narrates:
             self._meet()
-            self._object(problem)
-            self._phase = "forward"
-        if problem is not None:
-            raise problem
+            self._object(what)
+
+    def turn(self, other: Joinable) -> bool:
+        """Another joinable is about to communicate. Returns whether it is one of this scope's `Join`, which says so itself."""
+        config = self._first._join_config
+        if not config.enable or config.throw_on_early_termination or other not in self._others:
+            return False
+        if not self._shadows:
+            self._announce("turn", self._others.index(other))
+        return True
+
+    def _trains(self) -> bytes:
+        """Which parameters are not frozen."""
+        return bytes(parameter.requires_grad for parameter in self._parameters)
+
+    def _freeze(self, trains: bytes) -> None:
+        for parameter, flag in zip(self._parameters, trains, strict=True):
+            if parameter.requires_grad != bool(flag):
+                parameter.requires_grad_(bool(flag))
 
     def _foreign(self, root: Root) -> Exception | None:
         """Find what is wrong with a root: it has units that this scope does not know."""
@@ -274,7 +306,8 @@ class _Scope(JoinHook):
             if missing is not None:
                 self._call("raise", missing)
                 raise missing
-            self._call("backward", [_MODES.index(unit.accumulation.now) for unit in self._units], *self._cleared())
+            modes = [_MODES.index(unit.accumulation.now) for unit in self._units]
+            self._call("backward", self._trains(), modes, *self._cleared())
             self._phase = "backward"
         self.tell(Event.OPEN, root.units[0], 0, now=False)
 
@@ -350,11 +383,6 @@ class _Scope(JoinHook):
                 )
             if self.narrates:
                 self._call("step", self._optimizers.index(optimizer), _options_of(optimizer))
-        elif isinstance(optimizer, Joinable) and optimizer._join_config.enable and self._open:
-            # `Join` calls its hook next, on ranks without data. The next forward begins with one sum.
-            if self.narrates:
-                self._call("yield")
-            self._open = False
 
     def _cleared(self) -> tuple[list[int], list[int]]:
         """Find the parameters whose gradients are None, and those whose gradients were set to zero since the last backward."""
@@ -393,21 +421,21 @@ class _Scope(JoinHook):
             torch.set_grad_enabled(grad)
 
     def _follow_iteration(self) -> bool:
-        """Shadow one forward and what follows it; returns whether another forward comes."""
+        """Shadow one forward, or call the hook of another joinable, and do what follows; returns whether there is more to come."""
         self._meet()
-        problem = self._object()
-        if problem is not None:
-            raise problem
-        try:
-            self._follow(in_backward=False)
-        except _LostStepError:
-            self._reset()
+        what, detail = self._object()
+        if what == "turn":
+            self._their_hooks[detail].main_hook()
+        elif what == "forward":
+            self._freeze(detail)
+            try:
+                self._follow(in_backward=False)
+            except _LostStepError:
+                self._reset()
+        else:
+            raise what
         while (said := self._sum(0.0)) >= _CALL:
-            what, *args = self._object()
-            if what == "yield":
-                self._open = False
-                return False
-            self._perform(what, *args)
+            self._perform(*self._object())
         return said > 0
 
     def _follow(self, *, in_backward: bool) -> None:
@@ -450,7 +478,8 @@ class _Scope(JoinHook):
                 scale, allow_fp16 = args[1:]
                 unscale_gradients(parameters, torch.tensor(scale, device=self._device), allow_fp16)
 
-    def _follow_backward(self, modes: list[int], none: list[int], zeroed: list[int]) -> None:
+    def _follow_backward(self, trains: bytes, modes: list[int], none: list[int], zeroed: list[int]) -> None:
+        self._freeze(trains)
         self._clear(none, zeroed)
         scope = object()
         for unit, mode in zip(self._units, modes, strict=True):
@@ -499,19 +528,57 @@ class _Scope(JoinHook):
         """Ranks without data take what is not trained by gradients from one that had data to the end."""
         self.source = source
         optimizers, carried = self._optimizers, self._carried
-        state = [_options_of(each) for each in optimizers], [each.state_dict() for each in carried], self._cleared()
-        options, states, cleared = self._object(state)
+        state = (
+            [_options_of(each) for each in optimizers],
+            [each.state_dict() for each in carried],
+            self._cleared(),
+            self._trains(),
+        )
+        options, states, cleared, trains = self._object(state)
         broadcast_buffers(self._units, source, saved=False)
         stepped = {id(p) for each in optimizers for p in _parameters_of(each)}
         replicated = [param.at_rest for unit in self._units if not unit.is_sharded for param in unit.params]
         unknown = [p for p in replicated if id(p) not in stepped and stepped_in_backward([p]) is None]
         self._comm.broadcast(locals_of(unknown), "broadcast of parameters after join", source)
         if not is_last_joiner:
+            self._freeze(trains)
             for optimizer, option in zip(optimizers, options, strict=True):
                 _set_options(optimizer, option)
             for each, its_state in zip(carried, states, strict=True):
                 each.load_state_dict(its_state)
             self._clear(*cleared)
+
+
+class _AtTheEnd(JoinHook):
+    """The hook of another joinable, without what the scope calls."""
+
+    def __init__(self, hook: JoinHook) -> None:
+        self.post_hook = hook.post_hook  # type: ignore[method-assign]
+
+
+@cache
+def _hear_of_joins() -> None:
+    """Let a scope know of the other joinables of its `Join`, and of what they say to it."""
+    make, notify = Join.__init__, Join.notify_join_context
+
+    @wraps(make)
+    def made(join: Join, joinables: list[Joinable], *args: Any, **kwargs: Any) -> None:
+        make(join, joinables, *args, **kwargs)
+        # By now `joinable`s have opened the scope.
+        for each in LISTENERS if any(isinstance(joinable, ModelJoinable) for joinable in joinables) else ():
+            scope = each()
+            assert isinstance(scope, _Scope)
+            scope.take(joinables, join_hooks(join))
+
+    @wraps(notify)
+    def notified(joinable: Joinable) -> Any:
+        scope = listener()
+        if isinstance(scope, _Scope) and scope.turn(joinable):
+            return None
+        return notify(joinable)
+
+    Join.__init__ = made  # type: ignore[method-assign, assignment]
+    Join.notify_join_context = staticmethod(notified)  # type: ignore[method-assign]
 
 
 class _Shadow(torch.autograd.Function):
@@ -580,8 +647,9 @@ def joinable(model: nn.Module, *others: Any) -> Joinable:
     ranks have the same parameters and the same states of optimizers in the end. Buffers of replicated models follow a rank
     that has data. `join(model, optimizer)` is the short form.
 
-    It must be the first joinable of its `Join`. A `ZeroRedundancyOptimizer` over a replicated model may be another one. Keyword
-    arguments of `Join`: `divide_by_initial_world_size`, see `join`.
+    Other joinables may stand before or behind it in the list, and be called before or after it: a `ZeroRedundancyOptimizer` over a
+    replicated model, a `DistributedDataParallel`, one of your own that calls `Join.notify_join_context` before its collectives.
+    Keyword arguments of `Join`: `divide_by_initial_world_size`, see `join`.
 
     Args:
         model: annotated, all of it on the same ranks.

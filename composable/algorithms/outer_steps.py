@@ -13,15 +13,20 @@ difference is taken and sent some steps before the end of the round, and travels
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from composable.algorithms.averaging import REPLICAS, Over, average_parameters, comm_over, mesh_info_around
 from composable.api.comm_hooks import refuse_moment
@@ -31,10 +36,11 @@ from composable.comm.base import DONE, Work
 from composable.compilation import untraced, unwrapped
 from composable.engine.comm_hooks import ALL_REDUCE, cut_flat
 from composable.engine.loading import shard_like
-from composable.engine.param import dtensor_parameter, gradient_like
+from composable.engine.param import dtensor_parameter, gradient_like, label_of
 from composable.engine.unit import Unit
-from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, PhaseError, few
+from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, OptimizerError, PhaseError, few
 from composable.memory.torch_private import local_of
+from composable.optim.in_backward import OptimizerInBackward
 from composable.optim.local_steps import is_stand_in
 from composable.state.whole import Managed, managed_in
 
@@ -131,20 +137,20 @@ class LocalSteps:
     An exception that leaves the context changes nothing: replicas differ then, and stay apart until `remove()`.
 
     Args:
-        model, optimizer, rounds: as given to `local_steps`.
+        model, optimizers, rounds: as given to `local_steps`.
         outer: the outer optimizer, of the backups.
         messages: one per unit and dtype.
         infos: what units reduce their gradients over from now on.
 
     Attributes:
         outer: the outer optimizer. Schedules may change its learning rate.
-        steps: of the inner optimizer so far.
+        steps: of the inner optimizers so far.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         rounds: _Rounds,
         outer: Optimizer,
         messages: Sequence[_Message],
@@ -159,13 +165,32 @@ class LocalSteps:
         for unit, info in infos.items():
             if info is not unit.mesh_info:
                 unit.set_mesh_info(info)
-        self._hook: Any = optimizer.register_step_post_hook(self._after_step)
+        self._undo: list[Callable[[], object]] = []
+        # Optimizers in backward step together, and not each of them in every backward: they count as one, named None.
+        self._inner = dict.fromkeys(None if isinstance(each, OptimizerInBackward) else each for each in optimizers)
+        self._stepped: dict[Optimizer | None, None] = {}  # since all of them have
+        for each in optimizers:
+            if isinstance(each, OptimizerInBackward):
+                each.after_step.append(self._after_step)
+                self._undo.append(partial(each.after_step.remove, self._after_step))
+            else:
+                self._undo.append(each.register_step_post_hook(self._after_step).remove)
+        # Gradients, and their versions, that a round has ended with and that other optimizers are going to step by.
+        self._behind: dict[Tensor, tuple[ref[Tensor], int] | None] = {}
+        known = {id(parameter) for each in optimizers for group in each.param_groups for parameter in group["params"]}
+        self._others = [m.param.at_rest for each in messages for m in each.members if id(m.param.at_rest) not in known]
+        if self._others:
+            self._undo.append(register_optimizer_step_pre_hook(partial(_before_any_step, ref(self))).remove)
 
     @untraced
     @torch.no_grad()
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        if is_stand_in(optimizer):
+    def _after_step(self, optimizer: Optimizer | None = None, *_: Any) -> None:
+        if optimizer is not None and is_stand_in(optimizer):
             return  # a step that calls the step of its base class
+        self._stepped[optimizer] = None
+        if len(self._stepped) < len(self._inner):
+            return
+        self._stepped.clear()
         self.steps += 1
         if (self.steps + self._delay) % self._every == 0:
             self._refuse_unfrozen()
@@ -178,6 +203,21 @@ class LocalSteps:
             for message in self._messages:
                 message.write(self._keep)
             self._rounds += 1
+            for parameter in self._others:
+                gradient = parameter.grad
+                self._behind[parameter] = None if gradient is None else (ref(gradient), _version(gradient))
+
+    def refuse_behind(self, optimizer: Optimizer) -> None:
+        """An optimizer that was not passed is about to step: not by gradients of a round that has ended."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient, behind = parameter.grad, self._behind.get(parameter)
+                if gradient is not None and behind is not None and behind[1] == _version(gradient) and behind[0]() is gradient:
+                    raise OptimizerError(
+                        f"{_CALLER}: {type(optimizer).__name__} steps {label_of(parameter)} after the round has ended with the step of "
+                        "another optimizer, so this step would be each replica's own. Pass all optimizers of the model: "
+                        f"{_CALLER}(model, [first, second], ...)"
+                    )
 
     def _outer_step(self) -> None:
         self.outer.step()
@@ -200,7 +240,7 @@ class LocalSteps:
         Raises:
             PhaseError: not between two steps.
         """
-        if self._hook is None:
+        if not self._undo:
             return
         units = [unit for unit in self._units if unit.modules]  # it has none after the annotation was removed
         for unit in units:
@@ -208,8 +248,9 @@ class LocalSteps:
         for message in self._messages:
             if message.flight is not None:
                 message.land()
-        self._hook.remove()
-        self._hook = None
+        for undo in self._undo:
+            undo()
+        self._undo = []
         for unit in units:
             if unit.mesh_info is not unit.spec.mesh_info:
                 unit.set_mesh_info(unit.spec.mesh_info)
@@ -233,17 +274,15 @@ class LocalSteps:
         round, so a checkpoint that resumes exactly is one per replica.
         """
         made = not self.outer.state
-        if made:  # a checkpoint is read into tensors that are there
-            self._make_outer_state()
+        with self._stepped_once() if made else nullcontext():  # a checkpoint is read into tensors that are there
+            outer = {fqn: dict(self.outer.state[backup]) for fqn, backup in self._backups.items()}
         state: dict[str, Any] = {
             "steps": self.steps,
             "rounds": self._rounds,
             "backups": {fqn: backup.detach() for fqn, backup in self._backups.items()},
-            "outer": {fqn: dict(self.outer.state[backup]) for fqn, backup in self._backups.items()},
+            "outer": outer,
             "groups": [{key: value for key, value in group.items() if key != "params"} for group in self.outer.param_groups],
         }
-        if made:
-            self.outer.state.clear()
         if self._delay:
             state["sent"] = {}
             for message in self._messages:
@@ -252,15 +291,27 @@ class LocalSteps:
                     state["sent"][member.fqn] = gradient_like(view, backup)
         return state
 
-    def _make_outer_state(self) -> None:
-        rates = [group["lr"] for group in self.outer.param_groups]
-        for group in self.outer.param_groups:
-            group["lr"] = group["lr"] * 0
+    @contextmanager
+    def _stepped_once(self) -> Iterator[None]:
+        """Step the outer optimizer by zeros, for the state that it makes, and take back all that the step changed."""
+        own, groups = dict(vars(self.outer)), [dict(group) for group in self.outer.param_groups]
+        values = [message.backup.clone() for message in self._messages]
+        for group in self.outer.param_groups:  # a number may be a tensor, which is counted up in place
+            group.update({key: deepcopy(value) for key, value in group.items() if key != "params"})
         for backup in self._backups.values():
             backup.grad = torch.zeros_like(backup)
-        self._outer_step()
-        for group, rate in zip(self.outer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        try:
+            self._outer_step()
+            yield
+        finally:
+            vars(self.outer).clear()
+            vars(self.outer).update(own)
+            self.outer.state.clear()
+            for group, before in zip(self.outer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(before)
+            for message, value in zip(self._messages, values, strict=True):
+                message.backup.copy_(value)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -299,6 +350,16 @@ class LocalSteps:
                 message.flight = torch.cat(sent), DONE
 
 
+def _version(gradient: Tensor) -> int:
+    return _local(gradient)._version
+
+
+def _before_any_step(steps: ref[LocalSteps], optimizer: Optimizer, *_: Any) -> None:
+    found = steps()
+    if found is not None and not is_stand_in(optimizer):
+        found.refuse_behind(optimizer)
+
+
 def _like(value: Any, backup: nn.Parameter) -> Any:
     """A copy of a value, which is sharded as `backup` if it has its shape."""
     if not isinstance(value, Tensor):
@@ -335,7 +396,7 @@ def _info_inside(unit: Unit, comm: Comm, over: Over) -> MeshInfo:
 @torch.no_grad()
 def local_steps(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     every: int,
     *,
     over: Over = REPLICAS,
@@ -356,7 +417,8 @@ def local_steps(
 
     Args:
         model: a model that is replicated, or sharded over one dimension of a mesh of two.
-        optimizer: the inner one. Its steps are counted, by a hook.
+        optimizer: the inner one, or a list of all that step the model. Steps are counted by hooks: one when each of them has
+            stepped. Those of `apply_optimizer_in_backward` step at the end of a backward that reduces, together.
         every: its steps in a round.
         over: the replicas, as for `average_parameters`: the whole dimension that replicates, or ranks outside of the mesh that
             the model is annotated with, which then trains by itself on each of them.
@@ -377,6 +439,7 @@ def local_steps(
         AlreadyAnnotatedError: the replicas train apart already.
         MeshError: a unit has no replicas, is sharded over these ranks, or is replicated over more of them.
         PhaseError: not between two steps.
+        OptimizerError: no optimizer. Later: an optimizer that was not passed steps by gradients of a round that has ended.
 
     Example:
         >>> fully_shard(model, mesh=init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard")))
@@ -392,6 +455,11 @@ def local_steps(
         raise AnnotationError(f"{_CALLER}: delay must be from 0 to every - 1 = {every - 1}, got {delay}")
     if not 0 <= keep <= 1:
         raise AnnotationError(f"{_CALLER}: keep must be from 0 to 1, got {keep}")
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+    if not optimizers:
+        raise OptimizerError(
+            f"{_CALLER}: the list of optimizers is empty, so no step would be counted. Pass those that step the model"
+        )
     infos: dict[Unit, MeshInfo] = {}
     comms: dict[Unit, Comm] = {}
     for unit in units_in(_CALLER, model):
@@ -416,4 +484,4 @@ def local_steps(
         raise AnnotationError(f"{_CALLER}: no parameter of a unit in this {type(model).__name__} requires a gradient")
     messages = [_Message(each, comms[unit], offload=offload) for (unit, *_), each in members.items()]
     stepper = (outer or _nesterov)([backup for message in messages for backup in message.backups])
-    return LocalSteps(model, optimizer, _Rounds(every, over, delay, keep), stepper, messages, infos)
+    return LocalSteps(model, optimizers, _Rounds(every, over, delay, keep), stepper, messages, infos)

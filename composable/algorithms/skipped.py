@@ -28,7 +28,8 @@ def skipped(module: nn.Module, x: T) -> T:
 
     Args:
         module: an annotated module; of any other, nothing needs to be done.
-        x: its input: a tensor, or a container of tensors.
+        x: its input: a tensor, or a container of tensors. For a frozen module, where other ranks' inputs require no gradient, it
+            should require none either. If it does, the library goes by the inputs in the first forward, and by those of this rank.
 
     Returns:
         `x`, as another tensor of the graph.
@@ -53,7 +54,7 @@ def _through(module: nn.Module, x: Any, units: list[Unit]) -> Any:
             x = _through(child, x, units)
         return x
     units.remove(unit)
-    unit.enter(module, (), {})
+    unit.enter(module, (), {}, computes=False)
     try:
         if unit.root is not None and not unit.root.eager_because:
             raise PhaseError(
@@ -63,12 +64,16 @@ def _through(module: nn.Module, x: Any, units: list[Unit]) -> Any:
         for child in module.children():
             x = _through(child, x, units)
         anchor = torch.zeros((), device=unit.mesh_info.device, requires_grad=unit.trains)
-        # If the parameters train, backward comes to this unit on ranks that compute it.
-        y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor))
+        # If the parameters train, backward comes to this unit on ranks that compute it. If they are frozen, it does where inputs
+        # require gradients: an image tower's do not, though what this rank passes through may.
+        enters = unit.trains or unit.given in (None, 2)
+        y = map_tensors(x, lambda tensor: _with_a_node(anchor, tensor)) if enters else None
     except BaseException:
         unit.on_error(module)
         raise
-    return unit.leave(module, y)
+    with torch.set_grad_enabled(torch.is_grad_enabled() and (unit.trains or unit.given != 0)):
+        y = unit.leave(module, y)
+    return y if enters else x
 
 
 def _with_a_node(anchor: Tensor, tensor: Tensor) -> Tensor:
@@ -81,8 +86,11 @@ def _with_a_node(anchor: Tensor, tensor: Tensor) -> Tensor:
 class _Skipped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.save_for_backward(anchor)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        # Inside of a checkpointed part this starts the recomputation, as what a module saves does on ranks that compute it.
+        _ = ctx.saved_tensors
         return None, gradient

@@ -25,6 +25,7 @@ from composable.engine.root import Root
 from composable.engine.shadow import LISTENERS
 from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
+from composable.optim.in_backward import counted_in_backward
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,6 +103,8 @@ def _obstacle(root: Root) -> str:
             return f"unit '{unit.name}' has a communication hook"
         if unit.sparse:
             return f"unit '{unit.name}' has sparse gradients"
+        if counted_in_backward(param.at_rest for param in unit.params):
+            return f"local_steps counts the backwards that step unit '{unit.name}'"
         if unit.holds or root.buckets.held or unit.accumulation.now is not SyncMode.REDUCE:
             return f"unit '{unit.name}' accumulates gradients under no_sync"
     return ""

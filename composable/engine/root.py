@@ -21,9 +21,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count, islice
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -44,10 +46,10 @@ from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
 from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
-from composable.memory.torch_private import backward_id, in_backward, on_backward_end, outside_transforms
+from composable.memory.torch_private import backward_id, current_node, in_backward, on_backward_end, outside_transforms
 
 if TYPE_CHECKING:
-    from composable.engine.unit import Unit
+    from composable.engine.unit import Unit, UnitCall
 
 logger = logging.getLogger("composable")
 
@@ -72,6 +74,7 @@ class Iteration:
         last: units that `reshard_after_forward=None` keeps until a forward enters another unit over the same ranks.
         untracked: units that backward may need without entering them: an output aliases a parameter, or none was found to watch.
         end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that backward raised.
+        calls: of units with gradients, as they began. Recomputation looks for them.
         active: units that backward has entered and not left.
         to_reduce: units that backward has entered, or brought a gradient to, since they were last reduced.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
@@ -88,6 +91,7 @@ class Iteration:
         self.last: list[Unit] = []
         self.untracked: dict[Unit, None] = {}
         self.end: ref[BackwardEnd] | None = None
+        self.calls: list[UnitCall] = []
         self.active: list[Unit] = []
         self.to_reduce: dict[Unit, None] = {}
         self.in_flight: list[Unit] = []
@@ -118,6 +122,7 @@ class BackwardEnd:
                 for root in self.roots:
                     root.finish_backward()
             self.roots = []
+            all_landed()
         except BaseException:
             self._restore()  # now: the traceback keeps this object
             raise
@@ -132,6 +137,15 @@ class BackwardEnd:
             root.on_failed_backward(self)
 
 
+# Called when the gradients of a backward, or of `reduce_held`, have landed on all parameters.
+WHEN_LANDED: Final[list[Callable[[], None]]] = []
+
+
+def all_landed() -> None:
+    for callback in WHEN_LANDED:
+        callback()
+
+
 _ROOTS: Final[WeakSet[Root]] = WeakSet()
 _CLOCK: Final = count()  # of forwards and ends of backwards
 _ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()  # by the number of autograd's pass
@@ -142,10 +156,7 @@ def _end_of_backward(root: Root) -> BackwardEnd:
     end = _ENDS.get(number)
     if end is None:
         if backward_is_compiled():
-            raise DifferentiationError(
-                f"compiled autograd runs this backward, and {root.eager_because or NOT_ON}. Gradients would have to be reduced outside "
-                "of its graph, and it does not tell when it ends. Compile the model or its blocks, and leave compiled autograd off"
-            )
+            root.refuse_compiled()
         end = _ENDS[number] = BackwardEnd()
         on_backward_end(end)
     end.roots.append(root)
@@ -184,6 +195,9 @@ class Root:
         self._current: list[Unit] = []  # of the forward that is under way
         self._cursor = 0  # in `order`
         self._outermost: nn.Module | None = None
+        self._with_gradients = False  # the forward that is under way
+        self._unknown = False  # no rank has computed some frozen unit in it
+        self._trained: list[Unit] = []  # units, in the last forward
         self._tree = TreeWatch(module)
         self._gone = False
         self.eager_because = NOT_ON
@@ -256,8 +270,12 @@ class Root:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, unit: Unit, module: nn.Module) -> None:
-        """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the next one's gather."""
+    def enter_forward(self, unit: Unit, module: nn.Module, given: int | None) -> None:
+        """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the next one's gather.
+
+        Args:
+            given: see `Unit.given`.
+        """
         if LISTENERS:
             if not self.running and (scope := listener()) is not None:
                 scope.begin(self)
@@ -273,7 +291,9 @@ class Root:
                 self._free_last(unit)
             self._record(unit)
             if not self._verified:
-                self._check_order(unit)
+                given = self._check_order(unit, given)
+            if given is not None and self._with_gradients:
+                unit.given = given
             self._gather(unit, _ahead(unit, islice(self.order, self._cursor, None)))
         except BaseException:
             self.on_error(unit)
@@ -282,6 +302,7 @@ class Root:
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
         iteration, grad = self.iteration, torch.is_grad_enabled()
+        self._with_gradients = grad
         if iteration is None and self._pinned:
             # No backward can go through a graph any more that was made before an optimizer step.
             for unit in [unit for unit in self._pinned if grad or any(group.is_stale for group in unit.groups)]:
@@ -325,6 +346,11 @@ class Root:
     def prepare(self) -> None:
         """Adopt or refuse what users did to parameters since the last forward."""
         self._preparation.prepare()
+        trained = [unit for unit in self.units if unit.trains]
+        if trained != self._trained:
+            self._trained = trained
+            for unit in self.units:
+                unit.given = None  # what is frozen before a unit decides, too
 
     def _free_last(self, unit: Unit) -> None:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay: not all of these run `unit`."""
@@ -387,9 +413,11 @@ class Root:
     def _end_forward(self, *, grad: bool) -> None:
         iteration = self._iteration
         if not self._verified and not self._is_kept:
-            self._check_order(None)
-            warn_of_equal_shards(self.units)
-            self._verified = True
+            self._check_order(None, None)
+            if not self._unknown:
+                warn_of_equal_shards(self.units)
+                self._verified = True
+            self._unknown = False
         self.order, self._current, self._cursor = self._current, [], 0
         self._outermost = None
         if iteration.end is None:
@@ -419,14 +447,15 @@ class Root:
         """Whether everything is gathered already, so that each rank may run what it likes."""
         return any(unit.kept_by for unit in self.units)
 
-    def _check_order(self, unit: Unit | None) -> None:
-        """In the first forward: all ranks enter the same unit, or end."""
+    def _check_order(self, unit: Unit | None, given: int | None) -> int | None:
+        """In the first forward: all ranks enter the same unit, or end. Returns what is `given` on ranks that compute it."""
         found = unit if unit is not None else next(u for u in self.units if u.is_sharded and u.mesh_info.all.size > 1)
         comm = found.mesh_info.all
         if comm.size == 1 or not found.is_sharded or self._is_kept:
-            return
+            return given
         mine = len(self.units) if unit is None else self._indices[unit]
-        lowest, highest = comm.min_max([mine], f"check of the order of units at unit '{found.name}'")
+        code = -1 if given is None else given
+        (lowest, _), (highest, code) = comm.min_max([mine, code], f"check of the order of units at unit '{found.name}'")
         if lowest != highest:
             said = comm.all_gather_ints([mine], "exchange of the order of units")
             does = [*(f"runs '{each.name}'" for each in self.units), "ends"]
@@ -435,6 +464,10 @@ class Root:
                 f"the ranks run different units in the first forward: {', '.join(where)}. Every rank must run the same annotated "
                 "modules in the same order. If data decides what runs, annotate a module around it"
             )
+        if code >= 0:
+            return code
+        self._unknown |= unit is not None and not unit.trains
+        return None
 
     # --- backward ---------------------------------------------------------------------------------------------------
 
@@ -463,6 +496,12 @@ class Root:
             if unit.reduces_by_arrival:
                 (unit.root or Root.plan(unit, unit.modules[0])).open_backward()
         return iteration
+
+    def refuse_compiled(self) -> NoReturn:
+        raise DifferentiationError(
+            f"compiled autograd runs this backward, and {self.eager_because or NOT_ON}. Gradients would have to be reduced outside "
+            "of its graph, and it does not tell when it ends. Compile the model or its blocks, and leave compiled autograd off"
+        )
 
     def open_backward(self) -> None:
         """A backward is under way from now on."""
@@ -494,6 +533,7 @@ class Root:
         if unit in iteration.active:
             if LISTENERS and not unit.is_unsharded:
                 tell(Event.BACK, unit, now=True)
+            self._note_graph(unit)  # also where a recomputation has entered it
             self._gather(unit, ())  # another output of it; a recomputation may have freed it
             return
         if LISTENERS:
@@ -511,12 +551,38 @@ class Root:
             if finished[position] is unit:
                 del finished[position:]
                 break
-        if torch.is_grad_enabled():  # create_graph=True: the new nodes need the parameters, and lie in no call
-            iteration.builds_graph = True
-            self._pinned[unit] = None
-            unit.keep(self)
+        self._note_graph(unit)
         self._gather(unit, _ahead(unit, reversed(finished)))
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
+
+    def _note_graph(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():  # create_graph=True: the new nodes need the parameters, and lie in no call
+            self._iteration.builds_graph = True
+            self._pinned[unit] = None
+            unit.keep(self)
+
+    def note_call(self, call: UnitCall) -> None:
+        """A forward with gradients has begun."""
+        calls = self._iteration.calls
+        calls.append(call)
+        if len(calls) > _REMEMBERED:
+            del calls[: _REMEMBERED // 2]
+
+    def before_recomputation(self, unit: Unit) -> None:
+        """Checkpointing is about to run a forward of `unit` again, for the node that backward is at.
+
+        Whether this is a node of the last unit in the checkpointed part, or one behind it, differs between ranks if some skip that
+        unit. So backward enters the unit now: on all ranks before the recomputation gathers others.
+        """
+        calls, entry = self._iteration.calls, None
+        for index in range(bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1):
+            call = calls[index]
+            entry = entry or call.entry
+            if call.unit is unit:  # otherwise the part ran without gradients: reentrant checkpointing
+                if entry is not None:
+                    with torch.no_grad():  # of the backward; recomputations have gradients
+                        entry()
+                return
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
@@ -681,7 +747,7 @@ class Root:
         if goes_on:
             following = self.iteration = Iteration(iteration.stream)
             following.finished, following.untracked = iteration.finished, iteration.untracked
-            following.last = iteration.last
+            following.last, following.calls = iteration.last, iteration.calls
         else:
             release_idle_memory()
 
@@ -854,3 +920,4 @@ def reduce_held(units: Sequence[Unit]) -> None:
         if root.iteration is not None and root.iteration.end is not None:
             root.reset("its backward did not finish")
         root.reduce_held()
+    all_landed()

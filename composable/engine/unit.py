@@ -22,16 +22,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm.mesh import MeshInfo
-from composable.compilation import backward_is_compiled, traceable, untraced
+from composable.compilation import backward_is_compiled, backward_will_be_compiled, traceable, untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.traversal import SHARD, Place, names_below
+from composable.contract.values import tensors_in
 from composable.engine.accumulation import Accumulation
 from composable.engine.comm_hooks import CommHook, attach_hooks
 from composable.engine.copies import attach_copying, detach_copying, twin_of
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.loading import StateDictHook
-from composable.engine.outputs import Entry, watch
+from composable.engine.outputs import Entry, refuse_compiled, watch
 from composable.engine.param import (
     ManagedParam,
     ParameterSwap,
@@ -89,18 +90,21 @@ class UnitSpec:
 
 
 @dataclass(slots=True)
-class _Call:
+class UnitCall:
     """One call of a unit's module.
 
     Attributes:
         since: the number of autograd's next node when it began.
         root: None if the call recomputes what checkpointing dropped.
         entered: `enter` did not raise.
+        entry: called where backward comes to it; None if backward does not.
     """
 
+    unit: Unit
     since: int
     root: Root | None
     entered: bool = False
+    entry: Entry | None = None
 
 
 class Unit:
@@ -130,6 +134,8 @@ class Unit:
             parameters: code between two of them reads the weight of the next (losses that are fused with the head do).
         around: units whose forward was running at some call of this one.
         trains: any of its parameters requires gradients.
+        given: of a frozen unit, how ranks that compute it did so last: 0 without autograd, 1 with inputs that require no gradients,
+            2 with inputs that do. Backward comes to it in the last case only. None: not known.
     """
 
     is_sharded = False
@@ -161,7 +167,8 @@ class Unit:
         self.unhooked: dict[ManagedParam, None] = {}
         self.around: dict[Unit, None] = {}
         self.trains = self.reduces_by_arrival = False
-        self._calls: list[_Call] = []  # that are under way
+        self.given: int | None = None
+        self._calls: list[UnitCall] = []  # that are under way
         self.to_run: list[nn.Module] = []
         self._swap = ParameterSwap(())
         self._buffers = BufferCasts(())
@@ -453,22 +460,26 @@ class Unit:
     # --- the four hooks ---------------------------------------------------------------------------------------------
 
     @untraced
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Pre-forward."""
+    def enter(self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True) -> tuple[Any, Any]:
+        """Pre-forward. Not `computes`: the unit takes part in communication only."""
         recomputes = in_backward() and self.root is not None and self.root.iteration is not None
         if self.root is not None and not self.root.eager_because:  # then backwards have no iteration
             recomputes = in_backward() or backward_is_compiled()
         root = None if recomputes else root_for_call(self, module)  # may reset, which forgets all calls
-        call = _Call(next_node(), root)
+        call = UnitCall(self, next_node(), root)
         self._calls.append(call)  # before anything else that may raise: `on_error` takes it back
         if root is None:
+            if self.root is not None and self.root.iteration is not None:
+                self.root.before_recomputation(self)
             # Checkpointing runs this forward again: no order is recorded and nothing resharded, backward needs it next.
             if LISTENERS:
                 tell(Event.ENTER, self, self.modules.index(module), now=True)
             self.unshard()
             self.wait_for_unshard()
         else:
-            root.enter_forward(self, module)
+            root.enter_forward(self, module, self._given(args, kwargs) if computes and not self.trains else None)
+            if torch.is_grad_enabled():
+                root.note_call(call)
         call.entered = True
         if not self.to_run:
             self.to_run = list(self.modules)
@@ -480,6 +491,11 @@ class Unit:
         if policy.cast_forward_inputs and policy.param_dtype is not None:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
         return args, kwargs
+
+    def _given(self, args: Any, kwargs: Any) -> int:
+        if not torch.is_grad_enabled():
+            return 0
+        return 2 if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))) else 1
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         """Post-forward."""
@@ -517,7 +533,7 @@ class Unit:
             if not self._stays_shown:
                 self.swap_out()
 
-    def _watch(self, module: nn.Module, output: Any, call: _Call) -> tuple[Any, bool]:
+    def _watch(self, module: nn.Module, output: Any, call: UnitCall) -> tuple[Any, bool]:
         """Let `pre_backward` be called before backward goes through `output`. Returns it, and whether parameters must outlive forward."""
         root = call.root
         if root is not None and not root.eager_because:
@@ -525,12 +541,14 @@ class Unit:
         trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
         entry = Entry(self, trained, None if root is None else root.forward)
         # Inside of a root's forward every output gets a node, though this rank computed it without parameters: others did with.
-        anchors = root is not None and len(root.running) > 1 and self.trains and not self.reduces_by_arrival
+        inner = root is not None and len(root.running) > 1 and self.mesh_info.all.size > 1
+        anchors = inner and self.trains and not self.reduces_by_arrival
         seen = watch(output, call.since, entry, self._aliases, counted=root is not None and bool(self.params), anchors=anchors)
         if seen.found and root is not None:
             if LISTENERS:
                 tell(Event.OUTPUT, self, trained is not None)
             self.pending += 1
+            call.entry = entry
             if trained is not None:
                 trained.forwards += 1
                 trained.forwards_left += 1
@@ -540,7 +558,10 @@ class Unit:
                 "found, so backward cannot be followed to the unit. Return tensors, containers, dataclasses or objects with "
                 "attributes"
             )
-        return seen.output, seen.aliases or (not seen.found and self.trains)
+        output = seen.output
+        if seen.found and root is not None and backward_will_be_compiled():
+            output = refuse_compiled(output, root.refuse_compiled)
+        return output, seen.aliases or (not seen.found and self.trains)
 
     def _aliases(self, tensor: Tensor) -> bool:
         """Whether a tensor is, or views, a compute parameter whose memory comes and goes."""
@@ -593,7 +614,7 @@ class Unit:
     def shadow(self, event: Event, detail: int) -> None:
         """On a rank without data: do what another rank says that it does, and compute nothing. See `shadow.py`."""
         if event is Event.ENTER:
-            self.enter(self.modules[detail], (), {})
+            self.enter(self.modules[detail], (), {}, computes=False)
         elif event is Event.LEAVE:
             self.depth -= 1
             self._end_call(self.modules[detail // 2], self._calls.pop().root, keep=bool(detail % 2))

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd import profiler
+from torch.distributed.algorithms.join import Join, JoinHook
 from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
     AllgatherOptions,
     AllreduceCoalescedOptions,
@@ -63,6 +64,11 @@ next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 def made_since(number: int, node: torch.autograd.graph.Node) -> bool:
     """Whether this thread made `node` after `next_node()` returned `number`."""
     return node._sequence_nr() >= number
+
+
+def current_node() -> int:
+    """The number of the node that this thread's backward runs."""
+    return torch._C._current_autograd_node()._sequence_nr()
 
 
 # Sets the version counter of each tensor. torch has a context that restores counters with it, which FSDP2 uses.
@@ -332,3 +338,7 @@ def split_backward_schedule() -> str:
         if any(action.computation_type.name in ("BACKWARD_INPUT", "BACKWARD_WEIGHT") for action in actions):
             return type(schedule).__name__
     return ""
+
+
+# The hooks that a `Join` calls on ranks without data, in order.
+join_hooks: Callable[[Join], list[JoinHook]] = attrgetter("_join_hooks")

@@ -16,13 +16,16 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from composable.compilation import untraced
 from composable.engine.param import label_of
+from composable.engine.root import WHEN_LANDED
 from composable.errors import OptimizerError, PhaseError
 from composable.memory.torch_private import in_backward
 
 _NAME: Final = "apply_optimizer_in_backward"
 _alive: Final[WeakSet[OptimizerInBackward]] = WeakSet()
 _steppers: Final[WeakSet[Optimizer]] = WeakSet()
+_stepped: Final[dict[OptimizerInBackward, None]] = {}  # since gradients have landed on all parameters
 
 
 class OptimizerInBackward(Optimizer):
@@ -33,6 +36,9 @@ class OptimizerInBackward(Optimizer):
 
     Args:
         stepper: an optimizer over the parameters; it is handed one of them at a time.
+
+    Attributes:
+        after_step: called at the end of each backward that has stepped any of the parameters; once, if several have it.
     """
 
     def __init__(self, stepper: Optimizer) -> None:
@@ -44,12 +50,14 @@ class OptimizerInBackward(Optimizer):
         parameters = self.param_groups[0]["params"]
         self.ids = frozenset(map(id, parameters))  # of tensors that `param_groups` keeps alive
         self._hooks: list[RemovableHandle] = []
+        self.after_step: list[Callable[[], object]] = []
         for parameter in parameters:
             trains = parameter.requires_grad
             parameter.requires_grad_(True)  # or torch refuses the hook; it may train later
             self._hooks.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
             parameter.requires_grad_(trains)
 
+    @untraced  # Dynamo takes optimizers to be capturable, and cannot make their state inside of a graph
     def _on_gradient(self, parameter: Tensor) -> None:
         """The reduced gradient of `parameter` is there."""
         if id(parameter) not in self.ids:
@@ -66,6 +74,8 @@ class OptimizerInBackward(Optimizer):
         group = {**settings, "params": [parameter]}
         self._stepper.param_groups, self._stepper.state = [group], self.state
         self._stepper.step()
+        if self.after_step:
+            _stepped[self] = None
         increment_version(parameter)  # for autograd, since fused implementations do not
         self._opt_called = True  # or torch's schedulers warn that there was no step
         for key, value in group.items():
@@ -89,6 +99,7 @@ class OptimizerInBackward(Optimizer):
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 self._step_one(parameter)
+        _end_step()
         return None
 
     def remove(self) -> None:
@@ -113,6 +124,22 @@ class OptimizerInBackward(Optimizer):
 
     def __reduce__(self) -> NoReturn:
         raise OptimizerError(f"{_NAME}: what it returned cannot be copied or pickled. Save its state_dict()")
+
+
+def _end_step() -> None:
+    calls = dict.fromkeys(call for optimizer in _stepped for call in optimizer.after_step)
+    _stepped.clear()
+    for call in calls:
+        call()
+
+
+WHEN_LANDED.append(_end_step)
+
+
+def counted_in_backward(parameters: Iterable[Tensor]) -> bool:
+    """Whether the backwards that step one of `parameters` are counted."""
+    ids = set(map(id, parameters))
+    return any(optimizer.after_step and not ids.isdisjoint(optimizer.ids) for optimizer in _alive)
 
 
 def stepped_in_backward(parameters: Iterable[Tensor]) -> str | None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from composable import (
     EMA,
@@ -106,16 +107,136 @@ def _shards_of(model: nn.Module) -> list[Tensor]:
 
 
 @spmd(ranks=[2, 3])
-@pytest.mark.parametrize("stands", ["in the list", "in joinable"])
+@pytest.mark.parametrize("stands", ["in the list", "first in the list", "in joinable"])
 def test_33_zero_redundancy_optimizer_over_a_replicated_model(stands: str) -> None:
     model = _plain()
     replicate(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
-    listed = stands == "in the list"
-    with Join([joinable(model), optimizer] if listed else [joinable(model, optimizer)]):
+    joinables = [joinable(model, optimizer)] if stands == "in joinable" else [joinable(model), optimizer]
+    with Join(joinables[::-1] if stands == "first in the list" else joinables):
         for step in range(_batches()):
             _step(model, optimizer, step)
     _assert_same(model, _alone())
+
+
+class _Counter(Joinable):
+    """The example of torch's tutorial: a collective of its own, and one at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(1, device=current_device())
+        self.most = 0.0
+
+    def __call__(self) -> None:
+        Join.notify_join_context(self)
+        ones = torch.ones(1, device=current_device())
+        dist.all_reduce(ones)
+        self.count += ones
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        return _CounterHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return current_device()
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+class _CounterHook(JoinHook):
+    def __init__(self, counter: _Counter) -> None:
+        self._counter = counter
+
+    def main_hook(self) -> None:
+        dist.all_reduce(torch.zeros(1, device=current_device()))
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        most = self._counter.count.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        self._counter.most = most.item()
+
+
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_other_joinables_stand_and_are_called_in_any_order(annotate: Annotate) -> None:
+    for ours_first, ours_is_called_first in ((True, True), (True, False), (False, True), (False, False)):
+        model, other = _plain(), _plain()
+        annotate(model)
+        ddp, counter = DistributedDataParallel(other), _Counter()
+        optimizers = [_sgd(model), _sgd(other)]
+        others: list[Joinable] = [counter, ddp]
+        ours = joinable(model, optimizers[0])
+        with Join([ours, *others] if ours_first else [*others, ours]):
+            for step in range(_batches()):
+                if ours_is_called_first:
+                    _step(model, optimizers[0], step)
+                counter()
+                _step(ddp, optimizers[1], step)
+                counter()
+                if not ours_is_called_first:
+                    _step(model, optimizers[0], step)
+        alone = _alone()
+        _assert_same(model, alone)
+        _assert_same(other, alone)
+        assert counter.most == 2 * sum(2 * rank + 1 for rank in range(dist.get_world_size()))
+
+
+@spmd(ranks=2)
+def test_33_another_joinable_is_called_between_forward_and_step() -> None:
+    model, counter = _plain(), _Counter()
+    _shard(model)
+    optimizer = _sgd(model)
+    with Join([counter, joinable(model, optimizer)]):
+        for step in range(_batches()):
+            optimizer.zero_grad()
+            loss = model(_batch(dist.get_rank(), step)).square().mean()
+            counter()
+            loss.backward()
+            counter()
+            optimizer.step()
+    _assert_same(model, _alone())
+    assert counter.most == 8
+
+
+@spmd(ranks=[2, 3])
+@pytest.mark.parametrize("annotate", [_shard, replicate])
+def test_33_ranks_without_data_follow_freezing(annotate: Annotate) -> None:
+    """As in adversarial training: a step of the model, then gradients through the frozen model, then a part of it is frozen."""
+
+    def passes(model: nn.Module, step: int) -> list[Callable[[int], Tensor]]:
+        def through(rank: int) -> Tensor:
+            return model(_batch(rank, step + 50).requires_grad_()).square().mean()
+
+        return [lambda rank: model(_batch(rank, step)).square().mean(), through, through]
+
+    def freeze(model: nn.Module, number: int) -> None:
+        model.requires_grad_(number != 1)
+        if number == 2:
+            model.get_submodule("0").requires_grad_(False)
+
+    model, alone = _plain(), _plain()
+    annotate(model)
+    optimizer, expected = _sgd(model), _sgd(alone)
+    ranks = dist.get_world_size()
+    with join(model, optimizer):
+        for step in range(_batches()):
+            for number, loss in enumerate(passes(model, step)):
+                freeze(model, number)
+                optimizer.zero_grad()
+                loss(dist.get_rank()).backward()
+                optimizer.step()
+    for step in range(2 * ranks - 1):
+        for number, loss in enumerate(passes(alone, step)):
+            freeze(alone, number)
+            expected.zero_grad()
+            for rank in range(ranks):
+                if step < 2 * rank + 1:
+                    (loss(rank) / ranks).backward()
+            expected.step()
+    _assert_same(model, alone)
+    assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in alone.parameters()]
 
 
 @spmd(ranks=2)
@@ -551,13 +672,6 @@ def test_33_what_joinable_cannot_take() -> None:
     assert refusal(lambda: Join(joinables)).startswith(
         f"MeshError: joinable: models of one Join are on ranks [{dist.get_rank()}] of"
     )
-    said = _refusal_inside(Join([_First(), joinable(model)]), lambda: model(_batch(0, 0)))
-    assert said.startswith("PhaseError: joinable: a model that is annotated must be the first joinable of its Join")
-
-
-class _First(ZeroRedundancyOptimizer):
-    def __init__(self) -> None:
-        super().__init__([nn.Parameter(torch.zeros(1, device=current_device()))], torch.optim.SGD, lr=0.1)
 
 
 def test_33_one_process_without_ranks_needs_nothing() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,29 @@ from torch.optim import SGD, Adam, Optimizer
 
 from composable import (
     CPUOffloadPolicy,
+    apply_optimizer_in_backward,
     clip_grad_norm_,
     fully_shard,
     local_steps,
     no_sync,
+    reduce_gradients,
     register_comm_hook,
     remove,
     replicate,
 )
 from composable.comm import comms_wrapped_by
-from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, PhaseError
-from tests.algorithms.replicas import WORLDS, annotated, assert_same_parameters, average_by_hand, backward, by_hand, grid, local
+from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, OptimizerError, PhaseError
+from tests.algorithms.replicas import (
+    WORLDS,
+    annotated,
+    assert_same_parameters,
+    average_by_hand,
+    backward,
+    batch,
+    by_hand,
+    grid,
+    local,
+)
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import Pool, current_device, need_devices, spmd
 from tests.state.models import Block, plain
@@ -278,6 +291,127 @@ def test_local_steps_end_after_the_annotation_was_removed() -> None:
     assert outer.steps == 1
 
 
+# --- which steps count ------------------------------------------------------------------------------------------------
+
+
+def _halves(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    parameters = list(model.parameters())
+    return parameters[::2], parameters[1::2]
+
+
+def _both_in_backward(model: nn.Module) -> list[Optimizer]:
+    return [apply_optimizer_in_backward(SGD, half, {"lr": 0.1, "momentum": 0.5}) for half in _halves(model)]
+
+
+def _one_in_backward(model: nn.Module) -> list[Optimizer]:
+    first, second = _halves(model)
+    return [_sgd(second), apply_optimizer_in_backward(SGD, first, {"lr": 0.1, "momentum": 0.5})]
+
+
+def _none_in_backward(model: nn.Module) -> list[Optimizer]:
+    return [_sgd(half) for half in _halves(model)]
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("plan", ["replicate", "hybrid"])
+@pytest.mark.parametrize("start", [_both_in_backward, _one_in_backward, _none_in_backward])
+def test_a_step_counts_when_all_optimizers_have_made_it(plan: str, start: Callable[[nn.Module], list[Optimizer]]) -> None:
+    for backwards in (False, True):
+        model, replica = annotated(plan, 2)
+        optimizers = start(model)
+        outer = local_steps(model, optimizers[::-1] if backwards else optimizers, every=2)
+        for step in range(5):
+            backward(model, step, replica)
+            for each in optimizers:
+                each.step()
+                each.zero_grad()
+        assert outer.steps == 5
+        assert_same_parameters(model, by_hand(2, 5, _sgd, _OuterByHand(2, _nesterov))[replica])
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("plan", ["replicate", "hybrid"])
+def test_backwards_that_step_nothing_do_not_count(plan: str) -> None:
+    model, replica = annotated(plan, 2)
+    optimizer = apply_optimizer_in_backward(SGD, model.parameters(), {"lr": 0.1})
+    with local_steps(model, optimizer, every=4) as outer:
+        with no_sync(model):
+            backward(model, 0, replica)
+        assert outer.steps == 0
+        reduce_gradients(model)
+        assert outer.steps == 1
+        hidden: list[torch.Tensor] = []
+        handle = model.blocks[0].register_forward_hook(lambda _, __, out: hidden.append(out))
+        torch.autograd.grad(model(batch(0, replica)[0]).sum(), hidden)
+        handle.remove()
+        assert outer.steps == 1
+        backward(model, 1, replica)
+        assert outer.steps == 2
+    backward(model, 2, replica)
+    assert outer.steps == 2
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("plan", ["replicate", "hybrid"])
+def test_an_optimizer_that_was_not_passed_may_step_first_and_not_after_a_round(plan: str) -> None:
+    model, replica = annotated(plan, 2)
+    first, second = _none_in_backward(model)
+    with local_steps(model, second, every=2) as outer:
+        for step in range(5):
+            backward(model, step, replica)
+            for each in (first, second):
+                each.step()
+                each.zero_grad()
+    assert outer.steps == 5
+    model, replica = annotated(plan, 2)
+    first, second = _none_in_backward(model)
+    local_steps(model, first, every=2)
+    for step in range(2):
+        backward(model, step, replica)
+        first.step()
+        with pytest.raises(OptimizerError, match="Pass all optimizers") if step else nullcontext():
+            second.step()
+        first.zero_grad()
+        second.zero_grad()
+
+
+class _Counting(SGD):
+    """With a number in its group and one of its own that count steps, and steps that no learning rate scales."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.5, momentum=0.5)
+        self.param_groups[0].update(k=0, total=torch.zeros(()))
+        self.calls = 0
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        self.calls += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            group["total"] += 1
+            torch._foreach_mul_([local(p).detach() for p in group["params"]], 0.5)
+
+
+@spmd(ranks=2)
+@pytest.mark.parametrize("plan", ["replicate", "hybrid"])
+def test_looking_at_the_state_changes_nothing(plan: str) -> None:
+    models = []
+    for looks in (False, True):
+        model, replica = annotated(plan, 2)
+        optimizer = _sgd(model.parameters())
+        outer = local_steps(model, optimizer, every=2, outer=_Counting)
+        for step in range(5):
+            if looks:
+                state = outer.state_dict()
+                (group,) = state["groups"]
+                assert (group["k"], group["total"].item(), outer.outer.calls) == (step // 2,) * 3
+                assert all("momentum_buffer" in each for each in state["outer"].values())
+            _step(model, optimizer, step, replica)
+        models.append(model)
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(local(one), local(other))
+
+
 # --- state ------------------------------------------------------------------------------------------------------------
 
 
@@ -380,6 +514,8 @@ def test_bad_numbers_and_moments_are_refused_on_every_rank() -> None:
     ):
         with pytest.raises(AnnotationError, match=f"^local_steps: {message}"):
             local_steps(model, optimizer, **options)  # type: ignore[arg-type]
+    with pytest.raises(OptimizerError, match=r"^local_steps: the list of optimizers is empty"):
+        local_steps(model, [], every=2)
     loss = model(torch.arange(6, device=current_device())).sum()
     with pytest.raises(PhaseError, match=r"^local_steps: unit '\(root\)' is in the middle of a step"):
         local_steps(model, optimizer, every=2)

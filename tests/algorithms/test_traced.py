@@ -12,12 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.fx_passes.bucketing import bucket_all_reduce
+from torch.distributed.device_mesh import init_device_mesh
 
 from composable import (
     MixedPrecisionPolicy,
     apply_optimizer_in_backward,
     checkpoint,
     fully_shard,
+    local_steps,
     no_sync,
     register_comm_hook,
     replicate,
@@ -210,6 +212,21 @@ def test_39_optimizers_in_backward_step_on_the_mean() -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-11)
 
 
+@spmd(ranks=2)
+def test_39_a_compiler_leaves_optimizers_in_backward_outside_of_graphs() -> None:
+    model, eager = _model(), _model()
+    for each in (model, eager):
+        replicate(each)
+        apply_optimizer_in_backward(torch.optim.AdamW, each.parameters(), {"lr": 0.1})
+    with fresh_compiler(), torch._dynamo.config.patch(compiled_autograd=True):
+        step = torch.compile(lambda x: model(x).square().mean().backward(), backend="eager")
+        for number in range(2):
+            step(_batch(number))
+    for number in range(2):
+        eager(_batch(number)).square().mean().backward()
+    torch.testing.assert_close(dict(model.named_parameters()), dict(eager.named_parameters()), rtol=1e-9, atol=1e-11)
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @spmd(ranks=2)
 def test_39_recomputation_is_part_of_the_backward(compiled: bool) -> None:
@@ -317,9 +334,23 @@ def _beside_shards(model: nn.Module) -> None:
     replicate(model)
 
 
+def _hybrid(model: nn.Module) -> None:
+    mesh = init_device_mesh(current_device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model, mesh=mesh, policy={nn.Linear})
+
+
+def _counted(model: nn.Module) -> None:
+    replicate(model)
+    local_steps(model, apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1}), every=2)
+
+
 REFUSED: Final[dict[str, tuple[Callable[[nn.Module], object], str]]] = {
     "communication hook": (_hooked, "has a communication hook"),
     "shards": (_beside_shards, "has shards"),
+    "shards that are freed": (lambda model: fully_shard(model, policy={nn.Linear}), "has shards"),
+    "shards on two dimensions": (_hybrid, "has shards"),
+    "a cast": (lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.bfloat16)), "mixed precision policy"),
+    "steps in backward that are counted": (_counted, "local_steps counts the backwards"),
     "sparse gradients": (_looked_up, "has sparse gradients"),
     "mixed precision": (
         lambda model: replicate(model, mp_policy=MixedPrecisionPolicy(torch.float32)),
@@ -335,6 +366,20 @@ def test_39_what_the_compiler_cannot_reduce_is_named(what: str) -> None:
     model = _model()
     annotate(model)
     _refuses(model, said)
+
+
+@spmd(ranks=2)
+def test_39_shards_train_where_autograd_itself_runs_the_backward_after_all() -> None:
+    model, expected = _model(), _model()
+    for each in (model, expected):
+        fully_shard(each, policy={nn.Linear})
+    _backward(expected)
+    with torch._dynamo.compiled_autograd._enable(as_captured):
+        out = model(_batch())
+        out += 0  # outputs may be written to
+        loss = out.square().mean()
+    loss.backward()
+    torch.testing.assert_close(full_gradients(model), full_gradients(expected), rtol=0, atol=0)
 
 
 @spmd(ranks=2)
