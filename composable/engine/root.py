@@ -422,7 +422,7 @@ class Root:
         self._outermost = None
         if iteration.end is None:
             for unit in self._shown:
-                if EXPLICIT not in unit.kept_by:
+                if EXPLICIT not in unit.kept_by and not unit.to_run:
                     unit.swap_out()
         waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
         stay = {**dict.fromkeys(self.order), **iteration.untracked} if waits and grad else {}
@@ -492,8 +492,9 @@ class Root:
         self._preparation.follow_freezing()
         self._show()
         self.buckets.open(alone=alone and not narrates())
-        for unit in self.shared:  # their buckets are launched in every backward, like those of this root, used or not
-            if unit.reduces_by_arrival:
+        for unit in self.shared:
+            # Buckets are launched in every backward, used or not. And what runs again in a backward is no forward.
+            if unit.root is not None or unit.reduces_by_arrival:
                 (unit.root or Root.plan(unit, unit.modules[0])).open_backward()
         return iteration
 
