@@ -270,11 +270,11 @@ class Root:
 
     # --- forward ----------------------------------------------------------------------------------------------------
 
-    def enter_forward(self, unit: Unit, module: nn.Module, given: int | None) -> None:
+    def enter_forward(self, unit: Unit, module: nn.Module, inputs: object) -> None:
         """`unit`'s module is about to compute: free what ran last, gather this unit, and launch the next one's gather.
 
         Args:
-            given: see `Unit.given`.
+            inputs: of the module; None if this rank does not compute it.
         """
         if LISTENERS:
             if not self.running and (scope := listener()) is not None:
@@ -290,6 +290,7 @@ class Root:
             if not unit.is_unsharded:
                 self._free_last(unit)
             self._record(unit)
+            given = None if unit.trains or inputs is None else unit.describe_inputs(inputs)
             if not self._verified:
                 given = self._check_order(unit, given)
             if given is not None and self._with_gradients:

@@ -477,7 +477,7 @@ class Unit:
             self.unshard()
             self.wait_for_unshard()
         else:
-            root.enter_forward(self, module, self._given(args, kwargs) if computes and not self.trains else None)
+            root.enter_forward(self, module, (args, kwargs) if computes else None)
             if torch.is_grad_enabled():
                 root.note_call(call)
         call.entered = True
@@ -492,10 +492,11 @@ class Unit:
             args, kwargs = cast((args, kwargs), policy.param_dtype)
         return args, kwargs
 
-    def _given(self, args: Any, kwargs: Any) -> int:
+    def describe_inputs(self, inputs: object) -> int:
+        """See `given`."""
         if not torch.is_grad_enabled():
             return 0
-        return 2 if any(tensor.requires_grad for tensor in tensors_in((args, kwargs))) else 1
+        return 2 if any(tensor.requires_grad for tensor in tensors_in(inputs)) else 1
 
     def leave(self, module: nn.Module, output: Any) -> Any:
         """Post-forward."""
