@@ -98,6 +98,10 @@ class Part:
             yield from part.everything()
 
     @property
+    def has_unit(self) -> bool:
+        return any(part.unit is not None for part in self.everything())
+
+    @property
     def ways(self) -> tuple[str, ...]:
         """Where ranks recompute units inside, all must come to the end of this one."""
         return WAYS[self.kind][:1] if self.checkpoint and self.inside else WAYS[self.kind]
@@ -110,14 +114,15 @@ class Part:
 
 @dataclass(frozen=True)
 class RootOf:
-    """A model: `first`, a layer that is always used, and then a chain of parts, by name."""
+    """A model: `first`, a layer that is always used, and a chain of parts, by name, behind it or (`beside`) on the same input."""
 
     name: str
     chain: tuple[str, ...]
     unit: Unit | None  # None: nobody annotates it, but all that it holds is annotated
+    beside: bool = False
 
     def __str__(self) -> str:
-        return f"{self.name} {self.unit or 'not annotated'}: first {' '.join(self.chain)}"
+        return f"{self.name} {self.unit or 'not annotated'}: first {'+ ' if self.beside else ''}{' '.join(self.chain)}"
 
 
 @dataclass(frozen=True)
@@ -258,14 +263,14 @@ def plan_of(seed: int, ranks: int, without: Sequence[str] = ()) -> Plan:
     parts = tuple(part(name, annotated=draw.random() < 0.6 or holder or (name in shared and not together)) for name in used)
     own = unit()
     roots = tuple(
-        RootOf(letter, tuple(chain), None if holder else own if together else unit())
+        RootOf(letter, tuple(chain), None if holder else own if together else unit(), draw.may("branches", 0.2))
         for letter, chain in zip("abc", chains, strict=False)
     )
     input_grad = draw.random() < 0.5
     plan = Plan(seed, ranks, parts, roots, (), optimizer, replicas, together, input_grad)
     ops = _Ops(draw, plan)
     frozen = ops.names() if draw.may("frozen", 0.2) else ()
-    ops.frozen = [frozen] if frozen else []
+    ops.frozen[0] = [frozen] if frozen else []
     return Plan(seed, ranks, parts, roots, tuple(ops.draw()), optimizer, replicas, together, input_grad, frozen)
 
 
@@ -273,7 +278,7 @@ class _Ops:
     """Draws operations.
 
     Attributes:
-        frozen: what is frozen.
+        frozen: by model, names that were frozen and not unfrozen: more may be frozen by them than is.
         pending: by number, the model and the root of forwards whose backward is to come.
         held: models that hold gradients which are not reduced.
     """
@@ -283,17 +288,21 @@ class _Ops:
         self._often = draw.choice([0.0, 0.3, 0.7])
         self._often_held = draw.choice([0.0, 0.0, 0.5]) if draw.may("held", 1.0) else 0.0
         self._models, self._number = 1, 0
-        self.frozen: list[tuple[str, ...]] = []
+        self.frozen: dict[int, list[tuple[str, ...]]] = {0: []}
+        parts = [part for each in plan.parts for part in each.everything()]
+        self._recomputed = {each.name for part in parts if part.checkpoint for each in part.everything()}
         self.pending: dict[int, int] = {}
         self.held: frozenset[int] = frozenset()
 
     def names(self) -> tuple[str, ...]:
         """Parts and parameters to freeze. A loss must need gradients on all ranks: without those of inputs, of `first`."""
-        parts = [part for each in self._plan.parts for part in each.everything()]
+        # A checkpointed part with units inside saves something at its end whatever is frozen: see `Part.ways`.
+        parts = [part for each in self._plan.parts for part in each.everything() if not (part.checkpoint and part.inside)]
         first = [f"{root.name}.first{suffix}" for root in self._plan.roots for suffix in ("", ".bias")]
         single = [f"{part.name}.{name}" for part in parts for name in PARAMETERS[part.kind]]
-        pools = [[part.name for part in parts], single, *([first] if self._plan.input_grad else [])]
-        return self._draw.some(self._draw.choice(pools))
+        pools = [[part.name for part in parts], single, first if self._plan.input_grad else []]
+        pools = [pool for pool in pools if pool]
+        return self._draw.some(self._draw.choice(pools)) if pools else ()
 
     def draw(self) -> Iterator[Op]:
         for _ in range(self._draw.randint(2, 4)):
@@ -314,6 +323,7 @@ class _Ops:
             elif kind == "evaluate":
                 yield self._forward(draw.randrange(self._models), "evaluate")
             elif kind == "copy" and self._models < 3 and draw.may("copies", 0.3):
+                self.frozen[self._models] = [*self.frozen[model]]
                 self._models += 1
                 yield Op("copy", model)
         while self.pending:
@@ -330,18 +340,40 @@ class _Ops:
     def _freeze(self, model: int, often: float) -> Iterator[Op]:
         if not self._draw.may("frozen", often):
             return
-        if self.frozen and self._draw.random() < 0.5:
-            yield Op("unfreeze", model, names=self.frozen.pop(self._draw.randrange(len(self.frozen))))
+        frozen = self.frozen[model]
+        which = self._draw.randrange(len(frozen)) if frozen and self._draw.random() < 0.5 else None
+        names = self.names() if which is None else frozen[which]
+        if not names:
+            return
+        there, back = ("freeze", "unfreeze") if which is None else ("unfreeze", "freeze")
+        if self.pending and self._are_recomputed(names):
+            # Recomputation must save what the forward saved, in one process too: all is as it was before backward.
+            if len(frozen) == (which is not None):
+                yield Op(there, model, names=names)
+                yield self._forward(model, "evaluate")
+                yield Op(back, model, names=names)
+            return
+        if which is None:
+            frozen.append(names)
         else:
-            self.frozen.append(self.names())
-            yield Op("freeze", model, names=self.frozen[-1])
+            del frozen[which]
+        yield Op(there, model, names=names)
+
+    def _are_recomputed(self, names: tuple[str, ...]) -> bool:
+        """Whether parameters of a checkpointed part are among them."""
+        parts = {part.name: part for each in self._plan.parts for part in each.everything()}
+        below = {name: parts[name].everything() if name in parts else () for name in names}
+        return any(
+            name.split(".")[0] in self._recomputed or any(part.name in self._recomputed for part in below[name])
+            for name in names
+        )
 
     def _forward(self, model: int, kind: str = "forward") -> Op:
         self._number += 1
         if kind == "forward":
             self.pending[self._number] = model
         root = self._draw.choice(self._plan.roots)
-        return Op(kind, model, root.name, (self._number,), self._ways(root))
+        return Op(kind, model, root.name, (self._number,), self._ways(root, model))
 
     def _backward(self, model: int, numbers: tuple[int, ...], *, retain: bool = False) -> Op:
         for number in numbers if not retain else ():
@@ -351,18 +383,22 @@ class _Ops:
         self.held = self._plan.held_after(op, self.held)
         return op
 
-    def _ways(self, root: RootOf) -> tuple[Mapping[str, str], ...]:
+    def _ways(self, root: RootOf, model: int) -> tuple[Mapping[str, str], ...]:
         ways: list[dict[str, str]] = [{} for _ in range(self._plan.ranks)]
-        cut = False  # nothing before needs a gradient: a unit that does nothing would not be entered in backward
+        # Whether nothing before needs a gradient, on some ranks at least. Then only units inside of another that train are sure
+        # to be entered in backward, whatever they do.
+        cut = root.beside and not self._plan.input_grad
+        apart = root.unit is not None and not self.frozen[model]
+        entered = False  # whether backward may come to a unit before this place
 
         def choose(part: Part, place: str) -> None:
-            nonlocal cut
             for inner in part.inside:
                 choose(inner, f"{place}.{inner.name}")
             if not self._draw.may("branches", self._often):
                 return
             alike = self._draw.choice(part.ways)
-            by_rank = [alike if cut or self._draw.random() < 0.3 else self._draw.choice(part.ways) for _ in ways]
+            same = (cut and not apart) or self._draw.random() < 0.3
+            by_rank = [alike if same else self._draw.choice(part.ways) for _ in ways]
             for mine, way in zip(ways, by_rank, strict=True):
                 if way != part.ways[0]:
                     mine[place] = way
@@ -370,8 +406,12 @@ class _Ops:
         for index, name in enumerate(root.chain):
             part = self._plan.part(name)
             choose(part, f"{index}.{name}")
-            if not part.checkpoint and self._draw.may("branches", 0.05 if self._often else 0.0):
-                cut = True
-                for mine in ways:
+            before, entered = entered, entered or part.has_unit
+            if not part.checkpoint and self._draw.may("branches", 0.1 if self._often else 0.0):
+                # A rank that goes on with a constant goes to no unit before it in backward: then all ranks do so.
+                inner = any(each.has_unit for each in part.inside) or part.kind == "pair"
+                some = apart and not before and not inner and self._draw.random() < 0.7
+                cut, entered = True, part.unit is not None
+                for mine in self._draw.some(ways) if some else ways:
                     mine[f"{index}.{name}"] = "constant"
         return tuple(ways)

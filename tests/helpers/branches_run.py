@@ -27,8 +27,8 @@ Ways = Mapping[str, str]
 PATIENCE: Final = 10.0  # seconds until a collective gives up
 
 OPTIMIZERS: Final[dict[str, Any]] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1),
 }
 
@@ -131,7 +131,8 @@ class Root(nn.Module):
         self.parts = nn.ModuleDict({name: pieces[name] for name in root.chain})
 
     def forward(self, x: Tensor, words: Tensor, ways: Ways) -> Tensor:
-        y = h = self.first(x)
+        h = self.first(x)
+        y = x if self.root.beside else h
         for index, name in enumerate(self.root.chain):
             place = f"{index}.{name}"
             y = joined(self.parts[name](y, words, ways, place), ways.get(place, ""))

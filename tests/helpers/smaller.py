@@ -43,6 +43,7 @@ def _smaller(plan: Plan) -> Iterator[Plan]:
         for root in plan.roots:
             yield _tidy(replace(plan, roots=tuple(each for each in plan.roots if each != root)))
     for number, root in enumerate(plan.roots):
+        yield replace(plan, roots=(*plan.roots[:number], replace(root, beside=False), *plan.roots[number + 1 :]))
         for index in range(len(root.chain)) if len(root.chain) > 1 else ():
             yield _without_place(plan, number, index)
     for index, part in enumerate(plan.parts):
