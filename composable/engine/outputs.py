@@ -88,7 +88,7 @@ def watch(
                 found = True
             else:
                 given = True
-    if (given or anchors) and not found and counted:
+    if not found and (anchors or (given and counted)):
         output = map_tensors(output, _with_a_node if given else _with_an_anchor)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:

@@ -238,6 +238,8 @@ class Root:
         root = Root(module, units, shared)
         for each in units:
             each.root = root
+        for each in shared:
+            each.is_shared = True
         return root
 
     def forget(self) -> None:
@@ -428,7 +430,7 @@ class Root:
         waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
         stay = {**dict.fromkeys(self.order), **iteration.untracked} if waits and grad else {}
         for unit in self.units:
-            if unit.to_run and any(root.running and unit in root.shared for root in _ROOTS):
+            if unit.to_run and self._is_called_by_another(unit):
                 continue  # the forward of a model around this unit of several modules goes on
             unit.end_forward()
             if unit not in stay and not unit.kept_by and not (iteration.end is not None and unit in iteration.active):
@@ -469,6 +471,13 @@ class Root:
             return code
         self._unknown |= unit is not None and not unit.trains
         return None
+
+    def is_inside(self, unit: Unit) -> bool:
+        """Whether something around `unit` runs, whose backward is to come to the unit on all ranks alike."""
+        return (len(self.running) > 1 and not unit.reduces_by_arrival) or self._is_called_by_another(unit)
+
+    def _is_called_by_another(self, unit: Unit) -> bool:
+        return unit.is_shared and any(root.running and unit in root.shared for root in _ROOTS)
 
     # --- backward ---------------------------------------------------------------------------------------------------
 

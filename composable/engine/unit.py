@@ -130,6 +130,7 @@ class Unit:
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
         unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are still to be called.
+        is_shared: it lies below several annotated models, see `Root.shared`.
         to_run: of several modules, those that have not run in this forward, or recomputation. Until all have, modules hold compute
             parameters: code between two of them reads the weight of the next (losses that are fused with the head do).
         around: units whose forward was running at some call of this one.
@@ -166,10 +167,12 @@ class Unit:
         self.sparse: list[SparseGradients] = []
         self.unhooked: dict[ManagedParam, None] = {}
         self.around: dict[Unit, None] = {}
-        self.trains = self.reduces_by_arrival = False
+        self.trains = self.reduces_by_arrival = self.is_shared = False
         self.given: int | None = None
         self._calls: list[UnitCall] = []  # that are under way
         self.to_run: list[nn.Module] = []
+        # In the last forward every output got a node, though this rank may have computed it without parameters: others did with.
+        self._anchors = False
         self._swap = ParameterSwap(())
         self._buffers = BufferCasts(())
         self._undo: list[Callable[[], object]] = []
@@ -541,10 +544,10 @@ class Unit:
             return output, False
         trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
         entry = Entry(self, trained, None if root is None else root.forward)
-        # Inside of a root's forward every output gets a node, though this rank computed it without parameters: others did with.
-        inner = root is not None and len(root.running) > 1 and self.mesh_info.all.size > 1
-        anchors = inner and self.trains and not self.reduces_by_arrival
-        seen = watch(output, call.since, entry, self._aliases, counted=root is not None and bool(self.params), anchors=anchors)
+        if root is not None:
+            self._anchors = self.mesh_info.all.size > 1 and root.is_inside(self) and (self.trains or self.given == 2)
+        counted = root is not None and bool(self.params)
+        seen = watch(output, call.since, entry, self._aliases, counted=counted, anchors=self._anchors)
         if seen.found and root is not None:
             if LISTENERS:
                 tell(Event.OUTPUT, self, trained is not None)

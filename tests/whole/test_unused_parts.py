@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import checkpoint, fully_shard, join, no_sync, replicate
 from tests.helpers.compare import full_parameters
@@ -109,6 +110,16 @@ class First(Around):
         return self.after(self.before(self.part(x.detach(), use)))  # type: ignore[no-any-return]
 
 
+class RecomputedFirst(Around):
+    """The part, and a layer of the root behind it, run again in backward."""
+
+    def forward(self, x: Tensor, use: Any) -> Tensor:
+        def inside(x: Tensor) -> Tensor:
+            return self.before(self.part(x, use))  # type: ignore[no-any-return]
+
+        return self.after(torch_checkpoint(inside, x.detach(), use_reentrant=False))  # type: ignore[no-any-return]
+
+
 class Body(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.Tanh())
@@ -195,6 +206,8 @@ ROWS: Final[dict[str, Row]] = {
     "a branch not in one step": Row(lambda: Around(Branch), lambda step, rank: step != 1),
     "a constant on one rank": Row(lambda: Around(Constant), lambda step, rank: (step + rank) % 2 == 0),
     "a first unit on one rank": Row(lambda: First(Branch), lambda step, rank: (step + rank) % 2 == 0),
+    "a recomputed first unit on one rank": Row(lambda: RecomputedFirst(Branch), lambda step, rank: (step + rank) % 2 == 0),
+    "a frozen constant on one rank": Row(lambda: Around(Constant), lambda step, rank: (step + rank) % 2 == 0, frozen=("part",)),
     "a first unit never": Row(lambda: First(Dropped), lambda step, rank: False),
     "LayerDrop": Row(lambda: Around(Dropped), lambda step, rank: (step + rank) % 2 == 0),
     "detached always": Row(lambda: Around(Detached), lambda step, rank: False),
