@@ -180,17 +180,10 @@ def test_a_compiled_function_may_run_forward_and_backward(scheme: str) -> None:
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize(
-    ("scheme", "kind", "said"),
-    [
-        # It does not call what is to be called at its end: no gradient would be averaged, and nobody would know.
-        ("fully_shard without resharding", DifferentiationError, "compiled"),
-        # It takes what all nodes have saved before it runs the first one: parameters are absent before anybody is called.
-        ("fully_shard", RuntimeError, "is at version 2147483647"),
-    ],
-)
+# It does not call what is to be called at its end: no gradient would be averaged, and nobody would know.
+@pytest.mark.parametrize("scheme", ["fully_shard without resharding", "fully_shard"])
 @spmd(ranks=2, everywhere=True)
-def test_a_backward_that_compiled_autograd_runs_is_refused(scheme: str, kind: type[Exception], said: str) -> None:
+def test_a_backward_that_compiled_autograd_runs_is_refused(scheme: str) -> None:
     with fresh_compiler():
         model = CASE.model(0, 0, current_device())
         plain = copy.deepcopy(model)
@@ -198,7 +191,7 @@ def test_a_backward_that_compiled_autograd_runs_is_refused(scheme: str, kind: ty
         (batch,) = CASE.inputs(0, 0, 0, current_device())
         with (
             torch._dynamo.compiled_autograd._enable(lambda graph: graph),
-            pytest.raises(kind, match=said),
+            pytest.raises(DifferentiationError, match="compiled"),
         ):
             model(batch).square().mean().backward()
         for each in (model, plain):
