@@ -223,11 +223,11 @@ class Root:
         units = units_below([module])
         if unit not in units:  # annotated in a list, and called through a member that does not hold the others
             units = [unit]
+        shared = [each for each in units if _is_also_below_another(each, unit)]
         # Replicated units that own a parameter which modules here read as well.
         owners = [unit_of(parameter) for parameter in module.parameters()]
-        units = list(dict.fromkeys([*units, *(owner for owner in owners if owner is not None and owner.rest_mesh is not None)]))
-        shared = [each for each in units if _is_also_below_another(each, unit)]
-        units = [each for each in units if each not in shared]
+        units += [owner for owner in owners if owner is not None and owner.rest_mesh is not None]
+        units = [each for each in dict.fromkeys(units) if each not in shared]
         names = names_below(module)
         for each in units:
             if id(each.modules[0]) in names:
