@@ -166,7 +166,7 @@ def unknown_messages(page: str) -> list[str]:
     quoted = [re.findall(r"`([^`]+)`", row.split(" | ")[0]) for row in rows]
     found = []
     for message in (messages[0] for messages in quoted):
-        pattern = "[^\\n]*".join(map(re.escape, message.split("…")))
+        pattern = "[^\\n]*".join(map(re.escape, message.strip("…").split("…")))  # a wildcard in front makes the search slow
         if not re.search(pattern, _messages()):
             found.append(message)
     return found
