@@ -867,7 +867,8 @@ def _ahead(unit: Unit, following: Iterable[Unit]) -> list[Unit]:
 
 def _is_also_below_another(unit: Unit, top: Unit) -> bool:
     """Whether `unit` lies below an annotated module that `top` is neither around nor inside of."""
-    return any(other is not top and other not in top.within and top not in other.within for other in unit.within)
+    around = [other for other in unit.within if other is not unit and other is not top]  # a unit is within itself
+    return any(other not in top.within and top not in other.within for other in around)
 
 
 def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
