@@ -3,7 +3,7 @@
 Usage:
 
     python benchmarks/constants.py                          # all constants, GPT of 43 M parameters, 2 ranks
-    python benchmarks/constants.py --only PREFETCHED --rounds 7
+    python benchmarks/constants.py --only IN_FLIGHT --rounds 7
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ class Constant(NamedTuple):
 
 
 CONSTANTS: Final = {
-    "PREFETCHED": Constant("composable.engine.root", "composable", (1, 0, 2)),
     "IN_FLIGHT": Constant("composable.engine.root", "composable", (1, 0, 3)),
     "FIRST_BYTES": Constant("composable.engine.bucketing", "composable-replicate", (1 << 20, 1 << 16, 25 << 20)),
 }
@@ -68,7 +67,7 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0], rounds=5, steps=2)
     options.add_argument("--model", choices=SIZES, default="gpt")
     options.add_argument("--only", default=",".join(CONSTANTS), help="names, separated by commas")
-    found = parse(options, model="tiny", only="PREFETCHED,FIRST_BYTES")
+    found = parse(options, model="tiny", only="IN_FLIGHT,FIRST_BYTES")
     title = task_of(found.model, seed=0, rank=0, device=torch.device("meta")).title
     rows, data = [], {}
     for name in found.only.split(","):

@@ -32,6 +32,7 @@ from composable.memory import elastic
 
 CPU = torch.device("cpu")
 CONTENDERS = ("un-annotated", "composable", "fsdp2")
+PREFETCH = {"composable, prefetch=0": 0, "composable, prefetch=2": 2}  # `composable` has 1
 WARM_UP = 2  # steps in which orders are recorded
 
 
@@ -108,7 +109,7 @@ class Llama(nn.Module):
 # --- contenders -------------------------------------------------------------------------------------------------------
 
 
-def _composable(model: Llama, mesh: DeviceMesh, machine: Machine) -> list[AbstractContextManager[Any]]:
+def _composable(model: Llama, mesh: DeviceMesh, machine: Machine, prefetch: int = 1) -> list[AbstractContextManager[Any]]:
     from composable import fully_shard
 
     def accelerated(comm: Comm) -> Comm:
@@ -117,7 +118,7 @@ def _composable(model: Llama, mesh: DeviceMesh, machine: Machine) -> list[Abstra
     # As on an accelerator with NCCL: the mean is the backend's, and storages are resized.
     averages, resizes = mock.patch.object(base, "_AVERAGING", (BACKEND,)), mock.patch.object(elastic, "CAN_SWAP", False)
     with comms_wrapped_by(accelerated), averages, resizes:
-        fully_shard(model, policy={Block}, mesh=mesh, sync_module_states="off")
+        fully_shard(model, policy={Block}, mesh=mesh, prefetch=prefetch, sync_module_states="off")
     return []
 
 
@@ -145,7 +146,7 @@ ANNOTATE: dict[str, Callable[[Llama, DeviceMesh, Machine], list[AbstractContextM
     "un-annotated": _alone,
     "composable": _composable,
     "fsdp2": _fsdp2,
-}
+} | {name: partial(_composable, prefetch=ahead) for name, ahead in PREFETCH.items()}
 
 
 # --- a run ------------------------------------------------------------------------------------------------------------
@@ -242,14 +243,15 @@ def main() -> None:
     runs: dict[tuple[str, int, str], Sample] = {}
     models = found.models.split(",")
     for model in models:
-        for contender in CONTENDERS:
+        for contender in (*CONTENDERS, *PREFETCH):
             samples = _in_a_process(contender, model, found.fake_world, found.bandwidths)
             runs |= {(model, bandwidth, contender): s for bandwidth, s in zip(found.bandwidths, samples, strict=True)}
     rows, claims = [], []
     for model in models:
         for bandwidth in found.bandwidths:
             alone, ours, theirs = (runs[model, bandwidth, contender] for contender in CONTENDERS)
-            for contender, sample in zip(CONTENDERS[1:], (ours, theirs), strict=True):
+            for contender in (*CONTENDERS[1:], *PREFETCH):
+                sample = runs[model, bandwidth, contender]
                 times = [sample["step"], exposed(sample, alone), sample["waits"], sample["communication"], sample["host"]]
                 rows.append([f"{model}, {bandwidth} GB/s, {contender}", *map(_ms, times), f"{sample['peak'] / 2**30:.2f}"])
             ratio = exposed(ours, alone) / exposed(theirs, alone)

@@ -5,7 +5,7 @@
     python -m docs.generate --measure docs/decisions/0003-elastic-buffers.md     # repeat a measurement
 
 Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the top of `param_group.py` and
-`grad_bucket.py`; between the same marks with `reference`, what `docs.reference` makes of the docstrings. A code block that
+`reduction.py`; between the same marks with `reference`, what `docs.reference` makes of the docstrings. A code block that
 opens with "```python run" is a program: the programs of a page run one after the other and share their variables, and a block
 "```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two ranks, each with variables of
 its own; `raises` says that it ends with an error, whose name and message are printed. Programs that open with
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from composable.engine import grad_bucket, param_group
+from composable.engine import param_group, reduction
 from docs.reference import reference
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -153,7 +153,7 @@ def transitions(table_of: ModuleType) -> list[tuple[str, str, str]]:
 def diagrams() -> str:
     """Parameters and gradients change state on their own, so there are two diagrams."""
     parts = []
-    for title, module in (("Parameters of a `ParamGroup`", param_group), ("Gradients of a `GradBucket`", grad_bucket)):
+    for title, module in (("Parameters of a `ParamGroup`", param_group), ("Gradients in a `Reduction`", reduction)):
         lines = [f"    {state} --> {after}: {event}" for state, after, event in transitions(module)]
         parts.append(f"{title}:\n\n```mermaid\n" + "\n".join(["stateDiagram-v2", *lines]) + "\n```\n\n")
     return "".join(parts)

@@ -19,9 +19,9 @@ from torch.distributed._functional_collectives import all_reduce
 
 from composable.compilation import backward_is_compiled, traceable
 from composable.engine.accumulation import SyncMode
-from composable.engine.grad_bucket import division_factors
 from composable.engine.param import DeferredHooks
-from composable.engine.root import Root
+from composable.engine.reduction import division_factors
+from composable.engine.root import Root, root_of
 from composable.engine.shadow import LISTENERS
 from composable.errors import DifferentiationError
 from composable.memory.torch_private import hooks_after_accumulation
@@ -62,8 +62,8 @@ class TracedReduction:
         """Reduce the gradient of `parameter`."""
         if not (torch.compiler.is_dynamo_compiling() or backward_is_compiled()):
             unit = self._unit()
-            if unit is not None and unit.root is not None:
-                _fall_back(unit.root)
+            if unit is not None and (root := root_of(unit)) is not None:
+                _fall_back(root)
             self.ordinary(parameter)
             return
         if self.accumulation.now is not SyncMode.REDUCE:

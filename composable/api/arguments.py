@@ -167,6 +167,12 @@ def bucket_bytes_of(mib: Any) -> int:
     return max(1, int(mib * (1 << 20)))
 
 
+def prefetch_of(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise AnnotationError(f"prefetch must be a number of units, 0 or more, got {value!r}")
+    return value
+
+
 def shard_dim_of(managed: Managed[nn.Parameter], choose: Placement | None) -> int | None:
     """The dimension along which a parameter is sharded; None for one without dimensions. `choose`: `shard_placement_fn`."""
     parameter = managed.tensor

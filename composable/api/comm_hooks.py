@@ -236,7 +236,7 @@ def _check_unit(unit: Unit, outer: Unit, stages: Sequence[str], stage: str) -> N
 def refuse_moment(what: str, unit: Unit) -> None:
     """Raise if `unit` is not between two steps: how its gradients are reduced must not change then."""
     accumulates = unit.accumulation.now is not SyncMode.REDUCE or unit.has_unreduced
-    if in_backward() or unit.depth or accumulates or (unit.root is not None and unit.root.iteration is not None):
+    if in_backward() or unit.depth or accumulates or (unit.root is not None and unit.root.in_step):
         raise PhaseError(
             f"{what}: unit '{unit.name}' is in the middle of a step: in a forward or backward, between them, or in no_sync, with "
             "accumulated gradients. Do it between two steps; what is not trained on belongs under torch.no_grad()"

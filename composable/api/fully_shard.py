@@ -26,8 +26,8 @@ _EQUIVALENTS: Final = {
     "ignored_states": "ignored_params=",
     "device_id": "the mesh says which device; leave it out",
     "limit_all_gathers": "gathers are always limited; leave it out",
-    "forward_prefetch": "the recorded order is always prefetched; leave it out",
-    "backward_prefetch": "the recorded order is always prefetched; leave it out",
+    "forward_prefetch": "the recorded order is always prefetched; prefetch= says how many units ahead",
+    "backward_prefetch": "the recorded order is always prefetched; prefetch= says how many units ahead",
     "param_init_fn": "initialise the module before annotating it; initialisers draw numbers shard by shard afterwards",
     "sync_module_state": "sync_module_states=",
     "find_unused_parameters": "unused parameters need no flag; leave it out",
@@ -50,6 +50,7 @@ def fully_shard(
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
     reshard_after_forward: bool | int | None = None,
+    prefetch: int = 1,
     mp_policy: MixedPrecision = None,
     offload_policy: Offload = None,
     shard_placement_fn: Placement | None = None,
@@ -63,7 +64,7 @@ def fully_shard(
     Every rank keeps 1/n of each parameter, as a `DTensor` under its old name. Before the module's forward, and again before its
     backward, the parameters are all-gathered; in backward the gradients are reduce-scattered. The next module's parameters are
     gathered while this one computes. Annotate inner modules first, or name them in `policy`: each is unsharded and resharded on
-    its own, so that at most two of them are unsharded at a time, besides the parameters of the outer module itself.
+    its own, so that at most two of them (`prefetch` + 1) are unsharded at a time, besides the parameters of the outer module itself.
 
     All ranks of the mesh call this together, with the same module.
 
@@ -77,6 +78,8 @@ def fully_shard(
         reshard_after_forward: None reshards after forward and gathers again in backward, except for the units that backward
             needs first: the one that ran last, and the root. True reshards all of them (ZeRO-3); False keeps parameters
             unsharded until backward is done (ZeRO-2); a number reshards to shards over that many neighbouring ranks.
+        prefetch: how many units are gathered ahead, in forward and in backward, by the order of the last forward. More hide
+            slow gathers of small units, 0 takes the least memory.
         mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
             gradients, optimizer state and what is saved keep the dtype that the parameters have.
         offload_policy: a `CPUOffloadPolicy`, composable's or torch's: shards, their gradients and the optimizer's state rest in
@@ -112,6 +115,11 @@ def fully_shard(
             "fully_shard() has no argument 'dp_mesh_dims'; pass the slice of its data-parallel dimensions, mesh=mesh[...]"
         )
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard_after_forward, "mp_policy": mp_policy}
-    options |= {"offload_policy": offload_policy, "shard_placement_fn": shard_placement_fn, "grad_reduce": grad_reduce}
+    options |= {
+        "prefetch": prefetch,
+        "offload_policy": offload_policy,
+        "shard_placement_fn": shard_placement_fn,
+        "grad_reduce": grad_reduce,
+    }
     annotate(fully_shard, module, policy, ignored_params, sync_module_states, options)
     return module

@@ -16,8 +16,7 @@ from composable.contract.naming import module_name
 from composable.contract.traversal import REPLICATE, SHARD, get_states
 from composable.engine import root
 from composable.engine.param_group import ShardedState
-from composable.engine.root import EXPLICIT, units_below
-from composable.engine.unit import Unit
+from composable.engine.unit import EXPLICIT, Unit, units_below
 from composable.errors import NotAnnotatedError, PhaseError, closest
 
 

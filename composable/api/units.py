@@ -26,6 +26,7 @@ from composable.api.arguments import (
     move_buffers,
     offload_policy_of,
     precision_policy,
+    prefetch_of,
     refuse_elsewhere,
     refuse_unknown_buffers,
     shard_dim_of,
@@ -65,6 +66,7 @@ from composable.contract.traversal import (
     walk,
 )
 from composable.engine.param import ParamInfo
+from composable.engine.root import Root
 from composable.engine.unit import Unit, UnitSpec, settle
 from composable.errors import AnnotationError, unit_name
 from composable.policies import PolicyLike
@@ -208,6 +210,7 @@ def _plan(
     if verb == SHARD:
         settings["reshard_after_forward"] = after = options["reshard_after_forward"]
         check_reshard_after_forward(spread, after)
+        settings["prefetch"] = prefetch_of(options["prefetch"])
         settings["offload"] = offload_policy_of(verb, options["offload_policy"], device if spread is None else None)
         dims = [shard_dim_of(managed, options["shard_placement_fn"]) for managed in share]
     else:
@@ -236,6 +239,7 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
         start = f"bucket_cap_mb={plan.options['bucket_cap_mb']}, broadcast_buffers={plan.options['broadcast_buffers']}"
         return [start + rest] * len(plan.parameters)
     rest += "" if settings["offload"] is None else ", offloaded"
+    rest += "" if settings["prefetch"] == 1 else f", prefetch={settings['prefetch']}"
     over = "" if plan.options["mesh"] is None or plan.spread is None else f", over ranks {plan.spread.rows.tolist()}"
     name = unit_name(names_below(plan.top[0]).get(id(plan.modules[0]), ""))
     start = f"unit '{name}', reshard_after_forward={settings['reshard_after_forward']}{over}"
@@ -257,7 +261,7 @@ def _attach(verb: Verb[..., Unit], plan: UnitPlan) -> Unit:
         **plan.settings,
     )
     on_undo(unit.restore)
-    unit.initialize(spec)
+    unit.initialize(spec, Root)
     if mesh_info.mesh is not None:
         for module in dict.fromkeys(each for top in plan.modules for _, each in walk(top, stop=(SHARD, REPLICATE))):
             if _MANAGED not in vars(module):

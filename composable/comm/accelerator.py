@@ -53,7 +53,7 @@ class AcceleratorComm(GroupComm):
         self._reductions = self._group if reductions is None else ref(reductions)
         self._coalesces = True  # until the backend says that it does not
 
-    def _start(self, kind: str, label: str, scale: float, *tensors: list[Tensor]) -> Work:
+    def _start(self, kind: str, label: str, scale: float, *tensors: Sequence[Tensor]) -> Work:
         launcher, factor = self._launcher(kind, scale)
         group = (kind == "reduce_scatter" and self._reductions()) or self.group
         with self._streams.fork(kind):
@@ -61,10 +61,10 @@ class AcceleratorComm(GroupComm):
                 if work is not None:  # of a backend that has not made the current stream wait
                     work.wait()
             if factor != 1.0:
-                torch._foreach_mul_(tensors[0], factor)
+                torch._foreach_mul_(list(tensors[0]), factor)
             return _StreamWork(self._streams.mark(), label, tensors)
 
-    def _works(self, group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[list[Tensor]]) -> list[Any]:
+    def _works(self, group: dist.ProcessGroup, launcher: Launcher, tensors: Sequence[Sequence[Tensor]]) -> list[Any]:
         # The tensors of one launch have one dtype.
         if self._coalesces and len(tensors[0]) > 1 and len({tensor.dtype for tensor in tensors[0]}) == 1:
             try:

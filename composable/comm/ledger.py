@@ -49,13 +49,14 @@ class Ledger:
 
     Attributes:
         count: how many there were.
-        digest: of the labels of all of them, in order. It is equal on two ranks that launched the same.
+        labels: of the last ones.
+        digest: of the labels of all of them, in order, in debug mode. It is equal on two ranks that launched the same.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.count = 0
         self.digest = 0
-        self._labels: deque[str] = deque(maxlen=KEPT_IN_DEBUG if debug_enabled() else KEPT)
+        self.labels: deque[str] = deque(maxlen=KEPT_IN_DEBUG if debug_enabled() else KEPT)
         self._group = ref(group)  # weak: comms keep the ledger, and must not keep the group
         self._rank = dist.get_rank(group)
         self._names = dist.get_process_group_ranks(group)  # texts call ranks by their global number
@@ -64,8 +65,9 @@ class Ledger:
 
     def note(self, label: str) -> None:
         self.count += 1
-        self.digest = (self.digest * 1_000_003 ^ checksum(label)) & _DIGEST_BITS
-        self._labels.append(label)
+        self.labels.append(label)
+        if debug_enabled():
+            self.digest = (self.digest * 1_000_003 ^ checksum(label)) & _DIGEST_BITS
 
     # --- comparison ---------------------------------------------------------------------------------------------------
 
@@ -77,7 +79,7 @@ class Ledger:
         Raises:
             RanksDisagreeError: they did not; names the first difference.
         """
-        mine = (self.count, list(self._labels))  # before the exchange below adds to them
+        mine = (self.count, list(self.labels))  # before the exchange below adds to them
         rows = comm.all_gather_ints([self.count, self.digest], "comparison of launches")
         if all(row == rows[0] for row in rows):
             return
@@ -103,13 +105,13 @@ class Ledger:
 
     def _report(self) -> str:
         me = self._names[self._rank]
-        last = ", ".join(list(self._labels)[-_SHOWN:]) or "none"
+        last = ", ".join(list(self.labels)[-_SHOWN:]) or "none"
         lines = [f"Last launches of rank {me} ({self.count} in all): {last}"]
         group = self._group()
         store = None if group is None else store_of(group)
         if store is None:
             return lines[0]
-        found: dict[int, Launches] = {me: (self.count, tuple(self._labels))}
+        found: dict[int, Launches] = {me: (self.count, tuple(self.labels))}
         # In a thread, because a store whose server hangs answers no question, and has no timeout for that.
         thread = Thread(target=self._exchange, args=(store, found), daemon=True)
         thread.start()
@@ -129,7 +131,7 @@ class Ledger:
         keys = [f"composable/ledger/{rank}" for rank in range(len(self._names))]
         missing = {rank for rank in range(len(self._names)) if rank != self._rank}
         with suppress(Exception):  # the store may have ended with its rank: then there is nothing to add to the error itself
-            store.set(keys[self._rank], json.dumps([self.count, list(self._labels)[-KEPT:]]))
+            store.set(keys[self._rank], json.dumps([self.count, list(self.labels)[-KEPT:]]))
             while missing and time.monotonic() < deadline:
                 for rank in sorted(missing):
                     if store.check([keys[rank]]) and (text := store.get(keys[rank])) != self._read.get(rank):

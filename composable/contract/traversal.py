@@ -6,7 +6,7 @@ hand and by a policy. Every function visits each module once, also in trees with
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, Final, Generic, TypeVar
@@ -51,6 +51,19 @@ class Managed(Generic[T]):
     def fqn(self) -> str:
         """The name of the first of them."""
         return self.places[0].fqn
+
+
+def states_below(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return the states of both verbs on `modules` and below, in `.modules()` order."""
+    found: dict[int, Any] = {}
+    for top in modules:
+        for module in top.modules():
+            annotations = registry(module)
+            for verb in (SHARD, REPLICATE):
+                if verb in annotations:
+                    state = annotations[verb].state
+                    found.setdefault(id(state), state)
+    return list(found.values())
 
 
 def walk(root: nn.Module, prefix: str = "", *, stop: Collection[str] = ()) -> Iterator[tuple[str, nn.Module]]:

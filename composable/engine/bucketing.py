@@ -7,42 +7,80 @@ rank 0's gradients were ready, which is broadcast once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable, Sequence
+from itertools import compress
+from typing import Final, NoReturn
 
 import torch
 
 from composable.engine.accumulation import SyncMode
 from composable.engine.comm_hooks import attach_hooks
-from composable.engine.grad_bucket import BucketState, GradBucket
+from composable.engine.grad_bucket import GradBucket
+from composable.engine.iteration import Iteration
 from composable.engine.layout import Slot
-from composable.engine.param import DeferredHooks, ManagedParam
+from composable.engine.param import (
+    Arrival,
+    ManagedParam,
+    have_post_accumulate_hooks,
+    hear_arrivals,
+    ignore_arrivals,
+)
 from composable.engine.param_group import ParamGroup
 from composable.engine.sparse import only_looked_up
+from composable.engine.unit import Unit
 from composable.errors import PhaseError
-from composable.memory.torch_private import hooks_after_accumulation
-
-if TYPE_CHECKING:
-    from composable.engine.root import Root
-    from composable.engine.unit import Unit
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
 
 
 class _Pending:
-    """A bucket, and which of its gradients this backward has not brought yet."""
+    """A bucket, and which of its gradients this backward has not brought yet.
 
-    __slots__ = ("bucket", "launched", "missing", "unit")
+    Autograd tells of the last one only, where the order is agreed and no gradient is there when backward begins: then the
+    others are seen where they are. A call for each gradient would take the host longer than the bucket itself.
+
+    Attributes:
+        missing: what autograd has not told of; None where it tells of the last one only.
+        silent: by what it would tell of the others.
+    """
+
+    __slots__ = ("bucket", "launched", "missing", "silent", "unit")
 
     def __init__(self, unit: Unit, bucket: GradBucket) -> None:
         self.unit = unit
         self.bucket = bucket
-        self.missing: dict[ManagedParam, None] = {}
+        self.missing: dict[ManagedParam, None] | None = {}
+        self.silent: list[Arrival] = []
         self.launched = False
 
-    def open(self) -> None:
-        self.missing = dict.fromkeys(p for p, t in zip(self.bucket.params, self.bucket.trainable, strict=True) if t)
+    def open(self, *, agreed: bool) -> None:
+        bucket = self.bucket
+        bucket.follow()
+        bucket.open()
         self.launched = False
+        # Hooks of users, optimizers in backward among them, put a reduced gradient there before backward ends.
+        hooked = have_post_accumulate_hooks(bucket.at_rest)
+        if agreed and all(bucket.trainable) and not bucket.has_gradients and not hooked:
+            self.missing = None
+            self.silent = [self.unit.arrivals[param] for param in bucket.params[:-1]]
+            ignore_arrivals(self.silent)
+        else:
+            self.missing = dict.fromkeys(compress(bucket.params, bucket.trainable))
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether this backward has brought all gradients."""
+        return not self.bucket.lacks_gradients if self.missing is None else not self.missing
+
+    def absent(self) -> list[int]:
+        """Indices of parameters that this backward has brought no gradient for."""
+        if self.missing is None:
+            return [index for index, parameter in enumerate(self.bucket.compute) if parameter.grad is None]
+        return [index for index, param in enumerate(self.bucket.params) if param in self.missing] if self.missing else []
+
+    def close(self) -> None:
+        hear_arrivals(self.silent)
+        self.silent = []
 
 
 class Buckets:
@@ -52,9 +90,9 @@ class Buckets:
         is_open: a backward is under way.
     """
 
-    def __init__(self, root: Root, units: Sequence[Unit]) -> None:
-        self._root = root
+    def __init__(self, units: Sequence[Unit], iteration: Callable[[], Iteration | None]) -> None:
         self._units = list(units)
+        self._iteration = iteration
         self.is_open = self._by_arrival = False
         self._next = 0  # in `_buckets`
         self._ready: list[ManagedParam] | None = []  # in the order of arrival, until the order is agreed
@@ -88,7 +126,7 @@ class Buckets:
             unit = self._members[members[0]][0]
             slots = [(param, self._members[param][2]) for param in members]
             bucket = GradBucket(slots, group.precision, group.device, unit.mesh_info, factor=unit.grad_factor)
-            bucket.label = f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to '{members[-1].fqn}')"
+            bucket.reducer.label = f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to '{members[-1].fqn}')"
             pending = _Pending(unit, bucket)
             self._buckets.append(pending)
             self._bucket_of.update(dict.fromkeys(members, pending))
@@ -114,9 +152,7 @@ class Buckets:
         if not self.is_open:
             self.is_open, self._next, self._by_arrival = True, 0, alone
             for each in self._buckets:
-                each.bucket.follow()
-                each.bucket.open()
-                each.open()
+                each.open(agreed=self._ready is None)
 
     def arrived(self, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient of `param`."""
@@ -124,15 +160,11 @@ class Buckets:
         if each is None:
             return  # sparse gradients are summed at the end of backward
         if each.launched:
-            raise PhaseError(
-                f"parameter '{param.fqn}' of unit '{each.unit.name}' got a second gradient in one backward, after the first was "
-                "sent (reentrant checkpointing of modules that share it does this). Use checkpoint(module) of this library, or "
-                "use_reentrant=False"
-            )
-        if each.missing.pop(param, param) is None and self._ready is not None:
+            _refuse_second_gradient(each.unit, param)
+        if each.missing is not None and each.missing.pop(param, param) is None and self._ready is not None:
             self._ready.append(param)
-        iteration = self._root.iteration
-        while self._by_arrival and self._next < len(self._buckets) and not self._buckets[self._next].missing:
+        iteration = self._iteration()
+        while self._by_arrival and self._next < len(self._buckets) and self._buckets[self._next].is_complete:
             if self._next == len(self._buckets) - 1 and iteration is not None and iteration.forwards_left:
                 return  # the last bucket carries whether forwards were left out, which is not known yet
             self._launch_next()
@@ -141,10 +173,10 @@ class Buckets:
         each = self._buckets[self._next]
         self._next += 1
         each.launched = True
-        iteration = self._root.iteration
+        iteration = self._iteration()
         if iteration is not None and iteration.builds_graph:
             return
-        absent = [i for i, param in enumerate(each.bucket.params) if param in each.missing] if each.missing else []
+        absent = each.absent()
         if each.unit.accumulation.now is not SyncMode.REDUCE:
             each.bucket.hold(absent)
             return
@@ -153,7 +185,7 @@ class Buckets:
         each.bucket.reduce(absent)
         # Optimizers in backward free gradients as they step: land the bucket before this one now, and not only at the end.
         for before in self._buckets[max(0, self._next - 2) : self._next - 1]:
-            if before.bucket.state is not BucketState.EMPTY and _has_hooks(before.bucket):
+            if before.bucket.reduction is not None and have_post_accumulate_hooks(before.bucket.at_rest):
                 before.bucket.land()
 
     def launch_rest(self) -> None:
@@ -168,8 +200,13 @@ class Buckets:
         if not self.is_open:
             return
         for each in self._buckets:
+            if each.missing is None and each.bucket.reduction is not None:
+                for param in each.bucket.params:  # what was there has been taken
+                    if param.compute.grad is not None:
+                        _refuse_second_gradient(each.unit, param)
             each.bucket.land()
             each.bucket.decide()
+            each.close()
         self.is_open = False
         # On ranks without any gradient, too: the order is broadcast.
         if self._ready is not None and self._members and all(unit.accumulation.now is SyncMode.REDUCE for unit in self._units):
@@ -208,12 +245,13 @@ class Buckets:
             if self.is_open and not each.launched and each.bucket.in_place:
                 each.bucket.held = 1  # autograd may have left local gradients there
             each.bucket.drop()
+            each.close()
         self.is_open = False
 
 
-def _has_hooks(bucket: GradBucket) -> bool:
-    for parameter in bucket.at_rest:
-        hooks = hooks_after_accumulation(parameter)
-        if hooks and (not isinstance(hooks, DeferredHooks) or hooks.of_users):
-            return True
-    return False
+def _refuse_second_gradient(unit: Unit, param: ManagedParam) -> NoReturn:
+    raise PhaseError(
+        f"parameter '{param.fqn}' of unit '{unit.name}' got a second gradient in one backward, after the first was "
+        "sent (reentrant checkpointing of modules that share it does this). Use checkpoint(module) of this library, or "
+        "use_reentrant=False"
+    )

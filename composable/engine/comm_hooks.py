@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import Any, Final, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,15 +27,21 @@ from torch import Tensor
 
 from composable.comm.base import Comm, Work
 from composable.comm.ledger import ledger_of
+from composable.comm.mesh import MeshInfo
+from composable.engine.grad_bucket import GradBucket
 from composable.engine.param import cut
 from composable.errors import CommHookError, CommunicationError, first_line
 
-if TYPE_CHECKING:
-    from composable.engine.grad_bucket import GradBucket
-    from composable.engine.unit import Unit
-
 REDUCE_SCATTER: Final = "reduce_scatter"
 ALL_REDUCE: Final = "all_reduce"
+
+
+class Hooked(Protocol):
+    """A unit with communication hooks, as far as this file looks."""
+
+    is_sharded: bool
+    mesh_info: MeshInfo
+    comm_hooks: dict[str, CommHook]
 
 
 @dataclass(eq=False)
@@ -97,11 +103,11 @@ class CommHook:
         prefixes: the units whose gradients it reduces, with what precedes the FQNs of their parameters.
     """
 
-    def __init__(self, hook: Callable[[Any, Any], Any], state: Any, stage: str, prefixes: Mapping[Unit, str]) -> None:
+    def __init__(self, hook: Callable[[Any, Any], Any], state: Any, stage: str, prefixes: Mapping[Any, str]) -> None:
         self.name = str(getattr(hook, "__name__", None) or type(hook).__name__)
         self.stage = stage
         self.prefixes = dict(prefixes)
-        self.stages: dict[Unit, list[HookStage]] = {}
+        self.stages: dict[Any, list[HookStage]] = {}
         self._hook = hook
         self._state = state
         self._called: set[HookStage] = set()  # in this backward
@@ -185,7 +191,7 @@ class HookStage:
         whole: the hook gets whole gradients, of which this rank keeps its shard; otherwise it gets shards.
     """
 
-    def __init__(self, hook: CommHook, unit: Unit, bucket: GradBucket, comm: Comm, *, whole: bool) -> None:
+    def __init__(self, hook: CommHook, unit: Hooked, bucket: GradBucket, comm: Comm, *, whole: bool) -> None:
         self._hook = hook
         self._bucket = bucket
         self._comm = comm
@@ -195,8 +201,9 @@ class HookStage:
     @property
     def takes_part(self) -> bool:
         """Whether the hook is called for this bucket: PowerSGD and others cannot take shards without rows."""
-        rank = self._bucket.mesh_info.shard.rank
-        slots = zip(self._bucket.slots, self._bucket.trainable, strict=True)
+        reducer = self._bucket.reducer
+        rank = reducer.mesh_info.shard.rank
+        slots = zip(reducer.slots, self._bucket.trainable, strict=True)
         return any(trains and (self._whole or slot.local_numel(rank)) for slot, trains in slots)
 
     @torch.no_grad()
@@ -224,7 +231,8 @@ class HookStage:
             def copy_out() -> None:
                 reduced = cut_flat(self._hook.result(returned, handed, buffer, label), shapes)
                 if self._whole:
-                    rank, slots = self._bucket.mesh_info.shard.rank, self._bucket.slots
+                    reducer = self._bucket.reducer
+                    rank, slots = reducer.mesh_info.shard.rank, reducer.slots
                     reduced = [cut(each, slots[index], rank) for each, index in zip(reduced, indices, strict=True)]
                 torch._foreach_copy_(list(into), reduced)
 
@@ -248,11 +256,11 @@ class _HookWork:
             self.flags.wait()
 
 
-def attach_hooks(unit: Unit, buckets: Sequence[GradBucket]) -> None:
+def attach_hooks(unit: Hooked, buckets: Sequence[GradBucket]) -> None:
     """Let the communication hooks of `unit` reduce `buckets`, which are all of its buckets now. One rank calls no hook."""
     shard, replicate = unit.mesh_info.shard, unit.mesh_info.replicate
     for bucket in buckets:
-        bucket.first_stage = bucket.second_stage = None
+        bucket.reducer.first_stage = bucket.reducer.second_stage = None
     for hook in unit.comm_hooks.values():
         comm = shard if hook.stage == REDUCE_SCATTER else replicate
         hook.stages[unit] = []
@@ -263,12 +271,12 @@ def attach_hooks(unit: Unit, buckets: Sequence[GradBucket]) -> None:
             stage = HookStage(hook, unit, bucket, comm, whole=not second)
             hook.stages[unit].append(stage)
             if second:
-                bucket.second_stage = stage
+                bucket.reducer.second_stage = stage
             else:
-                bucket.first_stage = stage
+                bucket.reducer.first_stage = stage
 
 
-def names_of_hooks(unit: Unit) -> str:
+def names_of_hooks(unit: Hooked) -> str:
     """The hooks of `unit` in words, with their stages where there are two."""
     hooks = [unit.comm_hooks[stage] for stage in (REDUCE_SCATTER, ALL_REDUCE) if stage in unit.comm_hooks]
     mesh = unit.mesh_info.mesh

@@ -12,25 +12,44 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composable.contract.contract import drop_attribute, registry, remove
 from composable.contract.naming import module_name
-from composable.contract.traversal import REPLICATE, SHARD
-from composable.engine.param import copy_attributes, dtensor_parameter
-from composable.engine.root import units_below
+from composable.contract.traversal import REPLICATE, SHARD, states_below
+from composable.engine.param import ManagedParam, copy_attributes, dtensor_parameter
 from composable.errors import AnnotationError
 from composable.memory.torch_private import local_of
 
-if TYPE_CHECKING:
-    from composable.engine.unit import Unit
-
 _KEY: Final = "composable"  # in the memo of a deepcopy, beside ids
+
+
+class Copied(Protocol):
+    """A unit that is copied with its modules, as far as this file looks."""
+
+    is_sharded: bool
+    modules: tuple[nn.Module, ...]
+    params: list[ManagedParam]
+
+    def refuse_copy(self) -> None: ...
+
+    def refuse_pickling(self) -> None: ...
+
+    def buffers_shown(self) -> list[tuple[Tensor, Tensor]]: ...
+
+    def relate(self, unit: Any, twins: Mapping[Any, Any]) -> None: ...
+
+    def fill(self, unit: Any, memo: dict[Any, Any], *, plain: bool) -> None: ...
+
+    def choose_rest(self) -> None: ...
+
+
+C = TypeVar("C", bound=Copied)
 
 
 class _Copies:
@@ -43,12 +62,12 @@ class _Copies:
     """
 
     def __init__(self, *, plain: bool = False) -> None:
-        self.twins: dict[Unit, Unit] = {}
-        self.prepared: dict[Unit, None] = {}
+        self.twins: dict[Copied, Any] = {}
+        self.prepared: dict[Copied, None] = {}
         self.depth = 0
         self.plain = plain
 
-    def prepare(self, units: Iterable[Unit], memo: dict[Any, Any]) -> None:
+    def prepare(self, units: Iterable[Copied], memo: dict[Any, Any]) -> None:
         """Before tables are copied: whichever form of a parameter they hold now, the copy gets the at-rest one."""
         for unit in units:
             if unit in self.prepared:
@@ -90,19 +109,20 @@ def detach_copying(module: nn.Module) -> None:
         drop_attribute(module, name)
 
 
-def twin_of(unit: Unit, twin: Unit, memo: dict[Any, Any]) -> Unit:
+def twin_of(unit: C, twin: C, memo: dict[Any, Any]) -> C:
     """Note that `twin`, still empty, is the copy of `unit`.
 
     It stays empty, and its hooks do nothing, where only a part of the unit's module is copied.
     """
     copies: _Copies = memo.setdefault(_KEY, _Copies())
-    return copies.twins.setdefault(unit, twin)
+    noted: C = copies.twins.setdefault(unit, twin)
+    return noted
 
 
 def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
     copies: _Copies = memo.setdefault(_KEY, _Copies())
     own = [registry(module)[verb].state for verb in (SHARD, REPLICATE) if verb in registry(module)]
-    copies.prepare(own if copies.depth else units_below([module]), memo)
+    copies.prepare(own if copies.depth else states_below([module]), memo)
     copies.depth += 1
     detach_copying(module)
     try:
@@ -122,7 +142,7 @@ def _copy(module: nn.Module, memo: dict[Any, Any]) -> nn.Module:
 
 def _reduce(module: nn.Module, protocol: int) -> tuple[Any, ...]:
     """Pickle a copy without annotations, around the same parameters and buffers."""
-    for unit in units_below([module]):
+    for unit in states_below([module]):
         unit.refuse_pickling()
     shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     plain = copy.deepcopy(module, {**shared, _KEY: _Copies(plain=True)})  # type: ignore[dict-item]

@@ -11,7 +11,7 @@ is registered at all of its places, and the others must have the same values.
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +20,22 @@ from torch.distributed.tensor import DTensor, Shard
 from composable.engine.param import ManagedParam, describe_mesh, wrap
 from composable.memory.torch_private import local_of
 
-if TYPE_CHECKING:
-    from composable.engine.unit import Unit
+
+class Loaded(Protocol):
+    """The unit whose parameters are loaded, as far as this file looks."""
+
+    params: list[ManagedParam]
+
+    @property
+    def rest_device(self) -> torch.device: ...
+
+    def before_state_dict(self) -> None: ...
 
 
 class StateDictHook:
     """Runs before each module that holds parameters of a unit takes its entries."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Loaded) -> None:
         self._unit = unit
         self._errors: list[str] = []  # of the call of `load_state_dict` that is under way
         self._here: dict[int, list[tuple[ManagedParam, str]]] = {}  # by module id: parameters, and their names there

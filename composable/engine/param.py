@@ -14,10 +14,11 @@ sharded or cast:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from weakref import ref
 
 import torch
@@ -28,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
+from composable.comm.mesh import MeshInfo
 from composable.compilation import untraced
 from composable.contract.traversal import Place
 from composable.engine.layout import Route, Slot
@@ -40,9 +42,6 @@ from composable.memory.torch_private import (
     parameter_around,
     set_local,
 )
-
-if TYPE_CHECKING:
-    from composable.engine.unit import Unit
 
 gradient_of: Final = attrgetter("grad")  # in C: it is asked of every parameter in every step
 trainability: Final = attrgetter("requires_grad")
@@ -63,6 +62,13 @@ class ParamInfo:
     places: tuple[Place, ...]
     shard_dim: int | None = None
     exact: bool = False
+
+
+class Owner(Protocol):
+    """The unit that manages a parameter, as far as this file looks."""
+
+    mesh_info: MeshInfo
+    model_group: ref[dist.ProcessGroup] | None
 
 
 # --- labels: what a parameter is to its unit, for optimizers, clipping, scalers and messages --------------------------
@@ -86,7 +92,7 @@ class ParamLabel:
 
     def __init__(self, unit: str, fqn: str, form: str) -> None:
         self.unit, self.fqn, self.form = unit, fqn, form
-        self.owner: ref[Unit] | None = None
+        self.owner: ref[Any] | None = None
         self.places: tuple[tuple[ref[nn.Module], str], ...] = ()
         self.holds_unreduced = False
 
@@ -103,7 +109,12 @@ def label_of(parameter: Tensor) -> ParamLabel | None:
     return getattr(parameter, _LABEL, None)
 
 
-def set_label(parameter: nn.Parameter, info: ParamInfo, unit: str, form: str, owner: Unit | None = None) -> None:
+def labels_of(parameters: Sequence[Tensor]) -> list[ParamLabel | None]:
+    """`label_of` each; a loop in C."""
+    return list(map(getattr, parameters, repeat(_LABEL), repeat(None)))
+
+
+def set_label(parameter: nn.Parameter, info: ParamInfo, unit: str, form: str, owner: object = None) -> None:
     label = label_of(parameter)
     if label is None:
         label = ParamLabel(unit, info.fqn, form)
@@ -123,16 +134,16 @@ def copy_attributes(source: nn.Parameter, target: nn.Parameter) -> None:
     vars(target).update({name: value for name, value in vars(source).items() if name not in (_LABEL, "_is_param")})
 
 
-def unit_of(parameter: Tensor) -> Unit | None:
-    """The unit that manages `parameter`."""
+def owner_of(parameter: Tensor) -> Owner | None:
+    """The unit that manages `parameter`; `unit_of` knows it as one."""
     label = label_of(parameter)
     return None if label is None or label.owner is None or label.form == "original" else label.owner()
 
 
 def unit_mesh_of(parameter: Tensor) -> DeviceMesh | None:
     """The mesh of the unit that manages `parameter`; None for one rank, and for a parameter that no unit manages."""
-    unit = unit_of(parameter)
-    return None if unit is None else unit.mesh_info.mesh
+    owner = owner_of(parameter)
+    return None if owner is None else owner.mesh_info.mesh
 
 
 def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
@@ -140,8 +151,8 @@ def model_group_of(parameter: Tensor) -> dist.ProcessGroup | None:
 
     None if the parameter's own mesh has all of them.
     """
-    unit = unit_of(parameter)
-    return None if unit is None or unit.model_group is None else unit.model_group()
+    owner = owner_of(parameter)
+    return None if owner is None or owner.model_group is None else owner.model_group()
 
 
 def set_holds_unreduced(parameter: Tensor, *, holds: bool) -> None:
@@ -386,6 +397,25 @@ def keep_gradients_in(dtype: torch.dtype, parameter: nn.Parameter) -> None:
         parameter.grad = None if gradient is None else gradient.to(dtype)
 
 
+# --- the engine's hooks on what autograd accumulates on ---------------------------------------------------------------
+
+# The table of a parameter's post-accumulate hooks, and a key and a hook in it.
+Arrival = tuple[OrderedDict[int, Any], int, Callable[[Tensor], None]]
+
+
+def ignore_arrivals(arrivals: Iterable[Arrival]) -> None:
+    """Let autograd not call these hooks: an empty table costs a tenth of a call of Python."""
+    for table, key, _ in arrivals:
+        if dict.__contains__(table, key):  # past the methods of `DeferredHooks`
+            OrderedDict.__delitem__(table, key)
+
+
+def hear_arrivals(arrivals: Iterable[Arrival]) -> None:
+    """The inverse of `ignore_arrivals`. May be called twice."""
+    for table, key, hook in arrivals:
+        OrderedDict.__setitem__(table, key, hook)
+
+
 # --- hooks of users on at-rest parameters ---------------------------------------------------------------------------
 
 
@@ -411,6 +441,14 @@ def run_gradient_hooks(parameter: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient
 
 
+def have_post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether users have put such hooks on any of these at-rest parameters."""
+    try:
+        return any(map(_deferred_hooks, parameters))
+    except AttributeError:  # not all have deferred ones
+        return any(getattr(hooks, "of_users", hooks) for hooks in map(hooks_after_accumulation, parameters))
+
+
 def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
     """Call the post-accumulate hooks of an at-rest parameter, when its reduced gradient is there."""
     hooks = hooks_after_accumulation(parameter)
@@ -420,6 +458,9 @@ def run_post_accumulate_hooks(parameter: nn.Parameter) -> None:
     with torch.no_grad():
         for hook in list(waiting.values()):
             hook(parameter)
+
+
+_OF_ENGINE: Final = -1  # the key of the engine's hook; those of users count from 0
 
 
 class DeferredHooks(OrderedDict[int, Any]):
@@ -439,11 +480,11 @@ class DeferredHooks(OrderedDict[int, Any]):
     @property
     def of_engine(self) -> Any:
         """The hook that autograd calls; None after `undo`."""
-        return super().get(-1)
+        return super().get(_OF_ENGINE)
 
     @of_engine.setter
     def of_engine(self, hook: Any) -> None:
-        super().__setitem__(-1, hook)
+        super().__setitem__(_OF_ENGINE, hook)
 
     @override
     def __setitem__(self, key: int, hook: Any) -> None:
@@ -458,16 +499,19 @@ class DeferredHooks(OrderedDict[int, Any]):
         return key in self.of_users
 
 
-def defer_hooks(parameter: nn.Parameter, arrived: Callable[[Tensor], None]) -> Callable[[], None]:
-    """Call `arrived` when autograd has accumulated, and the hooks of users when they are run; returns the inverse."""
+_deferred_hooks: Final = attrgetter("_post_accumulate_grad_hooks.of_users")
+
+
+def defer_hooks(parameter: nn.Parameter, arrived: Callable[[Tensor], None]) -> tuple[Arrival, Callable[[], None]]:
+    """Call `arrived` when autograd has accumulated, and the hooks of users when they are run; also returns the inverse."""
     users = hooks_after_accumulation(parameter)
     deferred = users if isinstance(users, DeferredHooks) else getattr(users, "deferred", None) or DeferredHooks(users)
-    deferred.of_engine = untraced(arrived)
+    hook = deferred.of_engine = untraced(arrived)
     parameter._post_accumulate_grad_hooks = deferred
 
     def undo() -> None:
-        dict.pop(deferred, -1, None)
+        ignore_arrivals([(deferred, _OF_ENGINE, hook)])
         if hooks_after_accumulation(parameter) is deferred:
             parameter._post_accumulate_grad_hooks = deferred.of_users  # type: ignore[union-attr]
 
-    return undo
+    return (deferred, _OF_ENGINE, hook), undo

@@ -396,10 +396,6 @@ class ParamGroup:
         self.unit = unit
         self._label = f"all-gather of unit '{unit}'"
 
-    def address_of(self, param: ManagedParam) -> int:
-        """Where the memory of an at-rest parameter starts."""
-        return self.addresses[self.params.index(param)]
-
     # --- unshard and reshard ----------------------------------------------------------------------------------------
 
     def _versions_now(self) -> list[int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter, is_
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final, Protocol
 from weakref import WeakSet, ref
 
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from composable.comm import is_distributed
+from composable.comm import Comm, is_distributed
 from composable.contract.hooks import hooks_attached
 from composable.contract.traversal import Place, get_all_sharded_states, get_replicated_states, registered_parameters
-from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability, unit_of
+from composable.engine.bucketing import Buckets
+from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability
+from composable.engine.unit import Unit, unit_of
 from composable.errors import (
     AnnotationError,
     ForeignParameterError,
@@ -41,12 +43,6 @@ from composable.memory.torch_private import (
     split_backward_schedule,
 )
 
-if TYPE_CHECKING:
-    from composable.comm.base import Comm
-    from composable.engine.root import Root
-    from composable.engine.unit import Unit
-
-
 logger = logging.getLogger("composable")
 _dtype_of: Final = attrgetter("dtype")
 
@@ -54,10 +50,27 @@ _dtype_of: Final = attrgetter("dtype")
 _TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `_warn_of_unmanaged_around` has told
 
 
+class Tree(Protocol):
+    """The root that is checked, as far as this file looks."""
+
+    module: nn.Module
+    units: list[Unit]
+    buckets: Buckets
+    split_by: str
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def in_step(self) -> bool: ...
+
+    def make_buckets(self) -> None: ...
+
+
 class Preparation:
     """The check of one root."""
 
-    def __init__(self, root: Root) -> None:
+    def __init__(self, root: Tree) -> None:
         self._root = root
         self._watched: list[Any] | None = None  # what was found when everything was in order
         self._looked_around = False
@@ -155,7 +168,7 @@ class Preparation:
             return  # `torch.func.functional_call` registers tensors of its own for one call, and they are computed with
         _refuse_cast_in_forward(unit)
         if _adopt(unit, self._owners):
-            if root.iteration is None:
+            if not root.in_step:
                 unit.reshard()
             unit.build()
             root.make_buckets()
@@ -202,7 +215,7 @@ class Preparation:
                 )
 
 
-def _is_alone(root: Root) -> bool:
+def _is_alone(root: Tree) -> bool:
     return all(unit.mesh_info.all.size == 1 for unit in root.units)
 
 
@@ -226,7 +239,7 @@ def _refuse_late_tie(where: str, unit: Unit, param: ManagedParam) -> None:
     )
 
 
-def _warn_of_unmanaged_around(root: Root) -> None:
+def _warn_of_unmanaged_around(root: Tree) -> None:
     """Once per model: tell which of its parameters train and are reached by no annotation, such as those around annotated blocks.
 
     Blocks do not know the model; it is the outermost module whose forward is on the stack.

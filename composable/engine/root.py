@@ -23,9 +23,8 @@ import logging
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count, islice
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
+from typing import ClassVar, Final, NoReturn
 from weakref import WeakSet, WeakValueDictionary, ref
 
 import torch
@@ -33,14 +32,15 @@ from torch import nn
 
 from composable.comm.ledger import checksum, debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
-from composable.contract.contract import registry
 from composable.contract.hooks import drop_calls
-from composable.contract.traversal import REPLICATE, SHARD, TreeWatch, names_below
+from composable.contract.traversal import TreeWatch, names_below
 from composable.engine.accumulation import SyncMode
 from composable.engine.bucketing import Buckets
-from composable.engine.param import ManagedParam, unit_of
+from composable.engine.iteration import CLOCK, REMEMBERED, Iteration
+from composable.engine.param import ManagedParam, hear_arrivals, ignore_arrivals
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
 from composable.engine.shadow import LISTENERS, Event, listener, narrates, source, tell, tell_of_call
+from composable.engine.unit import EXPLICIT, Unit, UnitCall, unit_of, units_below
 from composable.errors import CommunicationError, DifferentiationError, PhaseError, RanksDisagreeError, first_line
 from composable.memory.activations import close_interrupted
 from composable.memory.elastic import release_idle_memory
@@ -48,56 +48,10 @@ from composable.memory.offload import wait_for_traffic
 from composable.memory.streams import streams_of
 from composable.memory.torch_private import backward_id, current_node, in_backward, on_backward_end, outside_transforms
 
-if TYPE_CHECKING:
-    from composable.engine.unit import Unit, UnitCall
-
 logger = logging.getLogger("composable")
 
-PREFETCHED: Final = 1  # units whose all-gather is launched ahead of need
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
-# The reason for modules to hold whole parameters outside of forwards, after `unshard` or in `keep_unsharded`: until `reshard`, the
-# end of the scope, a forward with gradients, or a backward.
-EXPLICIT: Final = "unshard()"
 NOT_ON: Final = "it was not on when the forward began"
-_REMEMBERED: Final = 4096  # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
-
-
-class Iteration:
-    """One or more forwards and their backward.
-
-    Attributes:
-        stream: that the forward computes on; autograd ends a backward on whatever stream the caller has.
-        began: when its last forward did, on the clock of `_CLOCK`.
-        forward: `Root.forward` of the one that backward is in.
-        read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a forward, and that forward.
-        finished: units that gather and whose forward has ended, newest last. Backward will probably enter them in reverse.
-        last: units that `reshard_after_forward=None` keeps until a forward enters another unit over the same ranks.
-        untracked: units that backward may need without entering them: an output aliases a parameter, or none was found to watch.
-        end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that backward raised.
-        calls: of units with gradients, as they began. Recomputation looks for them.
-        active: units that backward has entered and not left.
-        to_reduce: units that backward has entered, or brought a gradient to, since they were last reduced.
-        in_flight, over_replicas: units whose reduction is in its first, or second, stage.
-        builds_graph: the backward runs with `create_graph=True`.
-        forwards, forwards_left: calls of the outermost module in training mode; how many of them backward has not entered.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-        self.began = next(_CLOCK)
-        self.forward: int | None = None
-        self.read_at_rest: tuple[int, Unit, ManagedParam] | None = None
-        self.finished: list[Unit] = []
-        self.last: list[Unit] = []
-        self.untracked: dict[Unit, None] = {}
-        self.end: ref[BackwardEnd] | None = None
-        self.calls: list[UnitCall] = []
-        self.active: list[Unit] = []
-        self.to_reduce: dict[Unit, None] = {}
-        self.in_flight: list[Unit] = []
-        self.over_replicas: list[Unit] = []
-        self.builds_graph = False
-        self.forwards = self.forwards_left = 0
 
 
 class BackwardEnd:
@@ -147,7 +101,6 @@ def all_landed() -> None:
 
 
 _ROOTS: Final[WeakSet[Root]] = WeakSet()
-_CLOCK: Final = count()  # of forwards and ends of backwards
 _ENDS: Final[WeakValueDictionary[int, BackwardEnd]] = WeakValueDictionary()  # by the number of autograd's pass
 
 
@@ -202,7 +155,7 @@ class Root:
         self._gone = False
         self.eager_because = NOT_ON
         self.split_by = ""
-        self._last_backward: int | None = None  # when it ended, on the clock of `_CLOCK`
+        self._last_backward: int | None = None  # when it ended, on the clock of `CLOCK`
         self._streams = streams_of(self.units[0].mesh_info.device)
         self._verified = not any(unit.is_sharded and unit.mesh_info.all.size > 1 for unit in units)
         self._pinned: dict[Unit, None] = {}
@@ -216,6 +169,11 @@ class Root:
         self.make_buckets()
         self._preparation = Preparation(self)
         _ROOTS.add(self)
+
+    @staticmethod
+    def for_call(unit: Unit, module: nn.Module) -> Root:
+        """The root of a forward of `module` that begins."""
+        return _root_for_call(unit, module)
 
     @staticmethod
     def plan(unit: Unit, module: nn.Module) -> Root:
@@ -232,8 +190,8 @@ class Root:
         for each in units:
             if id(each.modules[0]) in names:
                 each.rename(names[id(each.modules[0])])
-        for former in dict.fromkeys(each.root for each in units):
-            if former is not None and former.iteration is not None and former.iteration.end is not None and not in_backward():
+        for former in _roots_of(units):
+            if former.iteration is not None and former.iteration.end is not None and not in_backward():
                 former.reset()
         root = Root(module, units, shared)
         for each in units:
@@ -261,7 +219,26 @@ class Root:
 
     def make_buckets(self) -> None:
         """Also when parameters of replicated units were replaced."""
-        self.buckets = Buckets(self, [unit for unit in self.units if unit.reduces_by_arrival])
+        self.buckets = Buckets([unit for unit in self.units if unit.reduces_by_arrival], lambda: self.iteration)
+
+    def attach_hooks(self) -> None:
+        """Communication hooks of a unit were changed."""
+        self.buckets.attach_hooks()
+
+    @property
+    def in_step(self) -> bool:
+        """Whether forwards or a backward are under way, or forwards wait for their backward."""
+        return self.iteration is not None
+
+    def needs(self, unit: Unit) -> bool:
+        """Whether a backward may need the unit's parameters without entering it, or is in it."""
+        iteration = self.iteration
+        return iteration is not None and (unit in iteration.untracked or unit in iteration.active)
+
+    def trained(self, module: nn.Module | None) -> Iteration | None:
+        """The iteration, if this call of `module` counts as one that is trained on. Without a module it does."""
+        counts = module is None or (module.training and len(self.running) == 1)
+        return self.iteration if counts else None
 
     def shows(self, unit: Unit) -> bool:
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
@@ -297,7 +274,7 @@ class Root:
                 given = self._check_order(unit, given)
             if given is not None and self._with_gradients:
                 unit.given = given
-            self._gather(unit, _ahead(unit, islice(self.order, self._cursor, None)))
+            self._gather(unit, _ahead(unit, self.order, self._cursor, 1))
         except BaseException:
             self.on_error(unit)
             raise
@@ -329,7 +306,7 @@ class Root:
             iteration = self.iteration = Iteration(None)
         for unit in explicit if not grad else ():
             unit.show()
-        iteration.stream, iteration.began = self._streams.here(), next(_CLOCK)
+        iteration.stream, iteration.began = self._streams.here(), next(CLOCK)
         self.forward = iteration.began
         self._outermost = module
         self._show()
@@ -393,8 +370,8 @@ class Root:
         if grad:
             if unit.gathers:
                 iteration.finished.append(unit)
-            if len(iteration.finished) > _REMEMBERED:
-                del iteration.finished[: _REMEMBERED // 2]
+            if len(iteration.finished) > REMEMBERED:
+                del iteration.finished[: REMEMBERED // 2]
             if keep:
                 iteration.untracked[unit] = None
         after = unit.spec.reshard_after_forward
@@ -557,13 +534,15 @@ class Root:
         iteration.active.append(unit)
         iteration.to_reduce.pop(unit, None)
         iteration.to_reduce[unit] = None
+        if not unit.reduces_by_arrival:
+            ignore_arrivals(unit.arrivals.values())  # it will be reduced, whichever gradients come
         finished = iteration.finished
         for position in range(len(finished) - 1, -1, -1) if unit.gathers else ():
             if finished[position] is unit:
                 del finished[position:]
                 break
         self._note_graph(unit)
-        self._gather(unit, _ahead(unit, reversed(finished)))
+        self._gather(unit, _ahead(unit, finished, len(finished) - 1, -1))
         unit.swap_in()  # a checkpointed part of it may be recomputed without a call of the unit
 
     def _note_graph(self, unit: Unit) -> None:
@@ -576,8 +555,8 @@ class Root:
         """A forward with gradients has begun."""
         calls = self._iteration.calls
         calls.append(call)
-        if len(calls) > _REMEMBERED:
-            del calls[: _REMEMBERED // 2]
+        if len(calls) > REMEMBERED:
+            del calls[: REMEMBERED // 2]
 
     def before_recomputation(self, unit: Unit) -> None:
         """Checkpointing is about to run a forward of `unit` again, for the node that backward is at.
@@ -642,6 +621,7 @@ class Root:
                 if unit in self._shown:
                     return  # at the end of backward, in an order that does not depend on the rank
             iteration.to_reduce.pop(unit, None)
+            hear_arrivals(unit.arrivals.values())
             self._reduce(unit)
             if not at_end:
                 self._make_room()
@@ -754,7 +734,7 @@ class Root:
                     unit.swap_out()
                 if not unit.kept_by and not (goes_on and unit in iteration.last):
                     unit.reshard()
-        self.iteration, self._last_backward = None, next(_CLOCK)
+        self.iteration, self._last_backward = None, next(CLOCK)
         if goes_on:
             following = self.iteration = Iteration(iteration.stream)
             following.finished, following.untracked = iteration.finished, iteration.untracked
@@ -777,6 +757,7 @@ class Root:
         if iteration is None or iteration.end is None or iteration.end() not in (None, end):
             return  # a forward has reset this step already, or another backward has begun
         for unit in self.units:
+            hear_arrivals(unit.arrivals.values())
             if not unit.depth:
                 unit.swap_out()
 
@@ -846,15 +827,19 @@ class Root:
                 )
 
 
-def _ahead(unit: Unit, following: Iterable[Unit]) -> list[Unit]:
-    """The units to gather ahead: of those that probably follow, the next `PREFETCHED` ones over the ranks of `unit`.
+def _ahead(unit: Unit, units: Sequence[Unit], start: int, step: int) -> list[Unit]:
+    """The units to gather ahead: of those that probably follow, the next `prefetch` ones over the ranks of `unit`.
 
     Units over fewer ranks (experts) may come before them. Not every rank enters these, so they do not count; the first of them
     is gathered ahead as well.
+
+    Args:
+        units: in the order, or with `step` -1 in the reverse of the order, in which they probably follow, from `start` on.
     """
     ahead: list[Unit] = []
-    comm, missing = unit.mesh_info.all, PREFETCHED
-    for other in following if missing else ():
+    comm, missing = unit.mesh_info.all, unit.spec.prefetch
+    for position in range(start, len(units) if step > 0 else -1, step) if missing else ():
+        other = units[position]
         if other.mesh_info.all is comm:
             ahead.append(other)
             missing -= 1
@@ -871,22 +856,26 @@ def _is_also_below_another(unit: Unit, top: Unit) -> bool:
     return any(other not in top.within and top not in other.within for other in around)
 
 
-def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
-    """The units of both verbs on `modules` and below, in `.modules()` order."""
-    found: dict[int, Unit] = {}
-    for top in modules:
-        for module in top.modules():
-            annotations = registry(module)
-            for verb in (SHARD, REPLICATE):
-                if verb in annotations:
-                    state = annotations[verb].state
-                    found.setdefault(id(state), state)
-    return list(found.values())
+def root_of(unit: Unit) -> Root | None:
+    """The root of the unit's last forward; None before the first, and after the tree changed."""
+    assert unit.root is None or isinstance(unit.root, Root)
+    return unit.root
 
 
-def root_for_call(unit: Unit, module: nn.Module) -> Root:
-    """The root of a forward of `module` that begins."""
-    root = unit.root
+def _roots_of(units: Iterable[Unit]) -> list[Root]:
+    return [root for root in dict.fromkeys(map(root_of, units)) if root is not None]
+
+
+def planned_roots(units: Sequence[Unit]) -> list[Root]:
+    """The roots of these units; units that have none get one."""
+    for unit in units:
+        if unit.root is None:
+            Root.plan(unit, unit.modules[0])
+    return _roots_of(units)
+
+
+def _root_for_call(unit: Unit, module: nn.Module) -> Root:
+    root = root_of(unit)
     if root is not None and root.running:
         if root._outermost is not module:
             return root
@@ -914,21 +903,16 @@ def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:
 
 def reset(modules: Sequence[nn.Module]) -> None:
     """Give up the step that the roots of these modules are in."""
-    for root in dict.fromkeys(unit.root for unit in units_below(modules)):
-        if root is not None:
-            drop_open_calls(root)
-            root.reset()
+    for root in _roots_of(units_below(modules)):
+        drop_open_calls(root)
+        root.reset()
 
 
 def reduce_held(units: Sequence[Unit]) -> None:
     """Reduce what these units accumulated under `no_sync`. All ranks call it, outside of forward and backward."""
     if LISTENERS:
         tell_of_call("reduce", [param.at_rest for unit in units for param in unit.params])
-    for unit in units:
-        if unit.root is None:
-            Root.plan(unit, unit.modules[0])
-    for root in dict.fromkeys(unit.root for unit in units):
-        assert root is not None
+    for root in planned_roots(units):
         if root.iteration is not None and root.iteration.end is not None:
             root.reset("its backward did not finish")
         root.reduce_held()

@@ -10,14 +10,10 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 from weakref import ref
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from composable.engine.root import Root
-    from composable.engine.unit import Unit
 
 
 class Event(enum.IntEnum):
@@ -45,13 +41,13 @@ class Listener(Protocol):
     source: int
     narrates: bool
 
-    def begin(self, root: Root) -> None:
+    def begin(self, root: Any) -> None:
         """The outermost forward of `root` is about to begin."""
 
-    def open(self, root: Root) -> None:
+    def open(self, root: Any) -> None:
         """A backward is about to begin in `root`."""
 
-    def tell(self, event: Event, unit: Unit, detail: int, *, now: bool) -> None:
+    def tell(self, event: Event, unit: Any, detail: int, *, now: bool) -> None:
         """Of an event; `now`: before the next collective."""
 
     def call(self, what: str, parameters: Sequence[Tensor], *args: Any) -> None:
@@ -65,7 +61,7 @@ def listener() -> Listener | None:
     return LISTENERS[0]() if LISTENERS else None
 
 
-def tell(event: Event, unit: Unit, detail: int = 0, *, now: bool = False) -> None:
+def tell(event: Event, unit: Any, detail: int = 0, *, now: bool = False) -> None:
     scope = listener()
     if scope is not None:
         scope.tell(event, unit, detail, now=now)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from traceback import walk_tb
-from typing import Any, Final
+from typing import Any, Final, NoReturn, Protocol
 from weakref import ref
 
 import torch
@@ -25,7 +25,7 @@ from composable.comm.mesh import MeshInfo
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, traceable, untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import drop_attribute, on_undo
-from composable.contract.traversal import SHARD, Place, names_below
+from composable.contract.traversal import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
 from composable.engine.accumulation import Accumulation
 from composable.engine.comm_hooks import CommHook, attach_hooks
@@ -34,28 +34,33 @@ from composable.engine.grad_bucket import GradBucket
 from composable.engine.loading import StateDictHook
 from composable.engine.outputs import Entry, refuse_compiled, watch
 from composable.engine.param import (
+    Arrival,
     ManagedParam,
     ParameterSwap,
     ParamInfo,
     copy_attributes,
     defer_hooks,
     drop_label,
+    hear_arrivals,
     holds_unreduced,
     is_unreduced,
     keep_gradients_in,
     move_hooks,
+    owner_of,
     run_post_accumulate_hooks,
     set_label,
     whole_of,
 )
 from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
-from composable.engine.root import EXPLICIT, Root, root_for_call, units_below
 from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
-from composable.memory.torch_private import can_take_data, in_backward, local_of, next_node
+from composable.memory.torch_private import can_take_data, hooks_after_accumulation, in_backward, local_of, next_node
 
+# The reason for modules to hold whole parameters outside of forwards, after `unshard` or in `keep_unsharded`: until `reshard`, the
+# end of the scope, a forward with gradients, or a backward.
+EXPLICIT: Final = "unshard()"
 RANK0_ONLY: Final = "unsharded(rank0_only=True)"  # `Unit.shown_by` of a scope in which ranks hold different things
 
 
@@ -66,6 +71,7 @@ class UnitSpec:
     Attributes:
         verb: "fully_shard" or "replicate".
         reshard_after_forward: as the user spelled it: None, True, False or a number of ranks.
+        prefetch: how many units to gather ahead of need when this one is entered.
         buffer_holders: modules whose buffers are cast while they compute.
         exact: modules that keep their dtype where the unit computes in another one.
         divisor: what sums of gradients are divided by; None for the number of ranks (a mean).
@@ -79,6 +85,7 @@ class UnitSpec:
     params: tuple[ParamInfo, ...]
     mesh_info: MeshInfo
     reshard_after_forward: bool | int | None = None
+    prefetch: int = 1
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     buffer_holders: tuple[BufferHolder, ...] = ()
     exact: tuple[nn.Module, ...] = ()
@@ -87,6 +94,78 @@ class UnitSpec:
     bucket_bytes: int = 25 << 20
     broadcast_buffers: tuple[Place, ...] = ()
     left_alone: tuple[Place, ...] = ()
+
+
+class Schedule(Protocol):
+    """The order of a step, which the hooks of units call: `Root`, which does not stand here because it knows units.
+
+    Attributes:
+        units: all that are below the outermost annotated module that was called.
+        running: those whose forward is under way, outermost first.
+        forward: the number of the forward that began last.
+        eager_because: why the engine, and not the compiler, reduces the gradients of the last forward; empty if it does not.
+        split_by: the pipeline schedule that called the last forward, if it splits backwards.
+    """
+
+    units: list[Unit]
+    running: list[Unit]
+    forward: int
+    eager_because: str
+    split_by: str
+
+    @property
+    def in_step(self) -> bool:
+        """Whether forwards or a backward are under way, or forwards wait for their backward."""
+
+    def needs(self, unit: Unit) -> bool:
+        """Whether a backward may need the unit's parameters without entering it, or is in it."""
+
+    def shows(self, unit: Unit) -> bool:
+        """Whether the unit's modules hold compute parameters for longer than its own forward."""
+
+    def is_inside(self, unit: Unit) -> bool:
+        """Whether something around `unit` runs, whose backward is to come to the unit on all ranks alike."""
+
+    def trained(self, module: nn.Module | None) -> Any:
+        """What counts this call of `module` as one that is trained on; None if it does not count. Without a module it does."""
+
+    def enter_forward(self, unit: Unit, module: nn.Module, inputs: object) -> None: ...
+
+    def note_call(self, call: UnitCall) -> None: ...
+
+    def leave_forward(self, unit: Unit, *, keep: bool, complete: bool) -> None: ...
+
+    def on_error(self, unit: Unit) -> None: ...
+
+    def before_recomputation(self, unit: Unit) -> None: ...
+
+    def open_backward(self) -> None: ...
+
+    def enter_backward(self, unit: Unit, forward: int | None = None) -> None: ...
+
+    def on_gradient(self, unit: Unit, param: ManagedParam) -> None: ...
+
+    def on_gradient_at_rest(self, unit: Unit, param: ManagedParam) -> None: ...
+
+    def refuse_compiled(self) -> NoReturn: ...
+
+    def attach_hooks(self) -> None:
+        """Communication hooks of a unit were changed."""
+
+    def forget(self) -> None:
+        """A unit came or went below."""
+
+    def reset(self, why: str = "") -> None: ...
+
+
+class Schedules(Protocol):
+    """What makes schedules: the class `Root`."""
+
+    def for_call(self, unit: Unit, module: nn.Module) -> Schedule:
+        """The schedule of a forward of `module` that begins."""
+
+    def plan(self, unit: Unit, module: nn.Module) -> Schedule:
+        """A new one for `module` and what is below it."""
 
 
 @dataclass(slots=True)
@@ -102,7 +181,7 @@ class UnitCall:
 
     unit: Unit
     since: int
-    root: Root | None
+    root: Schedule | None
     entered: bool = False
     entry: Entry | None = None
 
@@ -129,6 +208,7 @@ class Unit:
         shown_by: the scope, if any, in which modules hold whole parameters for the user to edit; they are not computed with.
         comm_hooks: communication hooks by the stage that they replace.
         sparse: gradients of parameters that only sparse lookups read.
+        arrivals: by what autograd tells of gradients, while it matters which one has come.
         unhooked: with one rank only: parameters with a gradient whose post-accumulate hooks are still to be called.
         is_shared: it lies below several annotated models, see `Root.shared`.
         to_run: of several modules, those that have not run in this forward, or recomputation. Until all have, modules hold compute
@@ -143,6 +223,7 @@ class Unit:
     mesh_info: MeshInfo
     param_dtype: torch.dtype | None
     spec: UnitSpec
+    schedules: Schedules
 
     def __init__(self) -> None:
         self.modules: tuple[nn.Module, ...] = ()
@@ -150,7 +231,7 @@ class Unit:
         self.groups: list[ParamGroup] = []
         self.gathers = False
         self.buckets: list[GradBucket] = []
-        self.root: Root | None = None
+        self.root: Schedule | None = None
         self.name = unit_name("")
         self.depth = 0
         self.pending = 0
@@ -166,6 +247,7 @@ class Unit:
         self.comm_hooks: dict[str, CommHook] = {}
         self.sparse: list[SparseGradients] = []
         self.unhooked: dict[ManagedParam, None] = {}
+        self.arrivals: dict[ManagedParam, Arrival] = {}
         self.around: dict[Unit, None] = {}
         self.trains = self.reduces_by_arrival = self.is_shared = False
         self.given: int | None = None
@@ -181,8 +263,9 @@ class Unit:
 
     # --- construction -----------------------------------------------------------------------------------------------
 
-    def initialize(self, spec: UnitSpec) -> None:
+    def initialize(self, spec: UnitSpec, schedules: Schedules) -> None:
         """Take charge of the parameters that `spec` names."""
+        self.schedules = schedules
         self._take(spec, [ManagedParam(info) for info in spec.params])
         if self.param_dtype is not None:
             self._undo += [ExactModule(module, self.param_dtype).remove for module in spec.exact]
@@ -284,7 +367,7 @@ class Unit:
     def _build_buckets(self) -> None:
         self.reduces_by_arrival = not self.is_sharded and self.beside is None and self.mesh_info.all.size > 1
         factor = self.grad_factor
-        self.buckets, self.sparse = [], []
+        self.buckets, self.sparse, self.arrivals = [], [], {}
         for group in self.groups:
             in_place = all(param.compute is param.at_rest for param in group.params)
             sparse = not self.is_sharded and only_looked_up(group.params[0].info)
@@ -338,15 +421,22 @@ class Unit:
             sparse = None if to_sparse is None else to_sparse()
             if sparse is not None:
                 sparse.arrived(param)
-            (unit.root or Root.plan(unit, unit.modules[0])).on_gradient(unit, param)
+            (unit.root or unit.schedules.plan(unit, unit.modules[0])).on_gradient(unit, param)
 
         if param.compute is param.at_rest:
-            self._rebuild_undo.append(defer_hooks(parameter, arrived))
+            arrival, undo = defer_hooks(parameter, arrived)
+            self._rebuild_undo.append(undo)
         else:
             parameter.requires_grad_(True)  # a frozen one takes no hook; `follow` freezes it again
-            self._rebuild_undo.append(parameter.register_post_accumulate_grad_hook(arrived).remove)
+            handle = parameter.register_post_accumulate_grad_hook(arrived)
+            table = hooks_after_accumulation(parameter)
+            assert table is not None
+            arrival = table, handle.id, arrived
+            self._rebuild_undo.append(handle.remove)
             if self.mesh_info.all.size > 1:
-                self._rebuild_undo.append(defer_hooks(param.at_rest, _at_rest_gradient(to_unit, to_param)))
+                self._rebuild_undo.append(defer_hooks(param.at_rest, _at_rest_gradient(to_unit, to_param))[1])
+        if not alone and to_sparse is None:
+            self.arrivals[param] = arrival
 
     def follow(self) -> None:
         """Compute parameters follow what users froze and unfroze."""
@@ -363,7 +453,7 @@ class Unit:
         for group in self.groups:
             group.rename(fqn)
         for bucket in self.buckets:
-            bucket.label = f"gradient reduction of unit '{fqn}'"
+            bucket.reducer.label = f"gradient reduction of unit '{fqn}'"
         for sparse in self.sparse:
             sparse.unit = fqn
         for param in self.params:
@@ -416,13 +506,7 @@ class Unit:
 
     def drop_leftover(self) -> None:
         """Reshard what a forward left unsharded for its backward: the shards may have been written to in a way that no version counter shows."""
-        iteration = None if self.root is None else self.root.iteration
-        if (
-            self.kept_by
-            or self.depth
-            or self.to_run
-            or (iteration is not None and (self in iteration.untracked or self in iteration.active))
-        ):
+        if self.kept_by or self.depth or self.to_run or (self.root is not None and self.root.needs(self)):
             return
         self.reshard()
 
@@ -465,14 +549,14 @@ class Unit:
     @untraced
     def enter(self, module: nn.Module, args: Any, kwargs: Any, *, computes: bool = True) -> tuple[Any, Any]:
         """Pre-forward. Not `computes`: the unit takes part in communication only."""
-        recomputes = in_backward() and self.root is not None and self.root.iteration is not None
+        recomputes = in_backward() and self.root is not None and self.root.in_step
         if self.root is not None and not self.root.eager_because:  # then backwards have no iteration
             recomputes = in_backward() or backward_is_compiled()
-        root = None if recomputes else root_for_call(self, module)  # may reset, which forgets all calls
+        root = None if recomputes else self.schedules.for_call(self, module)  # may reset, which forgets all calls
         call = UnitCall(self, next_node(), root)
         self._calls.append(call)  # before anything else that may raise: `on_error` takes it back
         if root is None:
-            if self.root is not None and self.root.iteration is not None:
+            if self.root is not None and self.root.in_step:
                 self.root.before_recomputation(self)
             # Checkpointing runs this forward again: no order is recorded and nothing resharded, backward needs it next.
             if LISTENERS:
@@ -519,7 +603,7 @@ class Unit:
             raise
         return output
 
-    def _end_call(self, module: nn.Module, root: Root | None, *, keep: bool) -> None:
+    def _end_call(self, module: nn.Module, root: Schedule | None, *, keep: bool) -> None:
         if LISTENERS:
             outermost = root is not None and len(root.running) == 1
             tell(Event.LEAVE, self, 2 * self.modules.index(module) + keep, now=outermost)
@@ -542,7 +626,7 @@ class Unit:
         root = call.root
         if root is not None and not root.eager_because:
             return output, False
-        trained = root.iteration if root is not None and module.training and len(root.running) == 1 else None
+        trained = None if root is None else root.trained(module)
         entry = Entry(self, trained, None if root is None else root.forward)
         if root is not None:
             self._anchors = self.mesh_info.all.size > 1 and root.is_inside(self) and (self.trains or self.given == 2)
@@ -612,7 +696,7 @@ class Unit:
                     "backward goes to are no longer the module's. Run the backward first, or the forward again"
                 )
             return
-        root = self.root or Root.plan(self, self.modules[0])  # anew, if a unit came or went since the forward
+        root = self.root or self.schedules.plan(self, self.modules[0])  # anew, if a unit came or went since the forward
         root.enter_backward(self, forward)
 
     def shadow(self, event: Event, detail: int) -> None:
@@ -627,16 +711,16 @@ class Unit:
         else:
             root = self.root
             assert root is not None
-            iteration = root.iteration if detail else None
+            trained = root.trained(None) if detail else None
             if event is Event.OUTPUT:
                 self.pending += 1
-                if iteration is not None:
-                    iteration.forwards += 1
-                    iteration.forwards_left += 1
+                if trained is not None:
+                    trained.forwards += 1
+                    trained.forwards_left += 1
             elif event is Event.COUNT:
                 self.pending -= 1
-                if iteration is not None:
-                    iteration.forwards_left -= 1
+                if trained is not None:
+                    trained.forwards_left -= 1
             elif event is Event.OPEN:
                 root.open_backward()
             elif event is Event.GRADIENT:
@@ -646,6 +730,7 @@ class Unit:
         """After an error: no forward of the unit is under way."""
         self._calls, self.to_run = [], []
         self.depth = self.pending = 0
+        hear_arrivals(self.arrivals.values())
 
     # --- gradients --------------------------------------------------------------------------------------------------
 
@@ -681,7 +766,7 @@ class Unit:
             self.comm_hooks[stage] = hook
         attach_hooks(self, self.buckets)
         if self.root is not None:
-            self.root.buckets.attach_hooks()
+            self.root.attach_hooks()
 
     def set_mesh_info(self, mesh_info: MeshInfo) -> None:
         """Reduce gradients over other ranks; those that hold the shards together stay the same. Between two steps."""
@@ -706,7 +791,7 @@ class Unit:
                     "reduce_gradients(model) first, on all ranks, or zero_grad()"
                 )
         for unit in units:
-            if unit.root is not None and unit.root.iteration is not None and not unit.root.running:
+            if unit.root is not None and unit.root.in_step and not unit.root.running:
                 unit.root.reset()
             unit.swap_out()
             unit.reshard()
@@ -786,7 +871,7 @@ class Unit:
             plain: as far as it takes to remove the annotation.
         """
         self._undo = copy.deepcopy(unit._undo, memo)
-        self.name = unit.name
+        self.name, self.schedules = unit.name, unit.schedules
         if plain:
             return
         pairs = [(param, copy.deepcopy(param, memo)) for param in unit.params if param.registered is not None]
@@ -829,6 +914,18 @@ class Unit:
     def __reduce__(self) -> tuple[Any, ...]:
         self.refuse_pickling()
         return Unit, ()  # hooks for state dicts in a part of a replicated module have nothing to do
+
+
+def units_below(modules: Iterable[nn.Module]) -> list[Unit]:
+    """The units of both verbs on `modules` and below, in `.modules()` order."""
+    return states_below(modules)
+
+
+def unit_of(parameter: Tensor) -> Unit | None:
+    """The unit that manages `parameter`."""
+    owner = owner_of(parameter)
+    assert owner is None or isinstance(owner, Unit)
+    return owner
 
 
 def _at_rest_gradient(

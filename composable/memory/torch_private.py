@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -229,14 +229,21 @@ _new_dtensor: Callable[..., DTensor] = DTensor.__new__
 
 
 def dtensor_around(local: Tensor, spec: Any, stand_in: Tensor) -> DTensor:
+    """`dtensor_like` where more is known: see `dtensors_around`."""
+    (made,) = dtensors_around([local], [spec], stand_in)
+    return made
+
+
+def dtensors_around(locals_: Sequence[Tensor], specs: Iterable[Any], stand_in: Tensor) -> list[DTensor]:
     """`dtensor_like` for many tensors: 2 us each.
 
     Args:
-        spec: the `_spec` of a DTensor whose local tensor has the shape, strides and dtype of `local`.
+        specs: of each, the `_spec` of a DTensor whose local tensor has the shape, strides and dtype of that one.
         stand_in: an empty tensor of that dtype and device; a `DTensor` takes over the storage offset of what it is made around.
     """
-    made = _new_dtensor(DTensor, stand_in, spec, requires_grad=False)
-    made._local_tensor = local
+    made = [_new_dtensor(DTensor, stand_in, spec, requires_grad=False) for spec in specs]
+    for tensor, local in zip(made, locals_, strict=True):
+        tensor._local_tensor = local
     return made
 
 

@@ -60,15 +60,13 @@ class _LocalStep:
     every parameter in every step.
 
     Args:
-        keep_loop: step by torch's loop where a group does not say how. That is what torch chooses for DTensors; for local
-            tensors on an accelerator it would choose `foreach`, which may round in another way.
         check_state: state may have come from elsewhere since the last step.
 
     Raises:
         _NotLocal: nothing was changed.
     """
 
-    def __init__(self, optimizer: Optimizer, *, keep_loop: bool, check_state: bool) -> None:
+    def __init__(self, optimizer: Optimizer, *, check_state: bool) -> None:
         kind: Any = type(optimizer)
         with as_tensors():
             found = [list(map(gradient_of, group["params"])) for group in optimizer.param_groups]
@@ -112,8 +110,6 @@ class _LocalStep:
         self.groups: list[State] = []
         for group, parameters in zip(optimizer.param_groups, stepped, strict=True):
             self.groups.append({**group, "params": list(islice(locals_, len(parameters)))})
-            if keep_loop and group.get("foreach", True) is None and not group.get("fused"):
-                self.groups[-1]["foreach"] = False
         self._before = list(map(dict, self.groups))
 
     def _check_state(self) -> None:
@@ -176,13 +172,10 @@ def _tell(state: State, shown: State, parameter: Tensor, stepped: Tensor) -> Non
 class ShardStepping:
     """An optimizer steps its local shards until `remove()` is called. Made by `step_on_shards`, or at a first step.
 
-    Args:
-        asked: the user asked for it. Then the optimizer chooses its implementation (`foreach` or a loop) by the local tensors;
-            otherwise it keeps the one that it has for DTensors, so that every bit of the result is the same.
+    Where a group does not say how it steps, torch chooses `foreach` or a loop by the device, for local tensors as for DTensors.
     """
 
-    def __init__(self, optimizer: Optimizer, *, asked: bool = True) -> None:
-        self.asked = asked
+    def __init__(self, optimizer: Optimizer) -> None:
         self._step: _LocalStep | None = None  # of the step that runs
         self._optimizer = weakref.ref(optimizer)  # whose hooks hold this object
         self._before = optimizer.register_step_pre_hook(self._put_stand_in)
@@ -222,7 +215,7 @@ class ShardStepping:
         self._finish(optimizer)  # if the code asks twice
         try:
             with torch.no_grad():
-                self._step = _LocalStep(optimizer, keep_loop=not self.asked, check_state=self._check_state)
+                self._step = _LocalStep(optimizer, check_state=self._check_state)
         except _NotLocal:
             stand_in.state = optimizer.state
             return optimizer.param_groups
@@ -289,8 +282,8 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
     the parameters and their state as DTensors, as before. Parameters that are not DTensors are stepped as they are.
 
     The optimizers listed below do so from their first step of sharded parameters; `step_on_shards(optimizer).remove()`, at any
-    time, makes one step DTensors as torch does. Call it for an optimizer that is not listed, after `remove`, for a copy of an
-    optimizer, or on an accelerator for torch's default of `foreach`, which torch does not choose over DTensors.
+    time, makes one step DTensors as torch does. Call it for an optimizer that is not listed, after `remove`, or for a copy of an
+    optimizer.
 
     Args:
         optimizer: SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adadelta, Adagrad, ASGD, RMSprop or Rprop of `torch.optim`, in any
@@ -331,16 +324,14 @@ def step_on_shards(optimizer: Optimizer, *, elementwise: bool = False) -> ShardS
             f"step_on_shards: this {name} is differentiable: its steps become part of a graph that local tensors would be "
             "missing from. Leave step_on_shards out, or differentiable=True"
         )
-    stepping = _steppings.get(optimizer) or ShardStepping(optimizer)
-    stepping.asked = True
-    return stepping
+    return _steppings.get(optimizer) or ShardStepping(optimizer)
 
 
 def step_on_shards_unasked(optimizer: Optimizer) -> bool:
     """Do so for an optimizer that is about to step, if the result is known to be the same. Whether it steps its shards."""
     kind: Any = type(optimizer)
     if optimizer not in _steppings and _is_known(kind) and not _differentiable(optimizer):
-        ShardStepping(optimizer, asked=False)
+        ShardStepping(optimizer)
     return _steppings.get(optimizer) is not None
 
 

@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import backend_of, reduce_numbers
-from composable.engine.param import ParamLabel, holds_unreduced, is_unreduced, label_of
+from composable.engine.param import ParamLabel, holds_unreduced, is_unreduced, labels_of
 from composable.errors import ComposableError
 
 Groups = tuple[dist.ProcessGroup, ...]
@@ -24,9 +25,11 @@ def is_trained(parameter: Tensor, label: ParamLabel) -> bool:
 
 def refuse_unreduced(caller: str, parameters: Iterable[Tensor], error: type[ComposableError]) -> None:
     """Raise if a gradient was accumulated under `no_sync` and not reduced: each rank has another one."""
-    for parameter in parameters:
-        gradient, label = parameter.grad, label_of(parameter)
-        if label is not None and gradient is not None and (is_unreduced(gradient) or holds_unreduced(parameter)):
+    parameters = list(parameters)
+    for parameter, label in zip(parameters, labels_of(parameters), strict=True):
+        if label is None or not (label.holds_unreduced or isinstance(parameter, DTensor)):
+            continue
+        if is_unreduced(parameter.grad) or holds_unreduced(parameter):
             raise error(
                 f"{caller}: the gradient of {label} is this rank's alone, since it was accumulated under no_sync and not "
                 "reduced. Run the last backward outside of no_sync, or call reduce_gradients(model), on all ranks"

@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from composable.comm import is_distributed
 from composable.compilation import untraced
-from composable.engine.param import label_of
+from composable.engine.param import labels_of
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
@@ -57,7 +57,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
             f"{step}: {name} is stepped in backward already, since apply_optimizer_in_backward. Give this optimizer other "
             "parameters, or call remove() on what that returned"
         )
-    labelled = [(parameter, label) for parameter in parameters if (label := label_of(parameter)) is not None]
+    labels = labels_of(parameters)
+    labelled = [(parameter, label) for parameter, label in zip(parameters, labels, strict=True) if label is not None]
     for parameter, label in labelled:
         if label.form != "at_rest" and not is_trained(parameter, label):
             raise OptimizerError(

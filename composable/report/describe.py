@@ -14,8 +14,7 @@ from composable.config import grad_reduce_in_words
 from composable.contract.contract import Annotation, registry
 from composable.contract.traversal import REPLICATE, SHARD, managed_parameters
 from composable.engine.comm_hooks import names_of_hooks
-from composable.engine.param import unit_of
-from composable.engine.unit import Unit
+from composable.engine.unit import Unit, unit_of
 from composable.errors import few, unit_name
 from composable.memory.streams import any_has_streams, has_streams
 from composable.memory.torch_private import local_of

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.compilation import unwrapped
 from composable.engine.param import describe_mesh, whole_of
-from composable.engine.root import units_below
+from composable.engine.unit import units_below
 from composable.errors import ForeignParameterError, few
 from composable.memory.torch_private import local_of
 from composable.state.whole import write_whole

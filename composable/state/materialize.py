@@ -23,9 +23,9 @@ from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
 from composable.contract.traversal import Place
-from composable.engine.param import move_hooks, unit_of, whole_of
-from composable.engine.root import Root
-from composable.engine.unit import Unit
+from composable.engine.param import move_hooks, whole_of
+from composable.engine.root import planned_roots
+from composable.engine.unit import Unit, unit_of
 from composable.errors import ForeignParameterError, PhaseError, RanksDisagreeError, few
 from composable.memory.elastic import ElasticBuffer, release_idle_memory
 from composable.memory.torch_private import local_of
@@ -162,11 +162,7 @@ def refresh(model: nn.Module) -> None:
     """
     units = units_in("refresh", model)
     require_at_rest("refresh", units)
-    for unit in units:
-        if unit.root is None:
-            Root.plan(unit, unit.modules[0])
-    for root in dict.fromkeys(unit.root for unit in units):
-        assert root is not None
+    for root in planned_roots(units):
         root.prepare()
 
 

@@ -16,8 +16,8 @@ import torch
 
 from composable.comm import AcceleratorComm
 from composable.comm.accelerator import _StreamWork
-from composable.engine.grad_bucket import GradBucket
 from composable.engine.param_group import ParamGroup, ShardedState
+from composable.engine.reduction import Reduction
 from composable.engine.root import Root
 from composable.memory import streams
 from composable.memory.streams import AcceleratorStreams
@@ -158,12 +158,12 @@ def _among_neighbours(put: Callable[[], Patch]) -> Callable[[], Patch]:
     return lambda: mock.patch.object(AcceleratorComm, "all_gather", faulty)
 
 
-def _without_work(owner: type, wait: str) -> Callable[[], Patch]:
+def _without_work(owner: type, wait: str, work: str) -> Callable[[], Patch]:
     """What was launched is taken for done."""
     waits = getattr(owner, wait)
 
     def hasty(self: Any) -> None:
-        self._work = None
+        setattr(self, work, None)
         waits(self)
 
     return lambda: mock.patch.object(owner, wait, hasty)
@@ -203,24 +203,25 @@ def _used_again_while_gathered(buffer: str) -> Callable[[], Patch]:
 
 
 def _rows_used_again_while_reduced() -> Patch:
-    launch = GradBucket._launch
+    launch = Reduction._launch
 
-    def reusing(self: GradBucket, *args: Any) -> None:
-        launch(self, *args)
-        self._plan.message.free()
-        self._plan.message.allocate()
+    def reusing(self: Reduction, *args: Any) -> Any:
+        work = launch(self, *args)
+        self.plan.message.free()
+        self.plan.message.allocate()
+        return work
 
-    return mock.patch.object(GradBucket, "_launch", reusing)
+    return mock.patch.object(Reduction, "_launch", reusing)
 
 
 def _free_rows_before_waiting() -> Patch:
-    wait = GradBucket._wait
+    wait = Reduction.wait
 
-    def hasty(self: GradBucket) -> None:
-        self._plan.message.free()
+    def hasty(self: Reduction) -> None:
+        self.plan.message.free()
         wait(self)
 
-    return mock.patch.object(GradBucket, "_wait", hasty)
+    return mock.patch.object(Reduction, "wait", hasty)
 
 
 # --- a lost step --------------------------------------------------------------------------------------------------------
@@ -252,7 +253,7 @@ FAULTS: Final[dict[str, Fault]] = {
     ),
     "gradients are freed while they are reduced": Fault(_keep_nothing, "fully_shard", SENT, FREED),
     "modules compute before the gather has landed": Fault(
-        _without_work(ParamGroup, "wait_for_unshard"), "fully_shard", GATHERED, READ
+        _without_work(ParamGroup, "wait_for_unshard", "_work"), "fully_shard", GATHERED, READ
     ),
     "packed parameters are copied before they have landed": Fault(
         _copy_out_before_the_gather_has_landed, "fully_shard", GATHERED, _launch("read", "(_foreach_)?copy_", COMPUTE)
@@ -267,7 +268,7 @@ FAULTS: Final[dict[str, Fault]] = {
         _used_again_while_gathered("_sent"), "bfloat16", _launch("read", "all_gather", GATHER), FREED
     ),
     "rows are freed before they are reduced": Fault(_free_rows_before_waiting, "fully_shard", SENT, FREED),
-    "gradients land before they are reduced": Fault(_without_work(GradBucket, "_wait"), "fully_shard", SCATTERED, USED),
+    "gradients land before they are reduced": Fault(_without_work(Reduction, "wait", "work"), "fully_shard", SCATTERED, USED),
     "rows are used again while they are reduced": Fault(_rows_used_again_while_reduced, "fully_shard", SENT, FREED),
     "sums over the shards are taken before they are there": Fault(
         _wait_for_nothing_on("reduce_scatter"), "fully_shard", SCATTERED, USED

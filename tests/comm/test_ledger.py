@@ -215,11 +215,14 @@ def test_debugging_is_switched_on_by_one() -> None:
     assert [_debugged(setting) for setting in ("1", "0", "")] == [True, False, False]
 
 
+@mock.patch.object(ledger, "debug_enabled", lambda: True)
+@mock.patch.object(ledger, "KEPT_IN_DEBUG", ledger.KEPT)
 def _compared(labels_of_ranks: list[list[str]]) -> str:
     comm = comm_of(dist.new_group(), CPU)
     notes = ledger_of(comm.group)
     for label in ["all-gather of unit 'a'"] * 40:
         notes.note(label)
+    assert notes.digest, "debug mode keeps digests"
     notes.compare(comm)
     alike = len({len(labels) for labels in labels_of_ranks}) == 1
     for label in labels_of_ranks[dist.get_rank()]:

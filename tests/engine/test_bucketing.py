@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from composable.comm import LocalComm, MeshInfo, ledger_of
 from composable.contract.traversal import Place
 from composable.engine.bucketing import FIRST_BYTES, Buckets
 from composable.engine.param import ParamInfo
+from composable.engine.root import Root
 from composable.engine.unit import Unit, UnitSpec
 from composable.errors import PhaseError
 from tests.engine.layouts import SETTINGS
@@ -35,9 +35,8 @@ def _unit(sizes: Sequence[int], kinds: str, bucket_bytes: int, info: MeshInfo) -
         module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(size, dtype=_DTYPES[kind])))
     params = tuple(ParamInfo(name, (Place(module, name),)) for name in module._parameters)
     unit = Unit()
-    unit.initialize(UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes))
-    root: Any = SimpleNamespace(iteration=None)
-    return unit, Buckets(root, [unit])
+    unit.initialize(UnitSpec("replicate", (module,), params, info, bucket_bytes=bucket_bytes), Root)
+    return unit, Buckets([unit], lambda: None)
 
 
 def _filled(buckets: Buckets) -> list[list[int]]:
@@ -118,6 +117,7 @@ def test_each_backward_of_several_forwards_launches_in_one_order_beside_another_
         losses = [replicated(sharded(torch.ones(2, 3, device=current_device()))).sum() for _ in range(3)]
         for loss in losses:
             loss.backward()
-    digests: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, ledger_of(dist.group.WORLD).digest)
-    assert len(set(digests)) == 1
+    launches: list[Any] = [None] * dist.get_world_size()
+    ledger = ledger_of(dist.group.WORLD)
+    dist.all_gather_object(launches, (ledger.count, tuple(ledger.labels)))
+    assert len(set(launches)) == 1

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from composable.comm import MeshInfo, Traits
-from composable.engine.grad_bucket import BucketState
 from composable.engine.layout import ParamShape
 from composable.engine.param import cut
 from composable.engine.precision import Precision
+from composable.engine.reduction import ReductionState
 from composable.errors import CommunicationError, PhaseError
 from tests.engine.layouts import SETTINGS, shapes
 from tests.engine.ranks import (
@@ -360,22 +360,22 @@ def test_hooks_are_called_when_the_gradient_lands_and_with_the_mean(mesh: str) -
 def test_buckets_go_from_state_to_state(mesh: str) -> None:
     ranks = _ranks(mesh)
 
-    def states() -> set[BucketState]:
-        return {rank.bucket.state for rank in ranks}
+    def states() -> set[ReductionState | None]:
+        return {rank.bucket.reduction and rank.bucket.reduction.state for rank in ranks}
 
     for _ in range(2):
-        assert states() == {BucketState.EMPTY}
+        assert states() == {None}
         each(ranks, lambda rank: rank.bucket.land())
-        assert states() == {BucketState.EMPTY}
+        assert states() == {None}
         _backward(ranks, *[1.0] * len(ranks))
         assert all(rank.bucket.has_gradients for rank in ranks)
         each(ranks, lambda rank: rank.bucket.reduce())
         assert not any(rank.bucket.has_gradients for rank in ranks), "gradients that come now are another reduction's"
-        assert states() == {BucketState.REDUCING}
+        assert states() == {ReductionState.REDUCING}
         each(ranks, lambda rank: rank.bucket.advance())
-        assert states() == {BucketState.ALL_REDUCING if mesh == "hybrid" else BucketState.REDUCING}
+        assert states() == {ReductionState.ALL_REDUCING if mesh == "hybrid" else ReductionState.REDUCING}
         each(ranks, lambda rank: rank.bucket.land())
-    assert states() == {BucketState.EMPTY}
+    assert states() == {None}
     _assert_filled(ranks, 2.0)
 
 
@@ -395,11 +395,11 @@ def test_a_lost_step_leaves_nothing_but_what_was_reduced_before(mesh: str, when:
         each(ranks, lambda rank: rank.bucket.advance())
     if when == "failed":
         for rank in ranks:
-            rank.bucket._work = _Failed()
+            rank.bucket.reduction.work = _Failed()
             with pytest.raises(CommunicationError):
                 rank.bucket.land()
     each(ranks, lambda rank: rank.bucket.drop())
-    assert {rank.bucket.state for rank in ranks} == {BucketState.EMPTY}
+    assert {rank.bucket.reduction and rank.bucket.reduction.state for rank in ranks} == {None}
     assert not any(rank.bucket.has_gradients for rank in ranks)
     after = [parameter.grad for parameter in _parameters(ranks)]
     if when == "accumulated":

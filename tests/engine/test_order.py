@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from composable import fully_shard
 from composable.comm import comms_wrapped_by
+from composable.errors import AnnotationError
 from tests.helpers.communicators import Log, Recording
 from tests.helpers.world import Pool, current_device, need_devices
 
@@ -45,13 +46,13 @@ class Model(nn.Module):
         return x
 
 
-def _model(log: Log, *, reshard: bool | None = True) -> tuple[Model, Model]:
+def _model(log: Log, *, reshard: bool | None = True, prefetch: int = 1) -> tuple[Model, Model]:
     """An un-annotated model and one whose blocks are units; the root has no parameters."""
     torch.manual_seed(0)
     plain, ours = (Model(each).to(current_device()) for each in (Log(), log))
     ours.load_state_dict(plain.state_dict())
     with comms_wrapped_by(partial(Recording, log=log)):
-        fully_shard(ours, policy={Block}, reshard_after_forward=reshard)
+        fully_shard(ours, policy={Block}, reshard_after_forward=reshard, prefetch=prefetch)
     return plain, ours
 
 
@@ -118,9 +119,9 @@ def test_the_last_forward(pool: Pool, device: str, what: str) -> None:
 # --- whole steps --------------------------------------------------------------------------------------------------------
 
 
-def _steps(orders: Sequence[Sequence[int]], reshard: bool | None) -> str:
+def _steps(orders: Sequence[Sequence[int]], reshard: bool | None, prefetch: int) -> str:
     log = Log()
-    plain, ours = _model(log, reshard=reshard)
+    plain, ours = _model(log, reshard=reshard, prefetch=prefetch)
     found = ""
     for order in orders:
         for model in (plain, ours):
@@ -169,16 +170,47 @@ wait 0, gather 0,
 wait 1, reduce 1,
 wait 0, reduce 0, land 1, land 0"""
 
+_NOTHING_IS_GATHERED_AHEAD = """\
+gather 0,
+wait 0, run 0, gather 1,
+wait 1, run 1, gather 2,
+wait 2, run 2
+
+gather 2,
+wait 2, reduce 2, gather 1,
+wait 1, reduce 1, land 2, gather 0,
+wait 0, reduce 0, land 1, land 0"""
+_TWO_UNITS_AHEAD = """\
+gather 0, gather 1, gather 2,
+wait 0, run 0, gather 3,
+wait 1, run 1,
+wait 2, run 2,
+wait 3, run 3
+
+gather 3, gather 2, gather 1,
+wait 3, reduce 3, gather 0,
+wait 2, reduce 2, land 3,
+wait 1, reduce 1, land 2,
+wait 0, reduce 0, land 1, land 0"""
+
 
 @pytest.mark.parametrize(
-    ("order", "reshard", "expected"),
+    ("order", "reshard", "prefetch", "expected"),
     [
-        ([0, 1, 2, 3], True, _A_STEP),
-        ([0, 1, 2], None, _THE_LAST_UNIT_STAYS_FOR_BACKWARD),
-        ([0, 1, 0], True, _A_UNIT_THAT_RAN_TWICE_IS_REDUCED_AFTER_ITS_OLDER_USE),
+        ([0, 1, 2, 3], True, 1, _A_STEP),
+        ([0, 1, 2], None, 1, _THE_LAST_UNIT_STAYS_FOR_BACKWARD),
+        ([0, 1, 0], True, 1, _A_UNIT_THAT_RAN_TWICE_IS_REDUCED_AFTER_ITS_OLDER_USE),
+        ([0, 1, 2], True, 0, _NOTHING_IS_GATHERED_AHEAD),
+        ([0, 1, 2, 3], True, 2, _TWO_UNITS_AHEAD),
     ],
-    ids=["each unit freed", "the last one stays", "one runs twice"],
+    ids=["each unit freed", "the last one stays", "one runs twice", "prefetch=0", "prefetch=2"],
 )
-def test_a_step(pool: Pool, device: str, order: list[int], reshard: bool | None, expected: str) -> None:
+def test_a_step(pool: Pool, device: str, order: list[int], reshard: bool | None, prefetch: int, expected: str) -> None:
     need_devices(device, 2)
-    assert pool.run(2, _steps, [order, order], reshard, device=device) == [expected] * 2
+    assert pool.run(2, _steps, [order, order], reshard, prefetch, device=device) == [expected] * 2
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, None])
+def test_prefetch_is_a_number_of_units(wrong: object) -> None:
+    with pytest.raises(AnnotationError, match="prefetch must be a number of units"):
+        fully_shard(nn.Linear(2, 2), prefetch=wrong)  # type: ignore[arg-type]

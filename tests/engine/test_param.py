@@ -137,10 +137,10 @@ def test_deferred_hooks_wait_until_they_are_run() -> None:
 @pytest.mark.parametrize("again", [False, True])
 def test_hooks_are_called_by_autograd_again_when_they_are_no_longer_deferred(again: bool) -> None:
     parameter, calls = nn.Parameter(torch.ones(2)), []
-    undo = defer_hooks(parameter, lambda _: calls.append("engine"))
+    _, undo = defer_hooks(parameter, lambda _: calls.append("engine"))
     handle = parameter.register_post_accumulate_grad_hook(lambda _: calls.append("user"))
     if again:  # built anew: the users' hooks are neither lost nor deferred twice
-        undo = defer_hooks(parameter, lambda _: calls.append("new engine"))
+        _, undo = defer_hooks(parameter, lambda _: calls.append("new engine"))
         parameter.sum().backward()
         assert calls == ["new engine"]
         run_post_accumulate_hooks(parameter)

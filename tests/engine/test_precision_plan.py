@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import bfloat16, float16, float32
 
 from composable import MixedPrecisionPolicy
-from composable.engine.grad_bucket import division_factors
 from composable.engine.precision import Precision, resolve
+from composable.engine.reduction import division_factors
 from tests.engine.layouts import SETTINGS
 
 

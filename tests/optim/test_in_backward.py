@@ -28,7 +28,7 @@ from composable import (
     register_comm_hook,
     replicate,
 )
-from composable.engine.root import units_below
+from composable.engine.unit import units_below
 from composable.errors import ClippingError, OptimizerError, PhaseError
 from tests.helpers.world import current_device, spmd
 from tests.optim.twins import local
@@ -422,10 +422,10 @@ def _gradient_bytes(model: nn.Module) -> int:
     roots = dict.fromkeys(unit.root for unit in units if unit.root is not None)
     buckets += [each.bucket for root in roots for each in root.buckets._buckets]
     parameters = [*model.parameters(), *(p for bucket in buckets for p in bucket.compute)]
-    tensors = [*(p.grad for p in parameters), *(bucket._flat for bucket in buckets)]
+    tensors = [*(p.grad for p in parameters), *(bucket.reduction.flat for bucket in buckets if bucket.reduction is not None)]
     local = [each.to_local() if isinstance(each, DTensor) else each for each in tensors if each is not None]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in local}
-    messages = [plan.message.nbytes for bucket in buckets for plan in bucket._plans.values() if plan.message.held]
+    messages = [plan.message.nbytes for bucket in buckets for plan in bucket.reducer.plans.values() if plan.message.held]
     return sum(storages.values()) + sum(messages)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from composable import checkpoint, fully_shard, no_sync, replicate
 from composable.engine.param_group import ShardedState
-from composable.engine.root import units_below
+from composable.engine.unit import units_below
 from composable.traversal import get_handles
 from tests.helpers.compare import all_full, full
 from tests.helpers.world import Pool, current_device, spmd
@@ -66,11 +66,11 @@ def test_frozen_parameters_have_no_gradient_no_memory_for_one_and_no_reduction()
     for unit in units_below([model]):
         for bucket in unit.buckets:
             trained = [p for p, trains in zip(bucket.at_rest, bucket.trainable, strict=True) if trains]
-            assert bool(bucket._plans) == bool(trained), "no reduction"
+            assert bool(bucket.reducer.plans) == bool(trained), "no reduction"
             local = sum(parameter.to_local().numel() for parameter in trained)  # type: ignore[attr-defined]
             whole = sum(parameter.numel() for parameter in trained)
             gaps = 16 * (1 + len(trained))  # between parameters, and flags
-            for plan in bucket._plans.values():
+            for plan in bucket.reducer.plans.values():
                 assert plan.layout.numel <= local + gaps
                 assert plan.message.tensor.numel() <= whole + 2 * gaps
     for parameter in model.parameters():

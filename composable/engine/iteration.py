@@ -1,0 +1,52 @@
+"""What one step leaves behind while it runs. It is dropped with the step, and never cleaned up field by field."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any, Final
+from weakref import ref
+
+from composable.engine.param import ManagedParam
+from composable.engine.unit import Unit, UnitCall
+
+REMEMBERED: Final = 4096  # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
+
+CLOCK: Final = count()  # of forwards and ends of backwards
+
+
+class Iteration:
+    """One or more forwards and their backward.
+
+    Attributes:
+        stream: that the forward computes on; autograd ends a backward on whatever stream the caller has.
+        began: when its last forward did, on the clock of `CLOCK`.
+        forward: `Root.forward` of the one that backward is in.
+        read_at_rest: a parameter whose at-rest form autograd accumulated on while backward was in a forward, and that forward.
+        finished: units that gather and whose forward has ended, newest last. Backward will probably enter them in reverse.
+        last: units that `reshard_after_forward=None` keeps until a forward enters another unit over the same ranks.
+        untracked: units that backward may need without entering them: an output aliases a parameter, or none was found to watch.
+        end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that backward raised.
+        calls: of units with gradients, as they began. Recomputation looks for them.
+        active: units that backward has entered and not left.
+        to_reduce: units that backward has entered, or brought a gradient to, since they were last reduced.
+        in_flight, over_replicas: units whose reduction is in its first, or second, stage.
+        builds_graph: the backward runs with `create_graph=True`.
+        forwards, forwards_left: calls of the outermost module in training mode; how many of them backward has not entered.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+        self.began = next(CLOCK)
+        self.forward: int | None = None
+        self.read_at_rest: tuple[int, Unit, ManagedParam] | None = None
+        self.finished: list[Unit] = []
+        self.last: list[Unit] = []
+        self.untracked: dict[Unit, None] = {}
+        self.end: ref[Any] | None = None
+        self.calls: list[UnitCall] = []
+        self.active: list[Unit] = []
+        self.to_reduce: dict[Unit, None] = {}
+        self.in_flight: list[Unit] = []
+        self.over_replicas: list[Unit] = []
+        self.builds_graph = False
+        self.forwards = self.forwards_left = 0

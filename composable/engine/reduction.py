@@ -1,0 +1,533 @@
+"""How gradients that share a message are reduced: what is the same in every step, and one message in flight.
+
+State machine of a `Reduction`, with everything that may affect it in this file:
+
+| state        | `advance`                      | `land`    |
+|--------------|--------------------------------|-----------|
+| REDUCING     | ALL_REDUCING on a hybrid mesh  | LANDED    |
+| ALL_REDUCING | -                              | LANDED    |
+| LANDED       | -                              | -         |
+
+The first stage sums over the shard dimension (reduce-scatter), the second over the replicate dimension
+(all-reduce); a message has the stages of its mesh. A gradient is copied in (cast to the reduce dtype, which the sum
+is computed in), reduced, and scaled so that the sum becomes a mean.
+
+Unused parameters. A rank without a gradient sends zeros and a zero flag, so that launches do not depend on which
+gradients arrived. The sum of the flags says whether any rank had one.
+
+Ranks that ran other backwards. Behind the flags a message says how many backwards were accumulated since the last
+reduction. A host compares the ranks when the message lands, since it has nothing to wait for; other devices in debug
+mode only.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composable.comm.base import Work
+from composable.comm.ledger import checksum, debug_enabled
+from composable.comm.mesh import MeshInfo
+from composable.engine.layout import ReduceLayout, Route, Slot, plan_reduction
+from composable.engine.param import as_parameter
+from composable.engine.precision import Precision
+from composable.errors import RanksDisagreeError
+from composable.memory.elastic import ElasticBuffer
+from composable.memory.torch_private import chunk_cat
+
+# Replicated gradients of this size on a host are reduced where they are: cheaper than a copy.
+WHERE_IT_IS_BYTES: Final = 1 << 20
+_CACHE_LINE: Final = 64  # bytes
+_KEPT: Final = 16  # rows of flags that differ in their counts
+
+
+# --- numbers behind the flags -----------------------------------------------------------------------------------------
+
+
+class Counts(NamedTuple):
+    """Numbers that must be equal on all ranks: their low bits travel behind the flags.
+
+    A bit is sent as two elements, "it is 0" and "it is 1", of which each rank sets one. If the sums of both are not
+    zero, two ranks differ; any dtype can tell that.
+
+    Attributes:
+        label: a checksum of the message's.
+        held: backwards whose gradients were accumulated before this one.
+        forwards: that were run since the last backward.
+        incomplete: 1 if backward left some of them out. Forwards are compared only if some rank says so.
+    """
+
+    label: int = 0
+    held: int = 0
+    forwards: int = 0
+    incomplete: int = 0
+
+
+_BITS: Final = (4, 4, 2)  # of the first three
+_NUMBERS: Final = 2 * sum(_BITS) + 1
+
+
+def _numbers_of(counts: Counts) -> list[float]:
+    pairs = [
+        float(count >> bit & 1 == value)
+        for count, bits in zip(counts, _BITS, strict=False)
+        for bit in range(bits)
+        for value in (0, 1)
+    ]
+    return [*pairs, counts.incomplete]
+
+
+def _agree(sums: Sequence[float]) -> bool:
+    """Whether all ranks sent the same numbers."""
+    label, held, forwards = _BITS
+    first = 2 * (label + held)
+    if sums[:first].count(0.0) != label + held:
+        return False
+    return not sums[-1] or sums[first:-1].count(0.0) == forwards
+
+
+def division_factors(dtype: torch.dtype, divisor: float) -> tuple[float, float]:
+    """What gradients are divided by before and after their sum; the product is `divisor`.
+
+    float16 overflows and underflows early: it is divided by about the square root before the sum, and by the rest
+    after it.
+
+    Example:
+        >>> division_factors(torch.float16, 8), division_factors(torch.float32, 8)
+        ((4.0, 2.0), (1.0, 8.0))
+    """
+    if dtype is not torch.float16 or divisor < 1.0:
+        return 1.0, float(divisor)
+    before = 2.0 ** math.floor((math.log2(divisor) + 1.0) / 2)
+    while before > 1.0 and divisor % before and before * before > divisor:
+        before /= 2
+    return before, divisor / before
+
+
+class Stage(Protocol):
+    """What takes the place of a collective: a communication hook."""
+
+    def launch(
+        self, indices: Sequence[int], gradients: Sequence[Tensor], into: Sequence[Tensor], flags: Tensor, label: str
+    ) -> Work:
+        """Reduce `gradients` of the parameters with these indices; the results are in `into`, and the sum of `flags`
+        in its place, when the returned work is complete."""
+
+
+# --- the same in every step -------------------------------------------------------------------------------------------
+
+
+class Reducer:
+    """Reduces the gradients of some parameters in one message. Nothing here belongs to a step.
+
+    Args:
+        at_rest: the parameters on which the gradients will land.
+        slots: of these parameters.
+        offloaded: gradients rest on the host.
+
+    Attributes:
+        label: in messages and traces.
+        shards: the comm of the first stage; None if there is none.
+        replicas: that of the second stage, or of the only one for replicated parameters.
+        before, after: what gradients are divided by before and after their sum.
+        first_stage, second_stage: communication hooks in place of the collectives, see `composable.engine.comm_hooks`.
+        compares: messages carry `Counts`, and the ranks compare them.
+    """
+
+    def __init__(
+        self,
+        at_rest: Sequence[nn.Parameter],
+        slots: Sequence[Slot],
+        precision: Precision,
+        device: torch.device,
+        mesh_info: MeshInfo,
+        *,
+        offloaded: bool,
+    ) -> None:
+        self.at_rest = tuple(at_rest)
+        self.slots = tuple(slots)
+        self.precision = precision
+        self.device = device
+        self.mesh_info = mesh_info
+        self.offloaded = offloaded
+        self.label = "gradient reduction"
+        self.shards = mesh_info.shard if mesh_info.shard.size > 1 else None
+        self.replicas = mesh_info.replicate
+        ranks = mesh_info.shard.size * (1 if self.replicas is None else self.replicas.size)
+        self.before, self.after = division_factors(precision.reduce, ranks)
+        self.first_stage: Stage | None = None
+        self.second_stage: Stage | None = None
+        self.compares = debug_enabled() or not mesh_info.all.traits.on_stream
+        self.plans: dict[tuple[bool, tuple[bool, ...]], Plan] = {}
+
+    @property
+    def is_alone(self) -> bool:
+        """One rank: there is nothing to reduce."""
+        return self.shards is None and self.replicas is None
+
+    def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
+        """The plan of a message while these parameters train."""
+        key = self.first_stage is None, trainable  # a hook gets all gradients in one tensor
+        plan = self.plans.get(key)
+        if plan is None:
+            plan = self.plans[key] = Plan(self, trainable)
+        return plan
+
+    def dense(self, index: int, gradient: Tensor | None) -> Tensor:
+        """A whole gradient with the strides of its parameter; zeros where there is none."""
+        slot = self.slots[index]
+        if gradient is None:
+            zeros = torch.zeros(slot.shape, dtype=self.precision.reduce, device=self.device)
+            return as_parameter(zeros, slot)
+        if slot.order:
+            return as_parameter(gradient.permute(slot.order).contiguous(), slot)
+        return gradient.contiguous()
+
+    def in_memory_order(self, index: int, gradient: Tensor) -> Tensor:
+        order = self.slots[index].order
+        return gradient.permute(order) if order else gradient
+
+
+class Place(NamedTuple):
+    """Where this rank's sum of one gradient is in the flat gradient buffer."""
+
+    start: int
+    numel: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Plan:
+    """How gradients travel while a given set of parameters trains.
+
+    Attributes:
+        places: of each trainable parameter, by index.
+        message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
+        apart: parameters whose gradients are reduced where autograd made them.
+        specs: of DTensors that gradients can be wrapped as quickly, since they are wrapped as their parameters are.
+        stand_in: what such a DTensor is made around.
+    """
+
+    def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
+        info, precision = reducer.mesh_info, reducer.precision
+        self._slots, self._device = reducer.slots, reducer.device
+        self._ranks = ranks = 1 if reducer.shards is None else reducer.shards.size
+        smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
+        self.apart = _reduced_where_they_are(reducer, trainable)
+        self.layout: ReduceLayout = plan_reduction(
+            reducer.slots,
+            trainable,
+            align=max(1, _CACHE_LINE // smallest),
+            packed_align=max(1, info.all.traits.align // smallest),
+            numbers=_NUMBERS,
+            apart=self.apart,
+        )
+        layout = self.layout
+        begins = dict(layout.direct)
+        begins |= {index: layout.row_start + start for index, start, _ in layout.columns}
+        self.places: dict[int, Place] = {}
+        for index in layout.trainable:
+            slot = reducer.slots[index]
+            local = torch.empty(slot.local_shape(info.shard.rank), dtype=torch.float32, device="meta")
+            local = as_parameter(local, slot)
+            shape, strides = tuple(local.shape), tuple(local.stride())
+            self.places[index] = Place(begins.get(index, 0), local.numel(), shape, strides)
+        self.specs: dict[int, Any] = {}
+        self.stand_in = torch.empty(0, dtype=precision.gradient, device=reducer.device)
+        at_rest = [reducer.at_rest[index] for index in layout.trainable]
+        alike = not reducer.offloaded and precision.gradient == precision.original
+        if alike and all(isinstance(parameter, DTensor) for parameter in at_rest):
+            specs = [getattr(parameter, "_spec", None) for parameter in at_rest]
+            self.specs = dict(zip(layout.trainable, specs, strict=True))
+        size = ranks * layout.row_numel if ranks > 1 else 0
+        self.message = ElasticBuffer(size, precision.reduce, reducer.device)
+        with torch.inference_mode(False):
+            self.sent = self.message.tensor.data
+            self.rows = self.sent.view(ranks, -1)
+        # Which columns can be handed to `chunk_cat` as autograd made them.
+        self._plain = all(
+            slot.dim == 0 and not slot.order and slot.shape and (slot.route is not Route.WHOLE or ranks == 1)
+            for slot in (reducer.slots[index] for index, _, _ in layout.columns)
+        )
+        # Zeros between two columns that start at multiples of the alignment.
+        ends = [start + numel for _, start, numel in layout.columns]
+        starts = [*(start for _, start, _ in layout.columns), layout.flags_start]
+        self._gaps = [after - end for end, after in zip(ends, starts[1:], strict=True)]
+        flags = len(layout.trainable) + _NUMBERS
+        self._flags_at = layout.row_start + layout.flags_start, flags
+        self._tail = layout.row_numel - layout.flags_start - flags
+        self._all_used: dict[tuple[torch.dtype, Counts], Tensor] = {}
+        self._zeros: dict[torch.dtype, list[Tensor | None]] = {}
+
+    def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
+        places, offset = self.places, flat.storage_offset()
+        return [flat.as_strided(places[index].shape, places[index].strides, offset + places[index].start) for index in indices]
+
+    # --- flags ------------------------------------------------------------------------------------------------------
+
+    def flags_of(self, flat: Tensor) -> Tensor:
+        """The flags in a flat gradient buffer, one for each trainable parameter, and the numbers behind them."""
+        return flat.narrow(0, *self._flags_at)
+
+    def put_flags(self, unused: Sequence[int], counts: Counts, flat: Tensor) -> None:
+        """Write the flags where no row of a message is copied in."""
+        flags = self.flags_of(flat)
+        values = torch.tensor(self._flags(unused, counts)[: flags.numel()], dtype=flat.dtype)
+        flags.copy_(values, non_blocking=True)
+
+    def _flags(self, unused: Sequence[int], counts: Counts) -> list[float]:
+        flags = [0.0 if index in unused else 1.0 for index in self.layout.trainable]
+        return [*flags, *_numbers_of(counts), *[1.0] * self._tail]
+
+    def _flags_in(self, dtype: torch.dtype, unused: Sequence[int], counts: Counts) -> Tensor:
+        """The flags, with the numbers and the padding behind them, in each row."""
+        if unused:
+            row = torch.tensor(self._flags(unused, counts), dtype=dtype)
+            return row.to(self._device, non_blocking=True).expand(self._ranks, -1)
+        found = self._all_used.get((dtype, counts))
+        if found is None:
+            with torch.inference_mode(False):
+                row = torch.tensor(self._flags((), counts), dtype=dtype)
+                found = row.to(self._device, non_blocking=True).repeat(self._ranks, 1)
+            if len(self._all_used) >= _KEPT:
+                self._all_used.clear()
+            self._all_used[dtype, counts] = found
+        return found
+
+    # --- rows -------------------------------------------------------------------------------------------------------
+
+    def _gaps_in(self, dtype: torch.dtype) -> list[Tensor | None]:
+        """The zeros behind each column."""
+        found = self._zeros.get(dtype)
+        if found is None:
+            with torch.inference_mode(False):
+                found = [torch.zeros(self._ranks, gap, dtype=dtype, device=self._device) if gap else None for gap in self._gaps]
+            self._zeros[dtype] = found
+        return found
+
+    def copy_in(self, gradients: Sequence[Tensor | None], unused: Sequence[int], counts: Counts, rows: Tensor) -> None:
+        """Fill the rows, one per rank, with that rank's chunk of every gradient, cast to the dtype of `rows`, and
+        the flags."""
+        source = rows.dtype
+        for gradient in gradients:
+            if gradient is not None:
+                source = gradient.dtype
+                break
+        pieces: list[Tensor] = []
+        for (index, _, _), gap in zip(self.layout.columns, self._gaps_in(source), strict=True):
+            gradient, slot = gradients[index], self._slots[index]
+            if gradient is None:
+                gradient = torch.zeros(slot.shape, dtype=source, device=self._device)
+            elif slot.order:
+                gradient = gradient.permute(slot.order)
+            pieces.append(gradient if self._plain else self._as_rows(slot, gradient))
+            if gap is not None:
+                pieces.append(gap)
+        pieces.append(self._flags_in(source, unused, counts))
+        chunk_cat(pieces, 0, self._ranks, out=rows)
+
+    def _as_rows(self, slot: Slot, gradient: Tensor) -> Tensor:
+        """A gradient in memory order as something that `chunk_cat` cuts into a row per rank."""
+        ranks = self._ranks
+        if slot.route is Route.WHOLE:
+            return gradient.reshape(1, -1).expand(ranks, -1) if ranks > 1 else gradient.reshape(-1)
+        if slot.dim == 0:
+            return gradient
+        if slot.even:
+            return gradient.reshape(slot.outer, ranks, -1).transpose(0, 1).reshape(ranks, -1)
+        rows = gradient.new_zeros(ranks, slot.chunk_numel)
+        for rank in range(ranks):
+            start, length = slot.extent(rank)
+            if length:
+                rows[rank, : slot.local_numel(rank)] = gradient.narrow(slot.dim, start, length).reshape(-1)
+        return rows
+
+
+def _reduced_where_they_are(reducer: Reducer, trainable: tuple[bool, ...]) -> tuple[int, ...]:
+    """Large replicated gradients on a host are reduced in the memory that autograd gave them."""
+    precision = reducer.precision
+    casts = not (precision.compute == precision.reduce == precision.gradient)
+    on_stream = reducer.mesh_info.all.traits.on_stream
+    if casts or on_stream or reducer.shards is not None or reducer.first_stage is not None:
+        return ()
+    return tuple(
+        index
+        for index, slot in enumerate(reducer.slots)
+        if trainable[index] and slot.numel * precision.reduce.itemsize >= WHERE_IT_IS_BYTES
+    )
+
+
+# --- one message ------------------------------------------------------------------------------------------------------
+
+
+class ReductionState(enum.Enum):
+    """Where the gradients of one message are."""
+
+    REDUCING = "the first stage is in flight"
+    ALL_REDUCING = "the all-reduce of a hybrid mesh is in flight"
+    LANDED = "the sums are there"
+
+
+class Reduction:
+    """A message in flight, launched when it is made. Whoever gives it up waits for what was launched, and drops it.
+
+    Args:
+        gradients: of all parameters, whole; None where this rank has none.
+        absent: indices of gradients that are there, and are those of an earlier backward.
+        carried: shards that are means over the shard dimension already, to be added before the second stage.
+        shards_only: sum over the shard dimension only.
+
+    Attributes:
+        flat: this rank's part of the sums, and the flags.
+        missing: indices of parameters that this rank has no gradient of.
+        apart: gradients that are reduced where autograd made them.
+        is_mean: the first stage makes means over the shard dimension, in place of sums.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        plan: Plan,
+        gradients: list[Tensor | None],
+        counts: Counts,
+        *,
+        absent: Sequence[int] = (),
+        carried: Sequence[tuple[int, Tensor]] = (),
+        shards_only: bool = False,
+    ) -> None:
+        self.reducer = reducer
+        self.plan = plan
+        self.counts = counts
+        self.carried = list(carried)
+        self.shards_only = shards_only
+        self.state = ReductionState.REDUCING
+        self.apart: dict[int, Tensor] = {}
+        self.is_mean = shards_only or reducer.first_stage is not None or reducer.second_stage is not None
+        trainable = plan.layout.trainable
+        self.missing = [index for index in trainable if gradients[index] is None or index in absent]
+        self.flat = torch.empty(plan.layout.numel, dtype=reducer.precision.reduce, device=reducer.device)
+        there = [index for index, _ in self.carried]
+        unused = [index for index in self.missing if index not in there]
+        self.work: Work | None = self._launch(gradients, unused)
+
+    def _launch(self, gradients: list[Tensor | None], unused: list[int]) -> Work:
+        reducer, plan, flat = self.reducer, self.plan, self.flat
+        layout, dtype = plan.layout, flat.dtype
+        if reducer.first_stage is not None:
+            flat.zero_()  # the hook does not write to the padding
+            plan.put_flags(unused, self.counts, flat)
+            terms = [reducer.dense(index, gradients[index]).to(dtype) for index in layout.trainable]
+            into = plan.views(flat, layout.trainable)
+            return reducer.first_stage.launch(layout.trainable, terms, into, plan.flags_of(flat), reducer.label)
+        if reducer.before != 1.0:
+            gradients = [None if gradient is None else gradient / reducer.before for gradient in gradients]
+        if reducer.shards is None:
+            plan.copy_in(gradients, unused, self.counts, flat.view(1, -1))
+            self.apart = {index: reducer.dense(index, gradients[index]) for index in plan.apart}
+            apart = [reducer.in_memory_order(index, gradient) for index, gradient in self.apart.items()]
+            assert reducer.replicas is not None
+            return reducer.replicas.all_reduce([*apart, flat], reducer.label, 1.0 / reducer.after)
+        pairs = []
+        for index, start in layout.direct:
+            slot, gradient = reducer.slots[index], gradients[index]
+            if gradient is None:
+                gradient = torch.zeros(slot.shape, dtype=dtype, device=reducer.device)
+            # Cast each term: a sum is computed in the dtype of its terms.
+            term = reducer.in_memory_order(index, gradient).to(dtype).reshape(-1)
+            pairs.append((flat[start : start + slot.chunk_numel], term))
+        plan.message.allocate()
+        plan.copy_in(gradients, unused, self.counts, plan.rows)
+        pairs.append((flat[layout.row_start :] if layout.row_start else flat, plan.sent))
+        scale = 1.0
+        if reducer.replicas is None:
+            scale = 1.0 / reducer.after
+        elif self.is_mean:
+            scale = reducer.before / reducer.shards.size
+        return reducer.shards.reduce_scatter(pairs, reducer.label, scale)
+
+    def advance(self) -> bool:
+        """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there is one."""
+        reducer, plan, flat = self.reducer, self.plan, self.flat
+        if reducer.shards is None or reducer.replicas is None:
+            return False
+        if self.state is not ReductionState.REDUCING or self.shards_only:
+            return False
+        self.wait()
+        # Means over the shard dimension of earlier backwards, brought to the scale of the first stage's result.
+        factor = 1.0 if self.is_mean else reducer.shards.size / reducer.before
+        for index, shard in self.carried:
+            start, numel = plan.places[index].start, plan.places[index].numel
+            more = reducer.in_memory_order(index, shard).reshape(-1).to(flat.device)
+            flat[start : start + numel].add_(more, alpha=factor)
+        self.state = ReductionState.ALL_REDUCING
+        label = f"{reducer.label} over replicas"
+        if reducer.second_stage is not None:
+            indices = [index for index in plan.layout.trainable if plan.places[index].numel]
+            shards = plan.views(flat, indices)
+            self.work = reducer.second_stage.launch(indices, shards, shards, plan.flags_of(flat), label)
+        else:
+            scale = 1.0 / (reducer.replicas.size if self.is_mean else reducer.after)
+            self.work = reducer.replicas.all_reduce([flat], label, scale)
+        return True
+
+    def wait(self) -> None:
+        """Wait for what was launched last."""
+        work, self.work = self.work, None
+        try:
+            if work is not None:
+                work.wait()
+        finally:
+            if self.reducer.shards is not None:
+                self.plan.message.free()
+
+    def land(self) -> list[float]:
+        """Wait for the sums. Returns, where the ranks compare, the sum of each trainable parameter's flag.
+
+        Raises:
+            RanksDisagreeError: ranks sent gradients of other steps.
+        """
+        self.advance()
+        self.wait()
+        self.state = ReductionState.LANDED
+        if not self.reducer.compares:
+            return []
+        said: list[float] = self.plan.flags_of(self.flat).tolist()
+        used = len(self.plan.layout.trainable)
+        if not _agree(said[used:]):
+            self._refuse_ranks()
+        return said[:used]
+
+    def _refuse_ranks(self) -> None:
+        reducer, counts = self.reducer, self.counts
+        comm = reducer.shards if self.shards_only and reducer.shards is not None else reducer.mesh_info.all
+        said = []
+        mine = reducer.label, *counts[1:]
+        for rank, other in enumerate(comm.all_gather_objects(mine, "exchange of what the ranks reduce")):
+            label, held, forwards, incomplete = other
+            ran = f" and ran {forwards} forwards{', not all with a backward' * incomplete}" if forwards else ""
+            before = "" if label == reducer.label else f" before its {label}"
+            said.append(f"rank {rank} accumulated {held} backwards{ran}{before}")
+        raise RanksDisagreeError(
+            f"{reducer.label}: the ranks brought gradients of different units or steps. Before it, "
+            f"{'; '.join(said)}. Every rank must run the same backwards, and the same of them under no_sync; "
+            "forwards that are not trained on belong under torch.no_grad() or in evaluation mode. These gradients "
+            "are dropped"
+        )
+
+    def shards(self, indices: Sequence[int], flat: Tensor) -> list[Tensor]:
+        """The reduced gradients of these parameters, where `flat` is `self.flat`, or a copy of it."""
+        if not self.apart:
+            return self.plan.views(flat, indices)
+        return [self.apart[index] if index in self.apart else self.plan.views(flat, (index,))[0] for index in indices]
+
+
+def counts_of(label: str, held: int, forwards: tuple[int, int]) -> Counts:
+    """The counts of a message; what travels of each is its low bits."""
+    return Counts(checksum(label), held, *forwards)
