@@ -230,10 +230,14 @@ class Root:
         """Whether forwards or a backward are under way, or forwards wait for their backward."""
         return self.iteration is not None
 
-    def needs(self, unit: Unit) -> bool:
-        """Whether a backward may need the unit's parameters without entering it, or is in it."""
+    def needs(self, unit: Unit) -> str:
+        """Why a backward needs the unit's parameters to stay as they are; empty if it does not."""
         iteration = self.iteration
-        return iteration is not None and (unit in iteration.untracked or unit in iteration.active)
+        if iteration is None:
+            return ""
+        if unit in iteration.active:
+            return "backward is in the unit"
+        return "backward may come to the unit and not be seen" if unit in iteration.untracked else ""
 
     def trained(self, module: nn.Module | None) -> Iteration | None:
         """The iteration, if this call of `module` counts as one that is trained on. Without a module it does."""
@@ -300,7 +304,7 @@ class Root:
         self.prepare()
         for unit in self.units:
             if unit not in explicit:
-                unit.drop_leftover()
+                unit.free()  # what a forward left for its backward: shards may have been written to unseen
         saved = iteration is not None
         if iteration is None:
             iteration = self.iteration = Iteration(None)
@@ -336,8 +340,8 @@ class Root:
         """Reshard the units that ran last, before `unit` is gathered. Those over other ranks stay: not all of these run `unit`."""
         iteration, comm = self._iteration, unit.mesh_info.all
         for other in iteration.last:
-            if other is not unit and other.mesh_info.all is comm and not other.depth and not other.kept_by:
-                other.reshard()
+            if other is not unit and other.mesh_info.all is comm:
+                other.free()
         iteration.last = [other for other in iteration.last if other is unit or other.mesh_info.all is not comm]
 
     def _record(self, unit: Unit) -> None:
@@ -405,20 +409,21 @@ class Root:
                 if EXPLICIT not in unit.kept_by and not unit.to_run:
                     unit.swap_out()
         waits = bool(iteration.untracked) or any(unit.pending > 0 for unit in self.units)
-        stay = {**dict.fromkeys(self.order), **iteration.untracked} if waits and grad else {}
+        stay = dict.fromkeys(self.order) if waits and grad else {}
+        if not waits and iteration.end is None:
+            self.iteration = None  # no backward will come
         for unit in self.units:
             if unit.to_run and self._is_called_by_another(unit):
                 continue  # the forward of a model around this unit of several modules goes on
             unit.end_forward()
-            if unit not in stay and not unit.kept_by and not (iteration.end is not None and unit in iteration.active):
-                unit.reshard()
+            if unit not in stay:
+                unit.free()
         for unit in self.shared:
             if unit.to_run:
                 unit.end_forward()
-                if not unit.pending and not unit.kept_by:
-                    unit.reshard()
-        if not waits and iteration.end is None:
-            self.iteration = None  # no backward will come
+                if not unit.pending:
+                    unit.free()
+        if self.iteration is None:
             release_idle_memory()
         wait_for_traffic()
 
@@ -610,10 +615,10 @@ class Root:
         iteration = self._iteration
         if unit in iteration.active:
             iteration.active.remove(unit)
-        if not unit.depth and not self.shows(unit):
-            unit.swap_out()
-        if not unit.kept_by and not unit.depth:
-            unit.reshard()  # before gradients are copied into a message
+        if not self.running:
+            unit.to_run = []  # a recomputation ran some of its modules only
+        unit.hold_at_rest()
+        unit.free()  # before gradients are copied into a message
         # With several forwards before one backward, a unit is reduced when the last of them has been left.
         if at_end or (unit.pending <= 0 and unit not in iteration.untracked):
             if not at_end and not self._alike:
@@ -723,23 +728,21 @@ class Root:
             self._alike = lowest == highest
 
     def _conclude(self, iteration: Iteration) -> None:
-        goes_on = bool(self.running) or iteration.builds_graph
-        for unit in self.units:
-            if not goes_on:
-                unit.pending = 0  # no backward will come to the forwards that have been
-            if not self.running:
-                unit.end_forward()
-            if not unit.depth:
-                if not (self.running and (unit in self._shown or unit.to_run)):
-                    unit.swap_out()
-                if not unit.kept_by and not (goes_on and unit in iteration.last):
-                    unit.reshard()
-        self.iteration, self._last_backward = None, next(CLOCK)
-        if goes_on:
-            following = self.iteration = Iteration(iteration.stream)
+        following, self._last_backward = None, next(CLOCK)
+        if self.running or iteration.builds_graph:
+            following = Iteration(iteration.stream)
             following.finished, following.untracked = iteration.finished, iteration.untracked
             following.last, following.calls = iteration.last, iteration.calls
-        else:
+        self.iteration = following
+        for unit in self.units:
+            if following is None:
+                unit.pending = 0  # no backward will come to the forwards that have been
+            if not self.running:
+                unit.to_run = []
+            unit.hold_at_rest()
+            if following is None or unit not in following.last:
+                unit.free()
+        if following is None:
             release_idle_memory()
 
     # --- a lost step ------------------------------------------------------------------------------------------------

@@ -117,8 +117,8 @@ class Schedule(Protocol):
     def in_step(self) -> bool:
         """Whether forwards or a backward are under way, or forwards wait for their backward."""
 
-    def needs(self, unit: Unit) -> bool:
-        """Whether a backward may need the unit's parameters without entering it, or is in it."""
+    def needs(self, unit: Unit) -> str:
+        """Why a backward needs the unit's parameters to stay as they are; empty if it does not."""
 
     def shows(self, unit: Unit) -> bool:
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
@@ -485,6 +485,18 @@ class Unit:
         self._buffers.hide()
         self._swap.swap_out()
 
+    @property
+    def is_shown(self) -> bool:
+        """Whether modules are to hold compute parameters now."""
+        if self.depth or self.to_run or EXPLICIT in self.kept_by:
+            return True
+        return self.root is not None and self.root.shows(self)
+
+    def hold_at_rest(self) -> None:
+        """Modules hold at-rest parameters again, unless they are to hold compute parameters."""
+        if not self.is_shown:
+            self.swap_out()
+
     # --- unshard and reshard ----------------------------------------------------------------------------------------
 
     @property
@@ -504,24 +516,32 @@ class Unit:
         for group in self.groups:
             group.reshard()
 
-    def drop_leftover(self) -> None:
-        """Reshard what a forward left unsharded for its backward: the shards may have been written to in a way that no version counter shows."""
-        if self.kept_by or self.depth or self.to_run or (self.root is not None and self.root.needs(self)):
-            return
-        self.reshard()
+    @property
+    def must_stay(self) -> str:
+        """Why the parameters may not be freed now; empty if they may."""
+        if self.kept_by:
+            return "a scope, or a graph of create_graph=True, keeps them"
+        if self.depth or self.to_run:
+            return "a forward of the unit is under way"
+        return "" if self.root is None else self.root.needs(self)
+
+    def free(self) -> None:
+        """Reshard, unless the parameters must stay."""
+        if not self.must_stay:
+            self.reshard()
 
     def keep(self, reason: object) -> None:
         """Stay unsharded once unsharded, while there is a reason."""
-        self.drop_leftover()
+        self.free()  # the shards may have been written to in a way that no version counter shows
         self.kept_by[reason] = None
 
     def release(self, reason: object) -> None:
         """Without `reason`; reshards if it was the last one, and no forward is under way."""
         if reason in self.kept_by:
             del self.kept_by[reason]
-            if not self.kept_by and not self.depth:
-                self.swap_out()
-                self.reshard()
+            if not self.kept_by:
+                self.hold_at_rest()
+                self.free()
 
     def show(self) -> None:
         """Modules hold compute parameters outside of forwards, as `unshard()` and scopes ask, unless these are out of date."""
@@ -531,7 +551,7 @@ class Unit:
     def hide(self) -> None:
         """End what `unshard()` and scopes began: modules hold at-rest parameters again."""
         if self.kept_by.pop(EXPLICIT, self) is None and not self.depth:
-            self.swap_out()
+            self.hold_at_rest()
             self.follow_casts()
 
     def follow_casts(self) -> None:
@@ -609,8 +629,7 @@ class Unit:
             tell(Event.LEAVE, self, 2 * self.modules.index(module) + keep, now=outermost)
         if module in self.to_run:
             self.to_run.remove(module)
-        if not self.depth and not self._stays_shown:
-            self.swap_out()
+        self.hold_at_rest()
         if root is not None:
             root.leave_forward(self, keep=keep, complete=not self.to_run)
 
@@ -618,8 +637,7 @@ class Unit:
         """The root's forward, or a backward, ends: modules that have not run do not run any more."""
         if self.to_run:
             self.to_run = []
-            if not self._stays_shown:
-                self.swap_out()
+            self.hold_at_rest()
 
     def _watch(self, module: nn.Module, output: Any, call: UnitCall) -> tuple[Any, bool]:
         """Let `pre_backward` be called before backward goes through `output`. Returns it, and whether parameters must outlive forward."""
@@ -660,11 +678,6 @@ class Unit:
         except (NotImplementedError, RuntimeError):  # tensors without storage: nested, sparse, wrappers
             return False
 
-    @property
-    def _stays_shown(self) -> bool:
-        """Whether modules go on to hold compute parameters when no forward of the unit is under way."""
-        return bool(self.to_run) or EXPLICIT in self.kept_by or (self.root is not None and self.root.shows(self))
-
     @untraced
     def on_error(self, module: nn.Module) -> None:
         """Forward, or a hook around it, raised."""
@@ -679,8 +692,7 @@ class Unit:
             self._end_call(module, None, keep=False)
             return
         self.to_run = []
-        if not self.depth and not self._stays_shown:
-            self.swap_out()
+        self.hold_at_rest()
         call.root.on_error(self)
 
     def pre_backward(self, forward: int | None = None) -> None:

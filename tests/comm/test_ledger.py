@@ -215,9 +215,9 @@ def test_debugging_is_switched_on_by_one() -> None:
     assert [_debugged(setting) for setting in ("1", "0", "")] == [True, False, False]
 
 
-@mock.patch.object(ledger, "debug_enabled", lambda: True)
+@mock.patch.object(ledger, "debug_enabled", return_value=True)
 @mock.patch.object(ledger, "KEPT_IN_DEBUG", ledger.KEPT)
-def _compared(labels_of_ranks: list[list[str]]) -> str:
+def _compared(labels_of_ranks: list[list[str]], _: object = None) -> str:
     comm = comm_of(dist.new_group(), CPU)
     notes = ledger_of(comm.group)
     for label in ["all-gather of unit 'a'"] * 40:
