@@ -31,7 +31,7 @@ class Constant(NamedTuple):
 
 CONSTANTS: Final = {
     "IN_FLIGHT": Constant("composable.engine.root", "composable", (1, 0, 3)),
-    "FIRST_BYTES": Constant("composable.engine.bucketing", "composable-replicate", (1 << 20, 1 << 16, 25 << 20)),
+    "FIRST_BYTES": Constant("composable.engine.arrival", "composable-replicate", (1 << 20, 1 << 16, 25 << 20)),
 }
 
 

@@ -19,7 +19,7 @@ from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import contract, on_undo, registry, remove
 from composable.optim.clip import clip_grad_norm_
 from composable.optim.in_backward import OptimizerInBackward, apply_optimizer_in_backward
-from composable.optim.local_steps import ShardStepping, step_on_shards
+from composable.optim.shard_steps import ShardStepping, step_on_shards
 from composable.policies import CustomPolicy, ModuleWrapPolicy, NamePolicy, Policy, SizePolicy
 from composable.report.describe import describe
 from composable.state.ema import EMA

@@ -4,7 +4,7 @@
     python -m docs.generate --check    # change nothing; name the pages that are out of date
     python -m docs.generate --measure docs/decisions/0003-elastic-buffers.md     # repeat a measurement
 
-Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the top of `param_group.py` and
+Between `<!-- states:begin -->` and `<!-- states:end -->` stand diagrams of the state tables at the top of `root.py`, `param_group.py` and
 `reduction.py`; between the same marks with `reference`, what `docs.reference` makes of the docstrings. A code block that
 opens with "```python run" is a program: the programs of a page run one after the other and share their variables, and a block
 "```text output" right below one holds what it prints. Words after `run`: `ranks=2` runs it on two ranks, each with variables of
@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from composable.engine import param_group, reduction
+from composable.engine import param_group, reduction, root
 from docs.reference import reference
 
 ROOT: Final = Path(__file__).resolve().parent.parent
@@ -151,9 +151,10 @@ def transitions(table_of: ModuleType) -> list[tuple[str, str, str]]:
 
 
 def diagrams() -> str:
-    """Parameters and gradients change state on their own, so there are two diagrams."""
+    """Steps, parameters and gradients change state on their own, so there are three diagrams."""
     parts = []
-    for title, module in (("Parameters of a `ParamGroup`", param_group), ("Gradients in a `Reduction`", reduction)):
+    titles = {"A `Root`": root, "Parameters of a `ParamGroup`": param_group, "Gradients in a `Reduction`": reduction}
+    for title, module in titles.items():
         lines = [f"    {state} --> {after}: {event}" for state, after, event in transitions(module)]
         parts.append(f"{title}:\n\n```mermaid\n" + "\n".join(["stateDiagram-v2", *lines]) + "\n```\n\n")
     return "".join(parts)

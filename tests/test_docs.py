@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import enum
 import re
 from collections.abc import Sequence
 from functools import cache
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from composable.engine import param_group, reduction
+from composable.engine import param_group, reduction, root
 from composable.engine.param_group import ShardedState
 from composable.engine.reduction import ReductionState
+from composable.engine.root import Phase
 from docs.generate import ROOT, Outputs, Program, execute, pages, programs_in, regenerated, transitions
 from tests.helpers.world import Pool
 
@@ -137,9 +139,11 @@ def test_the_architecture_names_every_folder_and_every_file_of_the_engine() -> N
 
 
 @pytest.mark.parametrize(
-    ("module", "states"), [(param_group, ShardedState), (reduction, ReductionState)], ids=["params", "gradients"]
+    ("module", "states"),
+    [(root, Phase), (param_group, ShardedState), (reduction, ReductionState)],
+    ids=["steps", "params", "gradients"],
 )
-def test_a_state_table_has_the_states_of_its_enum(module: object, states: type[ShardedState] | type[ReductionState]) -> None:
+def test_a_state_table_has_the_states_of_its_enum(module: object, states: type[enum.Enum]) -> None:
     found = transitions(module)  # type: ignore[arg-type]
     assert {state for state, _, _ in found} | {after for _, after, _ in found} == {state.name for state in states}
 

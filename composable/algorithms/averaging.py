@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo, comm_of, subgroup_of
 from composable.compilation import untraced, unwrapped
-from composable.engine.comm_hooks import cut_flat
+from composable.engine.hook_stages import cut_flat
 from composable.engine.param import describe_mesh
 from composable.engine.unit import Unit
 from composable.errors import AnnotationError, MeshError, closest, few

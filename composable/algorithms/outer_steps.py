@@ -34,14 +34,14 @@ from composable.api.scopes import units_in
 from composable.comm import Comm, MeshInfo
 from composable.comm.base import DONE, Work
 from composable.compilation import untraced, unwrapped
-from composable.engine.comm_hooks import ALL_REDUCE, cut_flat
+from composable.engine.hook_stages import ALL_REDUCE, cut_flat
 from composable.engine.loading import shard_like
 from composable.engine.param import dtensor_parameter, gradient_like, label_of
 from composable.engine.unit import Unit
 from composable.errors import AlreadyAnnotatedError, AnnotationError, MeshError, OptimizerError, PhaseError, few
 from composable.memory.torch_private import local_of
 from composable.optim.in_backward import OptimizerInBackward
-from composable.optim.local_steps import is_stand_in
+from composable.optim.shard_steps import is_stand_in
 from composable.state.whole import Managed, managed_in
 
 _CALLER: Final = "local_steps"

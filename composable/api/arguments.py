@@ -18,7 +18,7 @@ from torch.distributed import fsdp
 from torch.distributed.tensor import Shard
 
 from composable.config import DTYPES_BY_NAME, CPUOffloadPolicy, MixedPrecisionPolicy
-from composable.contract.traversal import REPLICATE, SHARD, Managed, managed_buffers, walk
+from composable.contract.tree import REPLICATE, SHARD, Managed, managed_buffers, walk
 from composable.engine.precision import BufferHolder
 from composable.errors import AnnotationError, closest, few
 from composable.memory.streams import has_streams

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from composable.comm import is_distributed
 from composable.contract.contract import drop_attribute, on_undo
 from composable.contract.naming import find_fqn, module_name
-from composable.contract.traversal import REPLICATE, SHARD, Managed
+from composable.contract.tree import REPLICATE, SHARD, Managed
 from composable.engine.param import ParamInfo, label_of
 from composable.engine.sparse import is_sparse_lookup
 from composable.engine.unit import Unit

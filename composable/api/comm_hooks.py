@@ -12,9 +12,9 @@ from torch import nn
 from composable.compilation import untraced, unwrapped
 from composable.contract.contract import registry
 from composable.contract.naming import find_fqn
-from composable.contract.traversal import REPLICATE, SHARD, get_all_sharded_states, get_replicated_states, names_below
-from composable.engine.accumulation import SyncMode
-from composable.engine.comm_hooks import ALL_REDUCE, REDUCE_SCATTER, CommHook
+from composable.contract.tree import REPLICATE, SHARD, get_all_sharded_states, get_replicated_states, names_below
+from composable.engine.hook_stages import ALL_REDUCE, REDUCE_SCATTER, CommHook
+from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import Unit
 from composable.errors import (
     AlreadyAnnotatedError,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from composable.comm import Comm, backend_of, comm_of, group_of_both, is_distributed, world_group
-from composable.contract.traversal import SHARD
+from composable.contract.tree import SHARD
 from composable.errors import AnnotationError, MeshError, RanksDisagreeError
 from composable.policies.base import kind_of
 

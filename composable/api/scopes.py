@@ -13,7 +13,7 @@ from composable.compilation import untraced, untraced_alone, unwrapped
 from composable.contract.contract import registry
 from composable.contract.hooks import dispatcher_of
 from composable.contract.naming import module_name
-from composable.contract.traversal import REPLICATE, SHARD, get_states
+from composable.contract.tree import REPLICATE, SHARD, get_states
 from composable.engine import root
 from composable.engine.param_group import ShardedState
 from composable.engine.unit import EXPLICIT, Unit, units_below

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from composable.contract.naming import find_fqn, has_forward, module_name, require_callable
-from composable.contract.traversal import REPLICATE, SHARD, Managed, Place, T, walk
+from composable.contract.tree import REPLICATE, SHARD, Managed, Place, T, walk
 from composable.errors import AnnotationError, PolicyError, closest, describe_module, few
 from composable.policies import PolicyLike, select_modules
 

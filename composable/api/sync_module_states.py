@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from composable.comm import Comm
 from composable.config import SYNC_MODES
-from composable.contract.traversal import Managed
+from composable.contract.tree import Managed
 from composable.engine.param import copy_attributes
 from composable.errors import AnnotationError, RanksDisagreeError, first_line
 

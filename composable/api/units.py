@@ -55,7 +55,7 @@ from composable.config import MixedPrecisionPolicy, divisor_of, grad_reduce_in_w
 from composable.contract.contract import Verb, drop_attribute, on_undo
 from composable.contract.hooks import attach, detach
 from composable.contract.naming import modules_of, require_callable
-from composable.contract.traversal import (
+from composable.contract.tree import (
     REPLICATE,
     SHARD,
     Managed,

@@ -23,7 +23,7 @@ from composable.comm.choose import (
 from composable.comm.host import GenericComm, PointToPointComm
 from composable.comm.ledger import Ledger, debug_enabled, ledger_of
 from composable.comm.local import LocalComm
-from composable.comm.mesh import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
+from composable.comm.mesh_info import MeshInfo, mesh_info_of_replicas, mesh_info_of_shards
 
 __all__ = [
     "AcceleratorComm",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composable.comm.mesh import MeshInfo
+from composable.comm.mesh_info import MeshInfo
 from composable.engine.layout import Route, Slot
 from composable.engine.param import (
     ManagedParam,

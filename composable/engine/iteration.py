@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Final
 from weakref import ref
+
+from torch import nn
 
 from composable.engine.param import ManagedParam
 from composable.engine.unit import Unit, UnitCall
@@ -12,6 +15,25 @@ from composable.engine.unit import Unit, UnitCall
 REMEMBERED: Final = 4096  # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
 
 CLOCK: Final = count()  # of forwards and ends of backwards
+
+
+@dataclass(slots=True)
+class Forward:
+    """One forward of the outermost module.
+
+    Attributes:
+        module: the outermost one.
+        with_gradients: autograd records it.
+        order: the units that gather, as it has entered them.
+        cursor: in the order of the last forward; what follows there is gathered ahead.
+        has_unknown: no rank has computed some frozen unit in it.
+    """
+
+    module: nn.Module
+    with_gradients: bool
+    order: list[Unit] = field(default_factory=list)
+    cursor: int = 0
+    has_unknown: bool = False
 
 
 class Iteration:

@@ -29,9 +29,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 from typing_extensions import override
 
-from composable.comm.mesh import MeshInfo
+from composable.comm.mesh_info import MeshInfo
 from composable.compilation import untraced
-from composable.contract.traversal import Place
+from composable.contract.tree import Place
 from composable.engine.layout import Route, Slot
 from composable.errors import few
 from composable.memory.torch_private import (

@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from composable.comm.base import Comm, Work
-from composable.comm.mesh import MeshInfo
+from composable.comm.mesh_info import MeshInfo
 from composable.config import CPUOffloadPolicy
 from composable.engine.layout import Layout, ParamShape, Route, Slot, plan_layout
 from composable.engine.param import (

@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from composable.comm import Comm, is_distributed
 from composable.contract.hooks import hooks_attached
-from composable.contract.traversal import Place, get_all_sharded_states, get_replicated_states, registered_parameters
-from composable.engine.bucketing import Buckets
+from composable.contract.tree import Place, get_all_sharded_states, get_replicated_states, registered_parameters
+from composable.engine.arrival import Buckets
 from composable.engine.param import ManagedParam, describe_mesh, label_of, set_label, trainability
 from composable.engine.unit import Unit, unit_of
 from composable.errors import (

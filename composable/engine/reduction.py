@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from composable.comm.base import Work
 from composable.comm.ledger import checksum, debug_enabled
-from composable.comm.mesh import MeshInfo
+from composable.comm.mesh_info import MeshInfo
 from composable.engine.layout import ReduceLayout, Route, Slot, plan_reduction
 from composable.engine.param import as_parameter
 from composable.engine.precision import Precision
@@ -136,7 +136,7 @@ class Reducer:
         shards: the comm of the first stage; None if there is none.
         replicas: that of the second stage, or of the only one for replicated parameters.
         before, after: what gradients are divided by before and after their sum.
-        first_stage, second_stage: communication hooks in place of the collectives, see `composable.engine.comm_hooks`.
+        first_stage, second_stage: communication hooks in place of the collectives, see `composable.engine.hook_stages`.
         compares: messages carry `Counts`, and the ranks compare them.
     """
 

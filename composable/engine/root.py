@@ -1,10 +1,20 @@
 """The order of one step: which units are unsharded, reduced and freed when. See docs/tour.md for a step, line by line.
 
+State machine of a `Root`; what may change its phase is in this file, and the phase is what `running` and `iteration` say:
+
+| phase    | a forward begins  | a forward ends                     | a backward begins | it ends                            | it raises | `reset` |
+|----------|-------------------|------------------------------------|-------------------|------------------------------------|-----------|---------|
+| IDLE     | FORWARD           | -                                  | BACKWARD          | -                                  | -         | -       |
+| FORWARD  | -                 | WAITING, or idle if nothing waits  | BACKWARD          | -                                  | IDLE      | IDLE    |
+| WAITING  | FORWARD           | -                                  | BACKWARD          | -                                  | -         | IDLE    |
+| BACKWARD | -                 | -                                  | -                 | IDLE, or on with an open forward   | LOST      | IDLE    |
+| LOST     | FORWARD, by reset | -                                  | refused           | -                                  | -         | IDLE    |
+
 Laws:
 
 * Collectives are launched where a forward or a backward enters or leaves a unit, at the end of a backward, and by explicit calls;
   never because a gradient arrived, since which gradients arrive differs between ranks. (A root without shards launches its
-  buckets by arrival, but in one order that all ranks share: `bucketing.py`.)
+  buckets by arrival, but in one order that all ranks share: `arrival.py`.)
 * At the end of a backward every reduction is launched before any of them is landed. On a hybrid mesh the second stage is
   launched when its first has been waited for. Every wait is for something that was launched earlier in the one sequence that
   all ranks run.
@@ -19,6 +29,7 @@ arrived, because a frozen parameter may still be needed.
 
 from __future__ import annotations
 
+import enum
 import logging
 import sys
 from bisect import bisect_right
@@ -33,13 +44,13 @@ from torch import nn
 from composable.comm.ledger import checksum, debug_enabled, ledger_of
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, untraced
 from composable.contract.hooks import drop_calls
-from composable.contract.traversal import TreeWatch, names_below
-from composable.engine.accumulation import SyncMode
-from composable.engine.bucketing import Buckets
-from composable.engine.iteration import CLOCK, REMEMBERED, Iteration
+from composable.contract.tree import TreeWatch, names_below
+from composable.engine.arrival import Buckets
+from composable.engine.iteration import CLOCK, REMEMBERED, Forward, Iteration
 from composable.engine.param import ManagedParam, hear_arrivals, ignore_arrivals
 from composable.engine.prepare import Preparation, broadcast_buffers, warn_of_equal_shards
 from composable.engine.shadow import LISTENERS, Event, listener, narrates, source, tell, tell_of_call
+from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import EXPLICIT, Unit, UnitCall, unit_of, units_below
 from composable.errors import CommunicationError, DifferentiationError, PhaseError, RanksDisagreeError, first_line
 from composable.memory.activations import close_interrupted
@@ -52,6 +63,16 @@ logger = logging.getLogger("composable")
 
 IN_FLIGHT: Final = 1  # reductions that stay in flight while backward goes through the next unit
 NOT_ON: Final = "it was not on when the forward began"
+
+
+class Phase(enum.Enum):
+    """Where a root is in a step."""
+
+    IDLE = "no step is under way"
+    FORWARD = "a forward of the outermost module runs"
+    WAITING = "a forward has ended, and its backward may come"
+    BACKWARD = "a backward runs, maybe inside of a forward"
+    LOST = "a backward raised"
 
 
 class BackwardEnd:
@@ -88,7 +109,7 @@ class BackwardEnd:
     def _restore(self) -> None:
         roots, self.roots = self.roots, []
         for root in roots:
-            root.on_failed_backward(self)
+            root.on_failed_backward()
 
 
 # Called when the gradients of a backward, or of `reduce_held`, have landed on all parameters.
@@ -145,11 +166,7 @@ class Root:
         self.running: list[Unit] = []
         self.iteration: Iteration | None = None
         self.forward = 0
-        self._current: list[Unit] = []  # of the forward that is under way
-        self._cursor = 0  # in `order`
-        self._outermost: nn.Module | None = None
-        self._with_gradients = False  # the forward that is under way
-        self._unknown = False  # no rank has computed some frozen unit in it
+        self._open: Forward | None = None  # that is under way
         self._trained: list[Unit] = []  # units, in the last forward
         self._tree = TreeWatch(module)
         self._gone = False
@@ -191,7 +208,7 @@ class Root:
             if id(each.modules[0]) in names:
                 each.rename(names[id(each.modules[0])])
         for former in _roots_of(units):
-            if former.iteration is not None and former.iteration.end is not None and not in_backward():
+            if former.phase in (Phase.BACKWARD, Phase.LOST) and not in_backward():
                 former.reset()
         root = Root(module, units, shared)
         for each in units:
@@ -214,6 +231,12 @@ class Root:
         return self.iteration
 
     @property
+    def _forward(self) -> Forward:
+        """The forward that is under way, where there is one."""
+        assert self._open is not None
+        return self._open
+
+    @property
     def name(self) -> str:
         return self.units[0].name
 
@@ -224,6 +247,17 @@ class Root:
     def attach_hooks(self) -> None:
         """Communication hooks of a unit were changed."""
         self.buckets.attach_hooks()
+
+    @property
+    def phase(self) -> Phase:
+        """See the table at the top of this file."""
+        iteration = self.iteration
+        if iteration is None:
+            return Phase.IDLE
+        if iteration.end is None:
+            return Phase.FORWARD if self.running else Phase.WAITING
+        end = iteration.end()
+        return Phase.BACKWARD if end is not None and end.roots else Phase.LOST
 
     @property
     def in_step(self) -> bool:
@@ -276,9 +310,9 @@ class Root:
             given = None if unit.trains or inputs is None else unit.describe_inputs(inputs)
             if not self._verified:
                 given = self._check_order(unit, given)
-            if given is not None and self._with_gradients:
+            if given is not None and self._forward.with_gradients:
                 unit.given = given
-            self._gather(unit, _ahead(unit, self.order, self._cursor, 1))
+            self._gather(unit, _ahead(unit, self.order, self._forward.cursor, 1))
         except BaseException:
             self.on_error(unit)
             raise
@@ -286,7 +320,7 @@ class Root:
     def _begin(self, module: nn.Module) -> None:
         """The outermost forward begins."""
         iteration, grad = self.iteration, torch.is_grad_enabled()
-        self._with_gradients = grad
+        self._open = Forward(module, grad)
         if iteration is None and self._pinned:
             # No backward can go through a graph any more that was made before an optimizer step.
             for unit in [unit for unit in self._pinned if grad or any(group.is_stale for group in unit.groups)]:
@@ -312,7 +346,6 @@ class Root:
             unit.show()
         iteration.stream, iteration.began = self._streams.here(), next(CLOCK)
         self.forward = iteration.began
-        self._outermost = module
         self._show()
         if grad:
             broadcast_buffers(self.units, source(), saved=saved)
@@ -348,9 +381,10 @@ class Root:
         """Record `unit`, and move the cursor behind it in the last forward's order: what follows there is gathered ahead."""
         if not unit.gathers:
             return
-        self._current.append(unit)
+        forward = self._forward
+        forward.order.append(unit)
         try:
-            self._cursor = self.order.index(unit, self._cursor) + 1
+            forward.cursor = self.order.index(unit, forward.cursor) + 1
         except ValueError:  # it did not run there
             return
 
@@ -395,15 +429,13 @@ class Root:
             self._end_forward(grad=grad)
 
     def _end_forward(self, *, grad: bool) -> None:
-        iteration = self._iteration
+        iteration, forward = self._iteration, self._forward
         if not self._verified and not self._is_kept:
             self._check_order(None, None)
-            if not self._unknown:
+            if not forward.has_unknown:
                 warn_of_equal_shards(self.units)
                 self._verified = True
-            self._unknown = False
-        self.order, self._current, self._cursor = self._current, [], 0
-        self._outermost = None
+        self.order, self._open = forward.order, None
         if iteration.end is None:
             for unit in self._shown:
                 if EXPLICIT not in unit.kept_by and not unit.to_run:
@@ -451,7 +483,7 @@ class Root:
             )
         if code >= 0:
             return code
-        self._unknown |= unit is not None and not unit.trains
+        self._forward.has_unknown |= unit is not None and not unit.trains
         return None
 
     def is_inside(self, unit: Unit) -> bool:
@@ -465,7 +497,7 @@ class Root:
 
     def _open_backward(self) -> Iteration:
         iteration = self.iteration
-        if iteration is not None and iteration.end is not None:
+        if self.phase is Phase.LOST:
             raise PhaseError(
                 f"a backward came to unit '{self.name}' after an earlier one of the same step had raised: what that one brought is "
                 "lost, and on some ranks more than on others. Run the forward again; it gives up the lost step"
@@ -503,9 +535,7 @@ class Root:
 
     def _in_backward(self) -> Iteration | None:
         """The iteration, if its backward is under way."""
-        iteration = self.iteration
-        end = None if iteration is None or iteration.end is None else iteration.end()
-        return iteration if end is not None and end.roots else None
+        return self.iteration if self.phase is Phase.BACKWARD else None
 
     def _others_since(self, when: int) -> bool:
         """Whether other roots had forwards since then, so that they may take part in this backward.
@@ -678,8 +708,8 @@ class Root:
 
     def launch_rest(self) -> None:
         """Backward is at its end: launch what was not launched. Waits only where a launch needs it (first stages of hybrid meshes)."""
-        iteration = self.iteration
-        if iteration is None or iteration.end is None:
+        iteration = self._in_backward()
+        if iteration is None:
             return
         with self._streams.on(iteration.stream):
             reducing = [unit for unit in self.units if unit.accumulation.now is SyncMode.REDUCE]
@@ -698,8 +728,8 @@ class Root:
 
     def finish_backward(self) -> None:
         """Land everything and end the iteration. What an open forward or a new graph still needs passes to a new one."""
-        iteration = self.iteration
-        if iteration is None or iteration.end is None:
+        iteration = self._in_backward()
+        if iteration is None:
             return
         with self._streams.on(iteration.stream):
             for unit in [*iteration.over_replicas, *iteration.in_flight]:
@@ -754,10 +784,9 @@ class Root:
         if not self.running:
             self.reset(f"its forward raised {type(sys.exception()).__name__}")
 
-    def on_failed_backward(self, end: BackwardEnd) -> None:
+    def on_failed_backward(self) -> None:
         """A backward raised. Modules hold at-rest parameters again; the next forward resets the rest. Waits for nothing."""
-        iteration = self.iteration
-        if iteration is None or iteration.end is None or iteration.end() not in (None, end):
+        if self.phase is not Phase.LOST:
             return  # a forward has reset this step already, or another backward has begun
         for unit in self.units:
             hear_arrivals(unit.arrivals.values())
@@ -768,7 +797,7 @@ class Root:
         """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop unreduced gradients."""
         iteration, self.iteration = self.iteration, None
         self.running.clear()
-        self._current, self._cursor, self._outermost, self._pinned = [], 0, None, {}
+        self._open, self._pinned = None, {}
         if why:
             logger.warning("unit '%s': %s; the step is lost, and its state was reset", self.name, why)
         launched = [] if iteration is None else [*iteration.over_replicas, *iteration.in_flight]
@@ -880,12 +909,12 @@ def planned_roots(units: Sequence[Unit]) -> list[Root]:
 def _root_for_call(unit: Unit, module: nn.Module) -> Root:
     root = root_of(unit)
     if root is not None and root.running:
-        if root._outermost is not module:
+        if root._open is None or root._open.module is not module:
             return root
         # Entered again from outside: an interrupt ended the last forward without a word.
         drop_open_calls(root, entering=module)
         root.reset("its forward did not end")
-    elif root is not None and root.iteration is not None and root.iteration.end is not None:
+    elif root is not None and root.phase in (Phase.BACKWARD, Phase.LOST):
         root.reset("its backward did not finish")
     if root is None or root._gone or root._tree.changed():
         if root is not None:
@@ -916,7 +945,7 @@ def reduce_held(units: Sequence[Unit]) -> None:
     if LISTENERS:
         tell_of_call("reduce", [param.at_rest for unit in units for param in unit.params])
     for root in planned_roots(units):
-        if root.iteration is not None and root.iteration.end is not None:
+        if root.phase in (Phase.BACKWARD, Phase.LOST):
             root.reset("its backward did not finish")
         root.reduce_held()
     all_landed()

@@ -1,7 +1,7 @@
 """What one call of a verb leaves on its modules: the parameter groups, their gradient buckets, and the four hooks.
 
 `fully_shard` and `replicate` make the same class. They differ in the mesh info (over which ranks parameters are sharded and
-gradients summed) and, for a model that is only replicated, in when gradients are reduced (`bucketing.py`).
+gradients summed) and, for a model that is only replicated, in when gradients are reduced (`arrival.py`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from composable.comm.mesh import MeshInfo
+from composable.comm.mesh_info import MeshInfo
 from composable.compilation import backward_is_compiled, backward_will_be_compiled, traceable, untraced
 from composable.config import CPUOffloadPolicy, MixedPrecisionPolicy
 from composable.contract.contract import drop_attribute, on_undo
-from composable.contract.traversal import SHARD, Place, names_below, states_below
+from composable.contract.tree import SHARD, Place, names_below, states_below
 from composable.contract.values import tensors_in
-from composable.engine.accumulation import Accumulation
-from composable.engine.comm_hooks import CommHook, attach_hooks
 from composable.engine.copies import attach_copying, detach_copying, twin_of
 from composable.engine.grad_bucket import GradBucket
+from composable.engine.hook_stages import CommHook, attach_hooks
 from composable.engine.loading import StateDictHook
 from composable.engine.outputs import Entry, refuse_compiled, watch
 from composable.engine.param import (
@@ -55,6 +54,7 @@ from composable.engine.param_group import ParamGroup, ShardedState
 from composable.engine.precision import BufferCasts, BufferHolder, ExactModule, Precision, cast, moved, resolve
 from composable.engine.shadow import LISTENERS, Event, tell
 from composable.engine.sparse import SparseGradients, only_looked_up
+from composable.engine.sync_mode import Accumulation
 from composable.errors import AnnotationError, OutputError, PhaseError, few, unit_name
 from composable.memory.torch_private import can_take_data, hooks_after_accumulation, in_backward, local_of, next_node
 
@@ -193,7 +193,7 @@ class Unit:
         modules: as annotated; none after `remove`.
         groups: of parameters that are unsharded together.
         gathers: whether unsharding takes a message or a cast; if not, modules compute with the at-rest memory.
-        buckets: their gradients; empty for gradients that the root reduces in buckets of all units (`bucketing.py`).
+        buckets: their gradients; empty for gradients that the root reduces in buckets of all units (`arrival.py`).
         root: of the last forward; None before the first, and after the tree changed.
         depth: forwards of its modules that are under way.
         pending: forwards whose backward has not come yet.

@@ -27,7 +27,7 @@ from composable.engine.param import labels_of
 from composable.errors import OptimizerError
 from composable.memory.torch_private import as_tensors
 from composable.optim.in_backward import is_part_of_backward, stepped_in_backward
-from composable.optim.local_steps import is_stand_in, step_on_shards_unasked
+from composable.optim.shard_steps import is_stand_in, step_on_shards_unasked
 from composable.optim.shared import is_trained, refuse_unreduced
 
 _OTHER: Final = (

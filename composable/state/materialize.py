@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from composable.api.scopes import units_in
 from composable.comm.ledger import checksum
 from composable.compilation import untraced, unwrapped
-from composable.contract.traversal import Place
+from composable.contract.tree import Place
 from composable.engine.param import move_hooks, whole_of
 from composable.engine.root import planned_roots
 from composable.engine.unit import Unit, unit_of

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from composable.api.scopes import units_in
 from composable.compilation import unwrapped
 from composable.contract.contract import registry
-from composable.contract.traversal import Place
+from composable.contract.tree import Place
 from composable.engine.loading import shard_like
 from composable.engine.param import holds_unreduced, is_unreduced, keep_gradients_in, whole_of
 from composable.engine.unit import RANK0_ONLY, Unit

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from composable.comm import LocalComm, MeshInfo, Traits
-from composable.contract.traversal import Place
+from composable.contract.tree import Place
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.layout import ParamShape
 from composable.engine.param import ManagedParam, ParamInfo

@@ -28,7 +28,7 @@ class Root:
     def finish_backward(self) -> None:
         self._note("finish")
 
-    def on_failed_backward(self, end: object) -> None:
+    def on_failed_backward(self) -> None:
         self._note("restore")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from composable.contract.traversal import Place
+from composable.contract.tree import Place
 from composable.engine.param import (
     ManagedParam,
     ParameterSwap,

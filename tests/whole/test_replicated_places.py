@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from composable import NamePolicy, fully_shard, replicate
 from composable.api.arguments import move_buffers, refuse_elsewhere
-from composable.contract.traversal import Managed, managed_buffers, managed_parameters
+from composable.contract.tree import Managed, managed_buffers, managed_parameters
 from tests.helpers.refusals import refusal, refused
 from tests.helpers.world import Pool, current_device
 

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from composable import fully_shard, replicate
 from composable.comm import LocalComm, MeshInfo, ledger_of
-from composable.contract.traversal import Place
-from composable.engine.bucketing import FIRST_BYTES, Buckets
+from composable.contract.tree import Place
+from composable.engine.arrival import FIRST_BYTES, Buckets
 from composable.engine.param import ParamInfo
 from composable.engine.root import Root
 from composable.engine.unit import Unit, UnitSpec

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from composable.comm.base import Comm, Work
 from composable.comm.ledger import ledger_of
-from composable.comm.mesh import MeshInfo
+from composable.comm.mesh_info import MeshInfo
 from composable.engine.grad_bucket import GradBucket
 from composable.engine.param import cut
 from composable.errors import CommHookError, CommunicationError, first_line

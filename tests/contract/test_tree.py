@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from composable import fully_shard, replicate
 from composable import traversal as public
-from composable.contract import traversal
-from composable.contract.traversal import (
+from composable.contract import tree as traversal
+from composable.contract.tree import (
     TreeWatch,
     get_all_sharded_states,
     get_fully_sharded_modules,
