@@ -33,11 +33,15 @@ def _composable(reshard: bool | None) -> Callable[[nn.Module, type[nn.Module], D
     return scale
 
 
-def _composable_replicate(model: nn.Module, units: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
-    from composable import replicate
+def _composable_replicate(views: bool) -> Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]:
+    def scale(model: nn.Module, units: type[nn.Module], mesh: DeviceMesh) -> nn.Module:
+        from composable import replicate
 
-    replicate(model, mesh=mesh)
-    return model
+        options = {"gradient_as_bucket_view": True} if views else {}  # earlier code has no such option
+        replicate(model, mesh=mesh, **options)
+        return model
+
+    return scale
 
 
 def _fsdp2(reshard: bool) -> Callable[[nn.Module, type[nn.Module], DeviceMesh], nn.Module]:
@@ -97,7 +101,8 @@ CONTENDERS: Final[dict[str, Callable[[nn.Module, type[nn.Module], DeviceMesh], n
     "composable-keep": _composable(reshard=False),
     "fsdp2-keep": _fsdp2(reshard=False),
     "fsdp1-keep": _fsdp1("SHARD_GRAD_OP", original=True),
-    "composable-replicate": _composable_replicate,
+    "composable-replicate": _composable_replicate(views=False),
+    "composable-replicate-views": _composable_replicate(views=True),
     "ddp": _ddp(views=False),
     "ddp-views": _ddp(views=True),
     "fsdp1-flat": _fsdp1("FULL_SHARD", original=False),
@@ -109,6 +114,7 @@ MEANING: Final = {
     "composable-keep": "the same with `reshard_after_forward=False`",
     ON_SHARDS: "composable that clips with `composable.clip_grad_norm_`, which works on local shards as its optimizers do",
     "composable-replicate": "composable `replicate(model)`",
+    "composable-replicate-views": "the same with `gradient_as_bucket_view=True`",
     "fsdp2": "`torch.distributed.fsdp.fully_shard` on each block and the root, as it comes: the root stays until backward",
     "fsdp2-keep": "the same with `reshard_after_forward=False`",
     "fsdp1": "`FullyShardedDataParallel`, `FULL_SHARD`, `use_orig_params=True`",

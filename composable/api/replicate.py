@@ -27,7 +27,6 @@ _EQUIVALENTS: Final = {
     "skip_all_reduce_unused_params": "what no rank used keeps grad=None; leave it out",
     "static_graph": "nothing depends on it; leave it out",
     "check_reduction": "the end of every backward is checked; leave it out",
-    "gradient_as_bucket_view": "gradients always are views of buckets; leave it out",
     "bucket_cap_mb_list": "bucket_cap_mb=, which a policy may set for some modules",
     "batched_grad_copy": "small gradients are copied together where that pays; leave it out",
     "lazy_bucket_allocation": "buckets are what gradients live in, and last; leave it out",
@@ -51,6 +50,7 @@ def replicate(
     mesh: Mesh = None,
     policy: PolicyLike | None = None,
     bucket_cap_mb: float = 25.0,
+    gradient_as_bucket_view: bool = False,
     mp_policy: MixedPrecision = None,
     grad_reduce: GradReduce = "mean",
     ignored_params: Iterable[Any] | None = (),
@@ -70,6 +70,9 @@ def replicate(
         mesh: a 1-D `DeviceMesh`, a `ProcessGroup`, or None for all ranks. One process without a process group is fine.
         policy: which submodules get buckets of their own; other parameters belong to `module`.
         bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB (accelerators: 25 MiB) and more travel alone.
+        gradient_as_bucket_view: gradients live in their buckets from step to step, in memory that the optimizer finds where it
+            was: faster, for the memory of the gradients between steps. A gradient that is kept beyond a step is written to by
+            the next one. Without effect where gradients have another dtype than their sums, and next to shards.
         mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
             gradients, optimizer state and what is saved keep the dtype that the parameters have.
         grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides it by their number, "sum"
@@ -105,6 +108,7 @@ def replicate(
     if dp_mesh_dims is not None:
         raise UnknownArgumentError("replicate() has no argument 'dp_mesh_dims'; pass a mesh of one dimension, mesh=mesh[...]")
     options: dict[str, Any] = {"mesh": mesh, "bucket_cap_mb": bucket_cap_mb, "mp_policy": mp_policy}
+    options |= {"gradient_as_bucket_view": gradient_as_bucket_view}
     options |= {"broadcast_buffers": broadcast_buffers, "grad_reduce": grad_reduce}
     annotate(replicate, module, policy, ignored_params, sync_module_states, options)
     return module

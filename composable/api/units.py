@@ -215,6 +215,9 @@ def _plan(
         dims = [shard_dim_of(managed, options["shard_placement_fn"]) for managed in share]
     else:
         settings["bucket_bytes"] = bucket_bytes_of(options["bucket_cap_mb"])
+        settings["keeps_buckets"] = keeps = options["gradient_as_bucket_view"]
+        if type(keeps) is not bool:
+            raise AnnotationError(f"gradient_as_bucket_view must be True or False, got {keeps!r}")
         if spread is not None:
             refuse_elsewhere(verb, [*share, *buffers], communication_device(spread.mesh, device))
         follow = options["broadcast_buffers"]

@@ -125,7 +125,10 @@ class Buckets:
         for group, members in filled:
             unit = self._members[members[0]][0]
             slots = [(param, self._members[param][2]) for param in members]
-            bucket = GradBucket(slots, group.precision, group.device, unit.mesh_info, factor=unit.grad_factor)
+            bucket = GradBucket(
+                slots, group.precision, group.device, unit.mesh_info,
+                factor=unit.grad_factor, keeps=unit.spec.keeps_buckets,
+            )  # fmt: skip
             bucket.reducer.label = f"gradient all-reduce of unit '{unit.name}' ('{members[0].fqn}' to '{members[-1].fqn}')"
             pending = _Pending(unit, bucket)
             self._buckets.append(pending)

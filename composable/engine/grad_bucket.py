@@ -51,6 +51,7 @@ class GradBucket:
     Args:
         members: parameters with equal precision, device and mesh, and their slots.
         factor: what gradients are multiplied by as they come (`grad_reduce`), so that their mean is what was asked for.
+        keeps: gradients live in the bucket from step to step (`gradient_as_bucket_view`).
 
     Attributes:
         reducer: sends the message.
@@ -71,15 +72,20 @@ class GradBucket:
         *,
         factor: float = 1.0,
         home: HostHome | None = None,
+        keeps: bool = False,
     ) -> None:
         self.params = tuple(param for param, _ in members)
         self.at_rest = tuple(param.at_rest for param in self.params)
         self.compute = tuple(param.compute for param in self.params)
         slots = [slot for _, slot in members]
-        self.reducer = Reducer(self.at_rest, slots, precision, device, mesh_info, offloaded=home is not None)
+        self.in_place = all(map(is_, self.at_rest, self.compute))
+        # What is added to a gradient that is there must not be in its memory already.
+        keeps = keeps and self.in_place and precision.reduce == precision.gradient
+        self.reducer = Reducer(
+            self.at_rest, slots, precision, device, mesh_info, offloaded=home is not None, keeps=keeps
+        )  # fmt: skip
         self.reduction: Reduction | None = None
         self.home = home
-        self.in_place = all(map(is_, self.at_rest, self.compute))
         self.held = 0
         self.forwards = (0, 0)
         self._wraps = any(isinstance(param, DTensor) for param in self.at_rest)  # gradients land as DTensors
@@ -294,6 +300,7 @@ class GradBucket:
         elif missing:
             used = dict(zip(delivered, said, strict=True))
             delivered = [index for index in delivered if index not in missing or used[index]]
+            self._spare(reduction, [index for index in missing if not used[index]])
         self._deliver(reduction, delivered)
 
     def decide(self) -> None:
@@ -301,7 +308,15 @@ class GradBucket:
         undecided, self._undecided = self._undecided, []
         for reduction, flags, missing in undecided:
             used = dict(zip(reduction.plan.layout.trainable, flags.tolist(), strict=False))
+            self._spare(reduction, [index for index in missing if not used[index]])
             self._deliver(reduction, [index for index in missing if used[index]])
+
+    def _spare(self, reduction: Reduction, indices: Sequence[int]) -> None:
+        """No rank has brought these gradients: those of earlier backwards are as they were."""
+        for index in indices:
+            gradient = self.at_rest[index].grad
+            if gradient is not None and index in reduction.spared:
+                gradient.copy_(reduction.spared[index])
 
     # --- landing ----------------------------------------------------------------------------------------------------
 
@@ -334,7 +349,7 @@ class GradBucket:
             if hooked and gradient_hooks(parameter):
                 gradient = run_gradient_hooks(parameter, gradient)
                 grad = parameter.grad  # a hook may have changed it
-            if grad is None:
+            if grad is None or self.reducer.keeps:
                 parameter.grad = gradient
             elif self.in_place:
                 grad.copy_(gradient)  # it was part of the sum

@@ -245,6 +245,7 @@ class ParamGroup:
         self._buffers = tuple(buffer for buffer in (self.full, self.late) if buffer is not None)
         if layout.packed_numel:
             self._staging = ElasticBuffer(layout.num_shards * layout.packed_numel, dtype, device)
+            self._staging_rows = self._staging.tensor.data.view(layout.num_shards, -1)
         if self.home is not None:
             self._coming = ComingShards(self.shard, self.home)
         if self.takes_message and self.precision.casts:
@@ -410,8 +411,6 @@ class ParamGroup:
     def note_writes(self) -> None:
         """Move the versions of compute parameters whose at-rest parameters were written to."""
         before, now = self._seen, self._versions_now()
-        if before == now:
-            return
         self._seen, self._is_stale = now, True
         number = len(self.params)
         at_rest = list(map(ne, before[:number], now[:number]))
@@ -432,7 +431,10 @@ class ParamGroup:
     def unshard(self) -> None:
         """Launch the all-gather, unless the parameters are there or on their way, and were not written to since."""
         if self._counted:
-            self.note_writes()
+            with as_tensors():
+                now = list(map(version_of, self._counted))
+            if now != self._seen:
+                self.note_writes()
         if not self.gathers:
             return
         if self._is_stale:
@@ -471,14 +473,15 @@ class ParamGroup:
             self._free()
             self.state = ShardedState.SHARDED
             raise
-        self._end_sending()  # frees what was sent before `late` gets its memory
+        if self._sent is not None or self._coming is not None:
+            self._end_sending()  # frees what was sent before `late` gets its memory
         # Held: this gather was from neighbours, straight into the full buffer.
         if self._post_forward_shard is not None and self._post_forward_shard.held:
             self._post_forward_shard.free()
         elif self._staging is not None:
             if self.late is not None:
                 self.late.allocate()
-            self._copy_out(self._staging.tensor.data.view(self.layout.num_shards, -1))
+            self._copy_out(self._staging_rows)
             self._staging.free()
         set_versions(self._coming_params, self._versions)
         self.state = ShardedState.UNSHARDED
@@ -515,9 +518,10 @@ class ParamGroup:
 
     def _free(self) -> None:
         set_versions(self._coming_params, self._absent)
-        self._end_sending()
+        if self._sent is not None or self._coming is not None:
+            self._end_sending()
         for buffer in (self._staging, *self._buffers, self._post_forward_shard):
-            if buffer is not None:
+            if buffer is not None and buffer.held:
                 buffer.free()
 
     def _look_for_writes(self) -> None:

@@ -130,6 +130,7 @@ class Reducer:
         at_rest: the parameters on which the gradients will land.
         slots: of these parameters.
         offloaded: gradients rest on the host.
+        keeps: the sums have memory of their own from step to step.
 
     Attributes:
         label: in messages and traces.
@@ -149,6 +150,7 @@ class Reducer:
         mesh_info: MeshInfo,
         *,
         offloaded: bool,
+        keeps: bool,
     ) -> None:
         self.at_rest = tuple(at_rest)
         self.slots = tuple(slots)
@@ -156,6 +158,7 @@ class Reducer:
         self.device = device
         self.mesh_info = mesh_info
         self.offloaded = offloaded
+        self.keeps = keeps
         self.label = "gradient reduction"
         self.shards = mesh_info.shard if mesh_info.shard.size > 1 else None
         self.replicas = mesh_info.replicate
@@ -176,6 +179,8 @@ class Reducer:
         key = self.first_stage is None, trainable  # a hook gets all gradients in one tensor
         plan = self.plans.get(key)
         if plan is None:
+            for other in self.plans.values():
+                other.kept = None
             plan = self.plans[key] = Plan(self, trainable)
         return plan
 
@@ -210,6 +215,7 @@ class Plan:
         places: of each trainable parameter, by index.
         message: the rows of the reduce-scatter, one per rank; `sent` and `rows` are views of it.
         apart: parameters whose gradients are reduced where autograd made them.
+        kept: where sums arrive in every step, and views of it; None where each message has new memory.
         specs: of DTensors that gradients can be wrapped as quickly, since they are wrapped as their parameters are.
         stand_in: what such a DTensor is made around.
     """
@@ -238,6 +244,8 @@ class Plan:
             local = as_parameter(local, slot)
             shape, strides = tuple(local.shape), tuple(local.stride())
             self.places[index] = Place(begins.get(index, 0), local.numel(), shape, strides)
+        self.kept: Tensor | None = None
+        self.kept_views: dict[int, Tensor] = {}
         self.specs: dict[int, Any] = {}
         self.stand_in = torch.empty(0, dtype=precision.gradient, device=reducer.device)
         at_rest = [reducer.at_rest[index] for index in layout.trainable]
@@ -264,6 +272,29 @@ class Plan:
         self._tail = layout.row_numel - layout.flags_start - flags
         self._all_used: dict[tuple[torch.dtype, Counts], Tensor] = {}
         self._zeros: dict[torch.dtype, list[Tensor | None]] = {}
+
+    def make_flat(self, reducer: Reducer) -> Tensor:
+        """Memory for the sums of one message."""
+        if self.kept is not None:
+            return self.kept
+        flat = torch.empty(self.layout.numel, dtype=reducer.precision.reduce, device=reducer.device)
+        if reducer.keeps:
+            self.kept = flat
+            indices = self.layout.trainable
+            self.kept_views = dict(zip(indices, self.views(flat, indices), strict=True))
+        return flat
+
+    def has_all(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether all gradients are where sums arrive: autograd has added to them there."""
+        if not self.kept_views:
+            return False
+        return all(gradients[index] is view for index, view in self.kept_views.items())
+
+    def gradients_in(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
+        """What lands on these parameters."""
+        if flat is self.kept:
+            return [self.kept_views[index] for index in indices]
+        return self.views(flat, indices)
 
     def views(self, flat: Tensor, indices: Sequence[int]) -> list[Tensor]:
         """This rank's shards of these parameters' gradients, in a flat gradient buffer."""
@@ -355,7 +386,7 @@ def _reduced_where_they_are(reducer: Reducer, trainable: tuple[bool, ...]) -> tu
     precision = reducer.precision
     casts = not (precision.compute == precision.reduce == precision.gradient)
     on_stream = reducer.mesh_info.all.traits.on_stream
-    if casts or on_stream or reducer.shards is not None or reducer.first_stage is not None:
+    if casts or on_stream or reducer.keeps or reducer.shards is not None or reducer.first_stage is not None:
         return ()
     return tuple(
         index
@@ -388,6 +419,7 @@ class Reduction:
         flat: this rank's part of the sums, and the flags.
         missing: indices of parameters that this rank has no gradient of.
         apart: gradients that are reduced where autograd made them.
+        spared: copies of gradients of earlier backwards that the sums are written over.
         is_mean: the first stage makes means over the shard dimension, in place of sums.
     """
 
@@ -412,7 +444,10 @@ class Reduction:
         self.is_mean = shards_only or reducer.first_stage is not None or reducer.second_stage is not None
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
-        self.flat = torch.empty(plan.layout.numel, dtype=reducer.precision.reduce, device=reducer.device)
+        self.flat = plan.make_flat(reducer)
+        # In the bucket's own memory, what no backward has brought is summed with the rest, and must be as it was if no rank has it.
+        kept = absent if reducer.keeps else ()
+        self.spared = {i: gradient.clone() for i in kept if (gradient := gradients[i]) is not None}
         there = [index for index, _ in self.carried]
         unused = [index for index in self.missing if index not in there]
         self.work: Work | None = self._launch(gradients, unused)
@@ -429,7 +464,13 @@ class Reduction:
         if reducer.before != 1.0:
             gradients = [None if gradient is None else gradient / reducer.before for gradient in gradients]
         if reducer.shards is None:
-            plan.copy_in(gradients, unused, self.counts, flat.view(1, -1))
+            if plan.has_all(gradients):
+                plan.put_flags(unused, self.counts, flat)
+            else:
+                for index, view in plan.kept_views.items():
+                    if gradients[index] is view:  # torch does not copy a tensor onto itself
+                        gradients[index] = view.clone()
+                plan.copy_in(gradients, unused, self.counts, flat.view(1, -1))
             self.apart = {index: reducer.dense(index, gradients[index]) for index in plan.apart}
             apart = [reducer.in_memory_order(index, gradient) for index, gradient in self.apart.items()]
             assert reducer.replicas is not None
@@ -524,7 +565,7 @@ class Reduction:
     def shards(self, indices: Sequence[int], flat: Tensor) -> list[Tensor]:
         """The reduced gradients of these parameters, where `flat` is `self.flat`, or a copy of it."""
         if not self.apart:
-            return self.plan.views(flat, indices)
+            return self.plan.gradients_in(flat, indices)
         return [self.apart[index] if index in self.apart else self.plan.views(flat, (index,))[0] for index in indices]
 
 

@@ -304,15 +304,15 @@ class Root:
                 unit.around[outer] = None
         self.running.append(unit)
         try:
-            if not unit.is_unsharded:
+            if self._iteration.last and not unit.is_unsharded:
                 self._free_last(unit)
-            self._record(unit)
+            forward = self._record(unit)
             given = None if unit.trains or inputs is None else unit.describe_inputs(inputs)
             if not self._verified:
                 given = self._check_order(unit, given)
-            if given is not None and self._forward.with_gradients:
+            if given is not None and forward.with_gradients:
                 unit.given = given
-            self._gather(unit, _ahead(unit, self.order, self._forward.cursor, 1))
+            self._gather(unit, _ahead(unit, self.order, forward.cursor, 1))
         except BaseException:
             self.on_error(unit)
             raise
@@ -377,16 +377,16 @@ class Root:
                 other.free()
         iteration.last = [other for other in iteration.last if other is unit or other.mesh_info.all is not comm]
 
-    def _record(self, unit: Unit) -> None:
+    def _record(self, unit: Unit) -> Forward:
         """Record `unit`, and move the cursor behind it in the last forward's order: what follows there is gathered ahead."""
-        if not unit.gathers:
-            return
         forward = self._forward
-        forward.order.append(unit)
-        try:
-            forward.cursor = self.order.index(unit, forward.cursor) + 1
-        except ValueError:  # it did not run there
-            return
+        if unit.gathers:
+            forward.order.append(unit)
+            try:
+                forward.cursor = self.order.index(unit, forward.cursor) + 1
+            except ValueError:  # it did not run there
+                return forward
+        return forward
 
     def _gather(self, unit: Unit, ahead: Iterable[Unit]) -> None:
         """Have `unit` unshard, and launch the gathers of the units `ahead` before waiting: they travel while it computes."""

@@ -76,6 +76,7 @@ class UnitSpec:
         exact: modules that keep their dtype where the unit computes in another one.
         divisor: what sums of gradients are divided by; None for the number of ranks (a mean).
         bucket_bytes: `replicate`: bytes of small gradients that share a message.
+        keeps_buckets: `replicate`: gradients live in their buckets from step to step.
         broadcast_buffers: `replicate`: buffers that follow rank 0 in training forwards.
         left_alone: where ignored parameters are registered.
     """
@@ -92,6 +93,7 @@ class UnitSpec:
     divisor: float | None = None
     offload: CPUOffloadPolicy | None = None
     bucket_bytes: int = 25 << 20
+    keeps_buckets: bool = False
     broadcast_buffers: tuple[Place, ...] = ()
     left_alone: tuple[Place, ...] = ()
 
@@ -257,6 +259,7 @@ class Unit:
         self._anchors = False
         self._swap = ParameterSwap(())
         self._buffers = BufferCasts(())
+        self._casts_buffers = False
         self._undo: list[Callable[[], object]] = []
         self._rebuild_undo: list[Callable[[], object]] = []
         self._whole: list[tuple[Tensor, Tensor | None]] = []  # values and gradients, between `before_removal` and `restore`
@@ -282,7 +285,7 @@ class Unit:
         self.mesh_info = spec.mesh_info
         self.params = list(params)
         self.is_sharded = spec.verb == SHARD and spec.mesh_info.mesh is not None
-        self._buffers = BufferCasts(spec.buffer_holders)
+        self._buffers, self._casts_buffers = BufferCasts(spec.buffer_holders), bool(spec.buffer_holders)
         self.param_dtype = spec.mp_policy.param_dtype
 
     def _watch_modules(self, holders: Iterable[nn.Module]) -> list[Callable[[], object]]:
@@ -479,10 +482,12 @@ class Unit:
 
     def swap_in(self) -> None:
         self._swap.swap_in()
-        self._buffers.show()
+        if self._casts_buffers:
+            self._buffers.show()
 
     def swap_out(self) -> None:
-        self._buffers.hide()
+        if self._casts_buffers:
+            self._buffers.hide()
         self._swap.swap_out()
 
     @property
@@ -514,7 +519,8 @@ class Unit:
 
     def reshard(self) -> None:
         for group in self.groups:
-            group.reshard()
+            if group.state is not ShardedState.SHARDED:
+                group.reshard()
 
     @property
     def must_stay(self) -> str:
@@ -527,8 +533,11 @@ class Unit:
 
     def free(self) -> None:
         """Reshard, unless the parameters must stay."""
-        if not self.must_stay:
-            self.reshard()
+        for group in self.groups:
+            if group.state is not ShardedState.SHARDED and group.gathers:
+                if not self.must_stay:
+                    self.reshard()
+                return
 
     def keep(self, reason: object) -> None:
         """Stay unsharded once unsharded, while there is a reason."""
@@ -588,7 +597,7 @@ class Unit:
             if torch.is_grad_enabled():
                 root.note_call(call)
         call.entered = True
-        if not self.to_run:
+        if not self.to_run and len(self.modules) > 1:
             self.to_run = list(self.modules)
         self.depth += 1
         self.swap_in()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from composable import remove, replicate
+from composable import no_sync, remove, replicate
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients
 from tests.helpers.means import WIDTH, Parts, batch_of, twins
 from tests.helpers.world import current_device, spmd
@@ -17,11 +17,12 @@ from tests.helpers.world import current_device, spmd
 # --- several backwards, and what they leave ---------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("views", [True, False])
 @pytest.mark.parametrize("cap", [25.0, 0.0001])
 @pytest.mark.parametrize("set_to_none", [True, False, None])
 @spmd(ranks=[2, 4])
-def test_gradients_of_several_backwards_add_up_to_the_mean(set_to_none: bool | None, cap: float) -> None:
-    plain, ours = twins(Parts, bucket_cap_mb=cap)
+def test_gradients_of_several_backwards_add_up_to_the_mean(set_to_none: bool | None, cap: float, views: bool) -> None:
+    plain, ours = twins(Parts, bucket_cap_mb=cap, gradient_as_bucket_view=views)
     for step in range(5):
         for model in (plain, ours):
             model(batch_of(step), [0, 1, 2]).sum().backward()
@@ -31,9 +32,10 @@ def test_gradients_of_several_backwards_add_up_to_the_mean(set_to_none: bool | N
             ours.zero_grad(set_to_none)
 
 
+@pytest.mark.parametrize("views", [True, False])
 @spmd(ranks=[2, 4])
-def test_a_gradient_stays_to_the_bit_while_no_rank_uses_its_parameter() -> None:
-    _, ours = twins(Parts)
+def test_a_gradient_stays_to_the_bit_while_no_rank_uses_its_parameter(views: bool) -> None:
+    _, ours = twins(Parts, gradient_as_bucket_view=views)
     ours(batch_of(0), [0, 1, 2]).sum().backward()
     last = ours.layers[2].weight  # type: ignore[union-attr,index]
     assert isinstance(last.grad, Tensor)
@@ -44,6 +46,29 @@ def test_a_gradient_stays_to_the_bit_while_no_rank_uses_its_parameter() -> None:
         ours(batch_of(step), [0, 1]).sum().backward()
     assert last.grad is gradient
     assert torch.equal(gradient, before)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@spmd(ranks=2)
+def test_gradients_that_are_views_of_buckets_have_the_same_memory_in_every_step(set_to_none: bool) -> None:
+    plain, ours = twins(Parts, gradient_as_bucket_view=True)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, foreach=False) for model in (plain, ours)]
+    found = []
+    for step in range(5):
+        for model in (plain, ours):
+            if step == 3:  # accumulated first
+                with no_sync(ours, enabled=model is ours):
+                    model(batch_of(7), [0, 1, 2]).sum().backward()
+            model(batch_of(step), [0, 1, 2]).sum().backward()
+        assert_mean_gradients(plain, ours)
+        found.append([p.grad.data_ptr() for p in ours.parameters() if p.grad is not None])
+        for reference, parameter in zip(plain.parameters(), ours.parameters(), strict=True):
+            reference.grad = parameter.grad.clone()  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none)
+    assert found[2:] == [found[2]] * 3, "the order of buckets is agreed in the first step"
+    remove(ours, replicate)
 
 
 @spmd(ranks=2)
