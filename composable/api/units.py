@@ -240,6 +240,7 @@ def _treatment(verb: str, plan: UnitPlan) -> list[str]:
     rest += "" if settings["divisor"] is None else f", grad_reduce {grad_reduce_in_words(settings['divisor'])}"
     if verb == REPLICATE:
         start = f"bucket_cap_mb={plan.options['bucket_cap_mb']}, broadcast_buffers={plan.options['broadcast_buffers']}"
+        start += ", gradient_as_bucket_view=True" * settings["keeps_buckets"]
         return [start + rest] * len(plan.parameters)
     rest += "" if settings["offload"] is None else ", offloaded"
     rest += "" if settings["prefetch"] == 1 else f", prefetch={settings['prefetch']}"

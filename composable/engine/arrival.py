@@ -28,7 +28,7 @@ from composable.engine.param_group import ParamGroup
 from composable.engine.sparse import only_looked_up
 from composable.engine.sync_mode import SyncMode
 from composable.engine.unit import Unit
-from composable.errors import PhaseError
+from composable.errors import CommunicationError, PhaseError
 
 FIRST_BYTES: Final = 1 << 20  # of the first bucket: a small one is launched early
 
@@ -71,6 +71,13 @@ class _Pending:
     def is_complete(self) -> bool:
         """Whether this backward has brought all gradients."""
         return not self.bucket.lacks_gradients if self.missing is None else not self.missing
+
+    @property
+    def has_any(self) -> bool:
+        """Whether this backward has brought a gradient."""
+        if self.missing is None:
+            return self.bucket.has_gradients
+        return bool(len(self.missing) < sum(self.bucket.trainable))
 
     def absent(self) -> list[int]:
         """Indices of parameters that this backward has brought no gradient for."""
@@ -244,12 +251,22 @@ class Buckets:
 
     def drop(self) -> None:
         """The step is lost: forget local gradients that were not reduced."""
+        failed: list[CommunicationError] = []
         for each in self._buckets:
             if self.is_open and not each.launched and each.bucket.in_place:
                 each.bucket.held = 1  # autograd may have left local gradients there
-            each.bucket.drop()
+            try:
+                each.bucket.drop()
+            except CommunicationError as error:
+                failed.append(error)
             each.close()
         self.is_open = False
+        if failed:
+            raise failed[0]
+
+    def brought(self) -> Unit | None:
+        """A unit that this backward has brought a gradient to."""
+        return next((each.unit for each in self._buckets if self.is_open and each.has_any), None)
 
 
 def _refuse_second_gradient(unit: Unit, param: ManagedParam) -> NoReturn:

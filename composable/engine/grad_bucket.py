@@ -246,15 +246,15 @@ class GradBucket:
         assert self.reduction is None
         if not self.trains and not self.held:
             return
-        if shards_only and reducer.shards is None:
+        if shards_only and reducer.shard_comm is None:
             self.hold()
             return
-        self._hooks_wait = shards_only and reducer.replicas is None
+        self._hooks_wait = shards_only and reducer.replica_comm is None
         if reducer.is_alone:
             self.held = 0
             self._land_alone()
             return
-        shards_only = shards_only and reducer.replicas is not None
+        shards_only = shards_only and reducer.replica_comm is not None
         trainable = tuple(map(or_, self._wanted, self.trainable)) if self._wanted else self.trainable
         absent = [index for index in absent if not self.held or index in self._absent]
         counts = counts_of(reducer.label, self.held, self.forwards) if reducer.compares else Counts()

@@ -134,8 +134,8 @@ class Reducer:
 
     Attributes:
         label: in messages and traces.
-        shards: the comm of the first stage; None if there is none.
-        replicas: that of the second stage, or of the only one for replicated parameters.
+        shard_comm: of the first stage; None if there is none.
+        replica_comm: of the second stage, or of the only one for replicated parameters.
         before, after: what gradients are divided by before and after their sum.
         first_stage, second_stage: communication hooks in place of the collectives, see `composable.engine.hook_stages`.
         compares: messages carry `Counts`, and the ranks compare them.
@@ -160,9 +160,9 @@ class Reducer:
         self.offloaded = offloaded
         self.keeps = keeps
         self.label = "gradient reduction"
-        self.shards = mesh_info.shard if mesh_info.shard.size > 1 else None
-        self.replicas = mesh_info.replicate
-        ranks = mesh_info.shard.size * (1 if self.replicas is None else self.replicas.size)
+        self.shard_comm = mesh_info.shard if mesh_info.shard.size > 1 else None
+        self.replica_comm = mesh_info.replicate
+        ranks = mesh_info.shard.size * (1 if self.replica_comm is None else self.replica_comm.size)
         self.before, self.after = division_factors(precision.reduce, ranks)
         self.first_stage: Stage | None = None
         self.second_stage: Stage | None = None
@@ -172,16 +172,17 @@ class Reducer:
     @property
     def is_alone(self) -> bool:
         """One rank: there is nothing to reduce."""
-        return self.shards is None and self.replicas is None
+        return self.shard_comm is None and self.replica_comm is None
 
     def plan_of(self, trainable: tuple[bool, ...]) -> Plan:
         """The plan of a message while these parameters train."""
         key = self.first_stage is None, trainable  # a hook gets all gradients in one tensor
         plan = self.plans.get(key)
         if plan is None:
-            for other in self.plans.values():
-                other.kept = None
             plan = self.plans[key] = Plan(self, trainable)
+        for other in self.plans.values() if self.keeps else ():
+            if other is not plan:
+                other.kept, other.kept_views = None, {}
         return plan
 
     def dense(self, index: int, gradient: Tensor | None) -> Tensor:
@@ -223,7 +224,7 @@ class Plan:
     def __init__(self, reducer: Reducer, trainable: tuple[bool, ...]) -> None:
         info, precision = reducer.mesh_info, reducer.precision
         self._slots, self._device = reducer.slots, reducer.device
-        self._ranks = ranks = 1 if reducer.shards is None else reducer.shards.size
+        self._ranks = ranks = 1 if reducer.shard_comm is None else reducer.shard_comm.size
         smallest = min(precision.reduce.itemsize, precision.gradient.itemsize)
         self.apart = _reduced_where_they_are(reducer, trainable)
         self.layout: ReduceLayout = plan_reduction(
@@ -386,7 +387,7 @@ def _reduced_where_they_are(reducer: Reducer, trainable: tuple[bool, ...]) -> tu
     precision = reducer.precision
     casts = not (precision.compute == precision.reduce == precision.gradient)
     on_stream = reducer.mesh_info.all.traits.on_stream
-    if casts or on_stream or reducer.keeps or reducer.shards is not None or reducer.first_stage is not None:
+    if casts or on_stream or reducer.keeps or reducer.shard_comm is not None or reducer.first_stage is not None:
         return ()
     return tuple(
         index
@@ -445,9 +446,9 @@ class Reduction:
         trainable = plan.layout.trainable
         self.missing = [index for index in trainable if gradients[index] is None or index in absent]
         self.flat = plan.make_flat(reducer)
-        # In the bucket's own memory, what no backward has brought is summed with the rest, and must be as it was if no rank has it.
-        kept = absent if reducer.keeps else ()
-        self.spared = {i: gradient.clone() for i in kept if (gradient := gradients[i]) is not None}
+        # The sums are written over gradients that live in the bucket. If no rank has brought one of them, it must be as it was.
+        written_over = absent if reducer.keeps else ()
+        self.spared = {i: gradient.clone() for i in written_over if (gradient := gradients[i]) is not None}
         there = [index for index, _ in self.carried]
         unused = [index for index in self.missing if index not in there]
         self.work: Work | None = self._launch(gradients, unused)
@@ -455,6 +456,10 @@ class Reduction:
     def _launch(self, gradients: list[Tensor | None], unused: list[int]) -> Work:
         reducer, plan, flat = self.reducer, self.plan, self.flat
         layout, dtype = plan.layout, flat.dtype
+        stays = reducer.first_stage is None and plan.has_all(gradients)
+        for index, view in plan.kept_views.items() if not stays else ():
+            if gradients[index] is view:  # `flat` is about to be written to
+                gradients[index] = view.clone()
         if reducer.first_stage is not None:
             flat.zero_()  # the hook does not write to the padding
             plan.put_flags(unused, self.counts, flat)
@@ -463,18 +468,15 @@ class Reduction:
             return reducer.first_stage.launch(layout.trainable, terms, into, plan.flags_of(flat), reducer.label)
         if reducer.before != 1.0:
             gradients = [None if gradient is None else gradient / reducer.before for gradient in gradients]
-        if reducer.shards is None:
-            if plan.has_all(gradients):
+        if reducer.shard_comm is None:
+            if stays:
                 plan.put_flags(unused, self.counts, flat)
             else:
-                for index, view in plan.kept_views.items():
-                    if gradients[index] is view:  # torch does not copy a tensor onto itself
-                        gradients[index] = view.clone()
                 plan.copy_in(gradients, unused, self.counts, flat.view(1, -1))
             self.apart = {index: reducer.dense(index, gradients[index]) for index in plan.apart}
             apart = [reducer.in_memory_order(index, gradient) for index, gradient in self.apart.items()]
-            assert reducer.replicas is not None
-            return reducer.replicas.all_reduce([*apart, flat], reducer.label, 1.0 / reducer.after)
+            assert reducer.replica_comm is not None
+            return reducer.replica_comm.all_reduce([*apart, flat], reducer.label, 1.0 / reducer.after)
         pairs = []
         for index, start in layout.direct:
             slot, gradient = reducer.slots[index], gradients[index]
@@ -487,22 +489,22 @@ class Reduction:
         plan.copy_in(gradients, unused, self.counts, plan.rows)
         pairs.append((flat[layout.row_start :] if layout.row_start else flat, plan.sent))
         scale = 1.0
-        if reducer.replicas is None:
+        if reducer.replica_comm is None:
             scale = 1.0 / reducer.after
         elif self.is_mean:
-            scale = reducer.before / reducer.shards.size
-        return reducer.shards.reduce_scatter(pairs, reducer.label, scale)
+            scale = reducer.before / reducer.shard_comm.size
+        return reducer.shard_comm.reduce_scatter(pairs, reducer.label, scale)
 
     def advance(self) -> bool:
         """On a hybrid mesh: wait for the first stage and launch the second. Returns whether there is one."""
         reducer, plan, flat = self.reducer, self.plan, self.flat
-        if reducer.shards is None or reducer.replicas is None:
+        if reducer.shard_comm is None or reducer.replica_comm is None:
             return False
         if self.state is not ReductionState.REDUCING or self.shards_only:
             return False
         self.wait()
         # Means over the shard dimension of earlier backwards, brought to the scale of the first stage's result.
-        factor = 1.0 if self.is_mean else reducer.shards.size / reducer.before
+        factor = 1.0 if self.is_mean else reducer.shard_comm.size / reducer.before
         for index, shard in self.carried:
             start, numel = plan.places[index].start, plan.places[index].numel
             more = reducer.in_memory_order(index, shard).reshape(-1).to(flat.device)
@@ -514,8 +516,8 @@ class Reduction:
             shards = plan.views(flat, indices)
             self.work = reducer.second_stage.launch(indices, shards, shards, plan.flags_of(flat), label)
         else:
-            scale = 1.0 / (reducer.replicas.size if self.is_mean else reducer.after)
-            self.work = reducer.replicas.all_reduce([flat], label, scale)
+            scale = 1.0 / (reducer.replica_comm.size if self.is_mean else reducer.after)
+            self.work = reducer.replica_comm.all_reduce([flat], label, scale)
         return True
 
     def wait(self) -> None:
@@ -525,7 +527,7 @@ class Reduction:
             if work is not None:
                 work.wait()
         finally:
-            if self.reducer.shards is not None:
+            if self.reducer.shard_comm is not None:
                 self.plan.message.free()
 
     def land(self) -> list[float]:
@@ -547,7 +549,7 @@ class Reduction:
 
     def _refuse_ranks(self) -> None:
         reducer, counts = self.reducer, self.counts
-        comm = reducer.shards if self.shards_only and reducer.shards is not None else reducer.mesh_info.all
+        comm = reducer.shard_comm if self.shards_only and reducer.shard_comm is not None else reducer.mesh_info.all
         said = []
         mine = reducer.label, *counts[1:]
         for rank, other in enumerate(comm.all_gather_objects(mine, "exchange of what the ranks reduce")):

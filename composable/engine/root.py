@@ -267,7 +267,7 @@ class Root:
     def needs(self, unit: Unit) -> str:
         """Why a backward needs the unit's parameters to stay as they are; empty if it does not."""
         iteration = self.iteration
-        if iteration is None:
+        if iteration is None or (iteration.end is not None and self.phase is Phase.LOST):
             return ""
         if unit in iteration.active:
             return "backward is in the unit"
@@ -346,9 +346,15 @@ class Root:
             unit.show()
         iteration.stream, iteration.began = self._streams.here(), next(CLOCK)
         self.forward = iteration.began
-        self._show()
+        try:
+            self._show()
+            if grad:
+                broadcast_buffers(self.units, source(), saved=saved)
+        except BaseException:
+            for unit in self._shown:  # nobody leaves this forward
+                unit.hold_at_rest()
+            raise
         if grad:
-            broadcast_buffers(self.units, source(), saved=saved)
             if backward_will_be_compiled():
                 self.eager_because = Root.trace_reductions(self)
             elif not self.eager_because:
@@ -413,7 +419,7 @@ class Root:
             if keep:
                 iteration.untracked[unit] = None
         after = unit.spec.reshard_after_forward
-        if complete and not keep and not unit.depth and not unit.kept_by:
+        if not keep and not unit.must_stay:
             # A call without gradients leaves unsharded what an earlier call with gradients left so. It may be a call of one rank
             # alone, which would then be the only one to gather the unit in backward.
             if after is None and (grad or unit in iteration.last):
@@ -668,11 +674,7 @@ class Root:
         if not unit.buckets:
             return
         if iteration.builds_graph and unit.has_gradients:
-            raise DifferentiationError(
-                f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They are reduced outside of "
-                "autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, "
-                "torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
-            )
+            _refuse_graph(unit)
         if iteration.builds_graph:
             return
         if mode is SyncMode.HOLD:
@@ -721,6 +723,8 @@ class Root:
                     self._leave_backward(unit, at_end=True)
             if not iteration.builds_graph:
                 self.buckets.launch_rest()
+            elif (brought := self.buckets.brought()) is not None:
+                _refuse_graph(brought)
             for unit in list(iteration.in_flight):
                 if unit.advance():
                     iteration.in_flight.remove(unit)
@@ -817,13 +821,23 @@ class Root:
                 unit.reshard()
             except CommunicationError as error:
                 logger.warning("while the state of unit '%s' was reset: %s", unit.name, first_line(error))
-        self.buckets.drop()
+        try:
+            self.buckets.drop()
+        except CommunicationError as error:
+            logger.warning("while the buckets of unit '%s' were reset: %s", self.name, first_line(error))
         release_idle_memory()
 
     @torch.no_grad()
     def reduce_held(self) -> None:
         """Reduce what was accumulated under `no_sync`, without a backward."""
         self._compare_held()
+        try:
+            self._reduce_held()
+        except BaseException:
+            self.reset()
+            raise
+
+    def _reduce_held(self) -> None:
         units = [unit for unit in self.units if unit.holds]
         for unit in units:
             for bucket in unit.buckets:
@@ -857,6 +871,14 @@ class Root:
                     f"{', '.join(f'rank {rank} {count}' for rank, (count,) in enumerate(said))}. Every rank must run the same "
                     "backwards under no_sync. What was accumulated is dropped on all ranks"
                 )
+
+
+def _refuse_graph(unit: Unit) -> NoReturn:
+    raise DifferentiationError(
+        f"backward(create_graph=True) brought gradients to parameters of unit '{unit.name}'. They are reduced outside of "
+        "autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, "
+        "torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
+    )
 
 
 def _ahead(unit: Unit, units: Sequence[Unit], start: int, step: int) -> list[Unit]:

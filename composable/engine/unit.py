@@ -823,7 +823,7 @@ class Unit:
         """Undo the annotation: whole plain parameters are registered again, the original objects where they still exist."""
         for undo in (*self._rebuild_undo, *reversed(self._undo)):
             undo()
-        self._undo, self._rebuild_undo = [], []
+        self._undo, self._rebuild_undo, self.arrivals = [], [], {}
         self.drop_calls()
         self.swap_out()
         for unit in (self, *self.readers):  # readers that still have its parameters are refused in their next forward

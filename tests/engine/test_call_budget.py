@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tomllib
 from collections.abc import Callable
@@ -49,6 +50,7 @@ def _calls(action: Callable[[], object]) -> int:
 
 
 def _step(verb: str, units: int, parameters: int) -> dict[str, int]:
+    gc.collect()  # a backward asks all roots that live whether they take part
     model = nn.Sequential(*(Unit(parameters) for _ in range(units)))
     if verb == "fully_shard":
         composable.fully_shard(model, policy={Unit})

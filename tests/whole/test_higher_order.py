@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 import pytest
 import torch
@@ -318,14 +318,18 @@ def test_gradients_over_parameters_are_those_of_the_rank_or_refused_by_name(
 
 
 @pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+@pytest.mark.parametrize(("annotate", "unit"), [(fully_shard, "other"), (replicate, "(root)")])
 @spmd(ranks=2, everywhere=True)
-def test_gradients_of_sharded_parameters_are_not_differentiated() -> None:
+def test_gradients_of_parameters_are_not_differentiated(annotate: Any, unit: str) -> None:
     case = BATTERY["a unit used several times"]
     model = case.model(0, 0)
-    fully_shard(model, policy=set(case.units))
+    annotate(model, policy=set(case.units) if unit == "other" else None)
     (x,) = case.inputs(0, 0, 0)
+    for _ in range(2):  # the order of buckets is agreed in the second
+        model(x).square().mean().backward()
+        model.zero_grad()
     assert refusal(lambda: model(x).square().mean().backward(create_graph=True)) == (
-        "DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit 'other'. They are reduced outside "
+        f"DifferentiationError: backward(create_graph=True) brought gradients to parameters of unit '{unit}'. They are reduced outside "
         "of autograd's graph, so nothing could be differentiated through them. Ask for gradients of inputs only, "
         "torch.autograd.grad(loss, inputs, create_graph=True), or leave create_graph=True out"
     )

@@ -383,7 +383,7 @@ def test_without_a_process_group_several_processes_are_asked_to_form_one(monkeyp
     "UnknownArgumentError: fully_shard() has no argument 'use_orig_params'; parameters always keep their identity and names; leave it out",
     "UnknownArgumentError: fully_shard() has no argument 'sharding_strategy'; write reshard_after_forward=True for FULL_SHARD, False for SHARD_GRAD_OP, or call replicate()",
     "UnknownArgumentError: fully_shard() has no argument 'device_id'; the mesh says which device; leave it out",
-    "UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, mp_policy, offload_policy, shard_placement_fn, grad_reduce, ignored_params, sync_module_states, dp_mesh_dims",
+    "UnknownArgumentError: fully_shard() has no argument 'reshard_after_froward'; did you mean 'reshard_after_forward'? It takes: mesh, policy, reshard_after_forward, prefetch, mp_policy, offload_policy, shard_placement_fn, grad_reduce, ignored_params, sync_module_states, dp_mesh_dims",
     "UnknownArgumentError: fully_shard() has no argument 'cpu_offload'; use offload_policy=CPUOffloadPolicy() instead",
     "UnknownArgumentError: fully_shard() has no argument 'find_unused_parameters'; unused parameters need no flag; leave it out",
 )

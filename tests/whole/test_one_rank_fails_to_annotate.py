@@ -64,6 +64,7 @@ _SHARDED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
     "frees": ({"reshard_after_forward": True}, _of_unit(True), ""),
     "regroups": ({"reshard_after_forward": 2}, _of_unit(2), ""),
     "computes otherwise": ({"mp_policy": "bf16"}, _of_unit(more=", param_dtype=bfloat16"), ""),
+    "gathers further ahead": ({"prefetch": 2}, _of_unit(more=", prefetch=2"), ""),
     "places otherwise": ({"shard_placement_fn": lambda parameter: Shard(parameter.ndim - 1)}, _of_unit(dim=1), ""),
     "trusts": ({"sync_module_states": "off"}, _is_mode("fully_shard", "check", "off"), ""),
 }
@@ -71,6 +72,7 @@ _REPLICATED: Final[dict[str, tuple[dict[str, Any], str, str]]] = {
     "a policy raises": ({"policy": _raises}, _failed("replicate", _ODD), _ODD),
     "an argument is wrong": ({"bucket_cap_mb": 0}, _failed("replicate", _CAP), _CAP),
     "has smaller buckets": ({"bucket_cap_mb": 1.0}, _of_buckets(1.0), ""),
+    "keeps buckets": ({"gradient_as_bucket_view": True}, _of_buckets(more=", gradient_as_bucket_view=True"), ""),
     "computes otherwise": ({"mp_policy": "bf16"}, _of_buckets(more=", param_dtype=bfloat16"), ""),
     "trusts": ({"sync_module_states": "off"}, _is_mode("replicate", "broadcast", "off"), ""),
 }

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from composable import no_sync, remove, replicate
+from composable import no_sync, register_comm_hook, remove, replicate
 from tests.helpers.compare import assert_mean_gradients, averaged_gradients
 from tests.helpers.means import WIDTH, Parts, batch_of, twins
 from tests.helpers.world import current_device, spmd
@@ -69,6 +70,34 @@ def test_gradients_that_are_views_of_buckets_have_the_same_memory_in_every_step(
             optimizer.zero_grad(set_to_none)
     assert found[2:] == [found[2]] * 3, "the order of buckets is agreed in the first step"
     remove(ours, replicate)
+
+
+@spmd(ranks=2)
+def test_a_hook_gets_gradients_that_live_in_the_bucket_and_another_set_of_parameters_gets_another_bucket() -> None:
+    plain, ours = twins(Parts, gradient_as_bucket_view=True)
+    register_comm_hook(ours, default_hooks.allreduce_hook)
+    for step in range(5):
+        for model in (plain, ours):
+            model.layers[1].requires_grad_(step != 3)
+            model(batch_of(step), [0, 1, 2]).sum().backward()
+        assert_mean_gradients(plain, ours)
+        if step == 2:  # others are added to
+            plain.zero_grad()
+            ours.zero_grad()
+
+
+@spmd(ranks=2)
+def test_removal_leaves_no_hook_on_what_modules_computed_with() -> None:
+    """With a cast, these are other parameters than the user's."""
+    _, ours = twins(Parts, mp_policy="bf16")
+    weights: list[Tensor] = []
+    layer = ours.layers[0]
+    layer.register_forward_hook(lambda module, *_: weights.append(module.weight))
+    ours(batch_of(0), [0, 1, 2])
+    assert weights[0] is not layer.weight
+    assert weights[0]._post_accumulate_grad_hooks
+    remove(ours, replicate)
+    assert not weights[0]._post_accumulate_grad_hooks
 
 
 @spmd(ranks=2)
