@@ -72,7 +72,7 @@ def replicate(
         bucket_cap_mb: MiB of small gradients that travel together; those of 1 MiB (accelerators: 25 MiB) and more travel alone.
         gradient_as_bucket_view: gradients live in their buckets from step to step, in memory that the optimizer finds where it
             was: faster, for the memory of the gradients between steps. A gradient that is kept beyond a step is written to by
-            the next one. Without effect where gradients have another dtype than their sums, and next to shards.
+            the next one. Without effect with mixed precision, next to shards, and for one rank.
         mp_policy: a `MixedPrecisionPolicy`, composable's or torch's, or a dtype or its name ("bf16") to compute in. Parameters,
             gradients, optimizer state and what is saved keep the dtype that the parameters have.
         grad_reduce: what becomes of the sum of gradients over all ranks of the mesh: "mean" divides it by their number, "sum"

@@ -1,4 +1,4 @@
-"""What one step leaves behind while it runs. It is dropped with the step, and never cleaned up field by field."""
+"""What one step leaves behind while it runs, and one forward: both are dropped, and not cleaned up field by field."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ State machine, with everything that may affect it in this file:
 | UNSHARDED            | -                                | -                  | SHARDED              | SHARDED_POST_FORWARD       |
 | SHARDED_POST_FORWARD | UNSHARDING, from n ranks' shards | -                  | SHARDED              | -                          |
 
-A collective in flight owns its memory, so `reshard` waits for it first. Groups whose compute parameters are the users' own
-memory have nothing to gather: they are UNSHARDED at all times.
+`unshard` reshards first what is out of date. A collective in flight owns its memory, so `reshard` waits for it first. Groups
+whose compute parameters are the users' own memory have nothing to gather: they are UNSHARDED at all times.
 
 Memory. The full buffer's storage lives as long as the group and its memory comes and goes inside it, since autograd may have
 saved any alias of a compute parameter. Packed parameters have a buffer of their own, which gets its memory when their message has

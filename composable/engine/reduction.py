@@ -1,6 +1,6 @@
 """How gradients that share a message are reduced: what is the same in every step, and one message in flight.
 
-State machine of a `Reduction`, with everything that may affect it in this file:
+State machine of a `Reduction`:
 
 | state        | `advance`                      | `land`    |
 |--------------|--------------------------------|-----------|

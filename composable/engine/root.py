@@ -1,13 +1,13 @@
 """The order of one step: which units are unsharded, reduced and freed when. See docs/tour.md for a step, line by line.
 
-State machine of a `Root`; what may change its phase is in this file, and the phase is what `running` and `iteration` say:
+State machine of a `Root`; what may change its phase is in this file, and the phase is what `running`, `iteration` and its end say:
 
 | phase    | a forward begins  | a forward ends                     | a backward begins | it ends                            | it raises | `reset` |
 |----------|-------------------|------------------------------------|-------------------|------------------------------------|-----------|---------|
 | IDLE     | FORWARD           | -                                  | BACKWARD          | -                                  | -         | -       |
 | FORWARD  | -                 | WAITING, or idle if nothing waits  | BACKWARD          | -                                  | IDLE      | IDLE    |
 | WAITING  | FORWARD           | -                                  | BACKWARD          | -                                  | -         | IDLE    |
-| BACKWARD | -                 | -                                  | -                 | IDLE, or on with an open forward   | LOST      | IDLE    |
+| BACKWARD | FORWARD, by reset | -                                  | -                 | IDLE, or on with what is open      | LOST      | IDLE    |
 | LOST     | FORWARD, by reset | -                                  | refused           | -                                  | -         | IDLE    |
 
 Laws:
@@ -18,8 +18,8 @@ Laws:
 * At the end of a backward every reduction is launched before any of them is landed. On a hybrid mesh the second stage is
   launched when its first has been waited for. Every wait is for something that was launched earlier in the one sequence that
   all ranks run.
-* What must not survive a step is in `Iteration`, which is dropped. A step is lost on all ranks or on none: `Root.reset`.
-* Nothing stays gathered from one root forward to the next outside of `keep_unsharded`.
+* What must not survive a step is in `Iteration`, `Forward` and `Reduction`, which are dropped. A step is lost on all ranks or on none: `Root.reset`.
+* Nothing stays gathered from one root forward to the next outside of `unshard()` and `keep_unsharded`.
 
 When backward leaves a unit. Backward enters a unit at the graph nodes of its outputs. It leaves the unit when it enters another
 one that neither encloses it nor lies in it: autograd runs the newest nodes first, so between the first and the last node of a

@@ -4,7 +4,7 @@
 * A gradient that was accumulated under `no_sync` and not reduced: ranks would step by different gradients.
 * A parameter that backward steps (`apply_optimizer_in_backward`).
 
-The hook also lets an optimizer that is known to step element by element step its local shards (`local_steps`). A second hook,
+The hook also lets an optimizer that is known to step element by element step its local shards (`shard_steps`). A second hook,
 after the step, bumps the version counters of what was stepped, which `fused` implementations do not: the engine compares them
 to see that what it has gathered is out of date.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import pytest
 import torch
 
@@ -33,8 +35,10 @@ def _train(name: str, dtype: torch.dtype) -> None:
         twins.step(6)
 
 
-@pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name != "Rprop"])  # which torch cannot step on DTensors
-@pytest.mark.parametrize("ranks", [2, 3])
+_ON_TWO: Final = [(name, 2) for name in OPTIMIZERS if name != "Rprop"]  # which torch cannot step on DTensors
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*_ON_TWO, ("AdamW", 3), ("SGD with momentum", 3)])
 def test_every_bit_is_what_it_would_be(pool: Pool, name: str, ranks: int, device: str) -> None:
     need_devices(device, ranks)
     pool.run(ranks, _train, name, torch.float32, device=device)

@@ -93,8 +93,6 @@ _HEADERS: Final = Path(sysconfig.get_paths()["include"]) / "Python.h"
 @pytest.mark.parametrize(
     ("scheme", "compiler", "order"),
     [
-        ("fully_shard", "each block", "before"),
-        ("fully_shard without resharding", "each block", "after"),
         ("fully_shard and checkpoint", "the model", "after"),
         ("replicate and checkpoint", "the model", "before"),
     ],
