@@ -10,7 +10,7 @@ from weakref import ref
 from torch import nn
 
 from composable.engine.param import ManagedParam
-from composable.engine.unit import Unit, UnitCall
+from composable.engine.unit import Unit
 
 REMEMBERED: Final = 4096  # entries of `Iteration.finished` at most: forwards without a backward must not fill the memory
 
@@ -48,7 +48,6 @@ class Iteration:
         last: units that `reshard_after_forward=None` keeps until a forward enters another unit over the same ranks.
         untracked: units that backward may need without entering them: an output aliases a parameter, or none was found to watch.
         end: None until a backward begins; then a weak reference to its `BackwardEnd`, dead if that backward raised.
-        calls: of units with gradients, as they began. Recomputation looks for them.
         active: units that backward has entered and not left.
         to_reduce: units that backward has entered, or brought a gradient to, since they were last reduced.
         in_flight, over_replicas: units whose reduction is in its first, or second, stage.
@@ -65,7 +64,6 @@ class Iteration:
         self.last: list[Unit] = []
         self.untracked: dict[Unit, None] = {}
         self.end: ref[Any] | None = None
-        self.calls: list[UnitCall] = []
         self.active: list[Unit] = []
         self.to_reduce: dict[Unit, None] = {}
         self.in_flight: list[Unit] = []

@@ -155,6 +155,11 @@ class Entry:
         self._forward = forward
         self._counted = forward is not None
 
+    @property
+    def waits(self) -> bool:
+        """Whether backward has not come to it."""
+        return self._counted
+
     @untraced
     def __call__(self, *_: Any) -> None:
         if self._counted:

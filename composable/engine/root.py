@@ -150,6 +150,7 @@ class Root:
         forward: the number of the forward that began last.
         split_by: the pipeline schedule that called the last forward, if it takes gradients of weights by `torch.autograd.grad` and
             assigns `.grad` itself. The optimizer's step refuses that: all ranks come to it, and to a forward one stage after another.
+        calls: of units with gradients, as they began, from the first on whose backward has not come. Recomputation looks for them.
         buckets: of replicated units; none if there are shards below this root.
         eager_because: why the engine, and not the compiler, reduces the gradients of the last forward; empty if the compiler does.
     """
@@ -167,6 +168,7 @@ class Root:
         self.iteration: Iteration | None = None
         self.forward = 0
         self._open: Forward | None = None  # that is under way
+        self.calls: list[UnitCall] = []
         self._trained: list[Unit] = []  # units, in the last forward
         self._tree = TreeWatch(module)
         self._gone = False
@@ -594,26 +596,29 @@ class Root:
 
     def note_call(self, call: UnitCall) -> None:
         """A forward with gradients has begun."""
-        calls = self._iteration.calls
-        calls.append(call)
-        if len(calls) > REMEMBERED:
-            del calls[: REMEMBERED // 2]
+        self.calls.append(call)
+        if len(self.calls) > REMEMBERED:
+            del self.calls[: REMEMBERED // 2]
 
-    def before_recomputation(self, unit: Unit) -> None:
+    def before_recomputation(self, unit: Unit) -> UnitCall | None:
         """Checkpointing is about to run a forward of `unit` again, for the node that backward is at.
 
         Whether this is a node of the last unit in the checkpointed part, or one behind it, differs between ranks if some skip that
         unit. So backward enters the unit now: on all ranks before the recomputation gathers others.
+
+        Returns:
+            The call that is run again; None if it ran without gradients (reentrant checkpointing).
         """
-        calls, entry = self._iteration.calls, None
+        calls, entry = self.calls, None
         for index in range(bisect_right(calls, current_node(), key=attrgetter("since")) - 1, -1, -1):
             call = calls[index]
             entry = entry or call.entry
-            if call.unit is unit:  # otherwise the part ran without gradients: reentrant checkpointing
+            if call.unit is unit:
                 if entry is not None:
                     with torch.no_grad():  # of the backward; recomputations have gradients
                         entry()
-                return
+                return call
+        return None
 
     def on_gradient(self, unit: Unit, param: ManagedParam) -> None:
         """Autograd has accumulated a gradient."""
@@ -766,8 +771,10 @@ class Root:
         if self.running or iteration.builds_graph:
             following = Iteration(iteration.stream)
             following.finished, following.untracked = iteration.finished, iteration.untracked
-            following.last, following.calls = iteration.last, iteration.calls
+            following.last = iteration.last
         self.iteration = following
+        waiting = (index for index, call in enumerate(self.calls) if call.entry is not None and call.entry.waits)
+        del self.calls[: next(waiting, len(self.calls))]
         for unit in self.units:
             if following is None:
                 unit.pending = 0  # no backward will come to the forwards that have been
@@ -801,7 +808,7 @@ class Root:
         """Give up the step: wait for what was launched (all ranks launched the same), reshard, drop unreduced gradients."""
         iteration, self.iteration = self.iteration, None
         self.running.clear()
-        self._open, self._pinned = None, {}
+        self._open, self._pinned, self.calls = None, {}, []
         if why:
             logger.warning("unit '%s': %s; the step is lost, and its state was reset", self.name, why)
         launched = [] if iteration is None else [*iteration.over_replicas, *iteration.in_flight]

@@ -139,7 +139,8 @@ class Schedule(Protocol):
 
     def on_error(self, unit: Unit) -> None: ...
 
-    def before_recomputation(self, unit: Unit) -> None: ...
+    def before_recomputation(self, unit: Unit) -> UnitCall | None:
+        """Returns the call that is about to run again, if it is known."""
 
     def open_backward(self) -> None: ...
 
@@ -179,6 +180,8 @@ class UnitCall:
         root: None if the call recomputes what checkpointing dropped.
         entered: `enter` did not raise.
         entry: called where backward comes to it; None if backward does not.
+        anchors: every output got a node, though this rank may have computed it without parameters: others did with. What is
+            recomputed does as its forward did.
     """
 
     unit: Unit
@@ -186,6 +189,7 @@ class UnitCall:
     root: Schedule | None
     entered: bool = False
     entry: Entry | None = None
+    anchors: bool = False
 
 
 class Unit:
@@ -255,8 +259,7 @@ class Unit:
         self.given: int | None = None
         self._calls: list[UnitCall] = []  # that are under way
         self.to_run: list[nn.Module] = []
-        # In the last forward every output got a node, though this rank may have computed it without parameters: others did with.
-        self._anchors = False
+        self._anchors = False  # `UnitCall.anchors` of the last forward
         self._swap = ParameterSwap(())
         self._buffers = BufferCasts(())
         self._casts_buffers = False
@@ -586,7 +589,8 @@ class Unit:
         self._calls.append(call)  # before anything else that may raise: `on_error` takes it back
         if root is None:
             if self.root is not None and self.root.in_step:
-                self.root.before_recomputation(self)
+                again = self.root.before_recomputation(self)
+                call.anchors = self._anchors if again is None else again.anchors
             # Checkpointing runs this forward again: no order is recorded and nothing resharded, backward needs it next.
             if LISTENERS:
                 tell(Event.ENTER, self, self.modules.index(module), now=True)
@@ -656,9 +660,10 @@ class Unit:
         trained = None if root is None else root.trained(module)
         entry = Entry(self, trained, None if root is None else root.forward)
         if root is not None:
-            self._anchors = self.mesh_info.all.size > 1 and root.is_inside(self) and (self.trains or self.given == 2)
+            needs = self.trains or self.given == 2
+            self._anchors = call.anchors = self.mesh_info.all.size > 1 and root.is_inside(self) and needs
         counted = root is not None and bool(self.params)
-        seen = watch(output, call.since, entry, self._aliases, counted=counted, anchors=self._anchors)
+        seen = watch(output, call.since, entry, self._aliases, counted=counted, anchors=call.anchors)
         if seen.found and root is not None:
             if LISTENERS:
                 tell(Event.OUTPUT, self, trained is not None)

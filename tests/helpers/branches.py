@@ -279,6 +279,7 @@ class _Ops:
 
     Attributes:
         frozen: by model, names that were frozen and not unfrozen: more may be frozen by them than is.
+        blurred: models of which that may be so.
         pending: by number, the model and the root of forwards whose backward is to come.
         held: models that hold gradients which are not reduced.
     """
@@ -289,6 +290,7 @@ class _Ops:
         self._often_held = draw.choice([0.0, 0.0, 0.5]) if draw.may("held", 1.0) else 0.0
         self._models, self._number = 1, 0
         self.frozen: dict[int, list[tuple[str, ...]]] = {0: []}
+        self.blurred: dict[int, None] = {}
         parts = [part for each in plan.parts for part in each.everything()]
         self._recomputed = {each.name for part in parts if part.checkpoint for each in part.everything()}
         self.pending: dict[int, int] = {}
@@ -324,6 +326,7 @@ class _Ops:
                 yield self._forward(draw.randrange(self._models), "evaluate")
             elif kind == "copy" and self._models < 3 and draw.may("copies", 0.3):
                 self.frozen[self._models] = [*self.frozen[model]]
+                self.blurred |= dict.fromkeys([self._models] if model in self.blurred else [])
                 self._models += 1
                 yield Op("copy", model)
         while self.pending:
@@ -348,7 +351,7 @@ class _Ops:
         there, back = ("freeze", "unfreeze") if which is None else ("unfreeze", "freeze")
         if self.pending and self._are_recomputed(names):
             # Recomputation must save what the forward saved, in one process too: all is as it was before backward.
-            if len(frozen) == (which is not None):
+            if len(frozen) == (which is not None) and model not in self.blurred:
                 yield Op(there, model, names=names)
                 yield self._forward(model, "evaluate")
                 yield Op(back, model, names=names)
@@ -357,6 +360,8 @@ class _Ops:
             frozen.append(names)
         else:
             del frozen[which]
+            if frozen:
+                self.blurred[model] = None
         yield Op(there, model, names=names)
 
     def _are_recomputed(self, names: tuple[str, ...]) -> bool:

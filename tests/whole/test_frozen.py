@@ -18,7 +18,7 @@ from composable import checkpoint, fully_shard, no_sync, replicate
 from composable.engine.param_group import ShardedState
 from composable.engine.unit import units_below
 from composable.traversal import get_handles
-from tests.helpers.compare import all_full, full
+from tests.helpers.compare import all_full, assert_mean_gradients, full
 from tests.helpers.world import Pool, current_device, spmd
 
 WIDTH = 12
@@ -238,3 +238,32 @@ def test_what_is_frozen_when_backward_comes_decides(pool: Pool, program: str) ->
 
 def test_what_is_frozen_when_backward_comes_decides_on_three_ranks(pool: Pool) -> None:
     pool.run(3, _freeze_in_the_middle, "a reference without gradients")
+
+
+class Recomputed(nn.Module):
+    """A frozen part before one that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.tower.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.tower(x).sin())  # which saves what it gets, if that needs gradients
+
+
+@spmd(ranks=2)
+def test_a_recomputation_does_as_its_own_forward_did_and_not_as_the_last_one() -> None:
+    """Of a frozen unit's outputs: these need gradients in the second forward only, whose backward comes first."""
+    torch.manual_seed(0)
+    plain, ours = (Recomputed().to(current_device(), torch.float64) for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    for verb in (checkpoint, partial(fully_shard, policy={nn.Linear})):
+        verb(ours)
+    x = torch.randn(3, 4, dtype=torch.float64, device=current_device())
+    for _ in range(2):
+        for model in (plain, ours):
+            first, second = model(x), model(x.clone().requires_grad_())
+            second.square().sum().backward()
+            first.sum().backward()
+        assert_mean_gradients(plain, ours)
