@@ -53,7 +53,7 @@ _TOLD: Final[WeakSet[nn.Module]] = WeakSet()  # models of which `_warn_of_unmana
 class Tree(Protocol):
     """The root that is checked, as far as this file looks."""
 
-    module: nn.Module
+    modules: tuple[nn.Module, ...]
     units: list[Unit]
     buckets: Buckets
     split_by: str
@@ -244,11 +244,11 @@ def _warn_of_unmanaged_around(root: Tree) -> None:
 
     Blocks do not know the model; it is the outermost module whose forward is on the stack.
     """
-    model = root.module
+    model = root.modules[0]
     for frame, _ in walk_stack(None):
         caller = frame.f_locals.get("self") if frame.f_code.co_name in ("_call_impl", "forward") else None
         model = caller if isinstance(caller, nn.Module) else model
-    if model is root.module or model in _TOLD:
+    if model in root.modules or model in _TOLD:
         return
     _TOLD.add(model)
     ignored = _left_alone([*get_all_sharded_states(model), *get_replicated_states(model)])

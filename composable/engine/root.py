@@ -141,6 +141,7 @@ class Root:
     """The units below the outermost annotated module that was called.
 
     Attributes:
+        modules: the outermost one that was called, with the other modules of its unit.
         units: of both verbs, in `.modules()` order.
         order: the units that gather, in the order in which the last forward entered them.
         shared: units below that are below another annotated model, too (an encoder of an actor and a critic). They are the units of
@@ -159,8 +160,8 @@ class Root:
     # `composable.algorithms.traced` sets it.
     trace_reductions: ClassVar[Callable[[Root], str]]
 
-    def __init__(self, module: nn.Module, units: Sequence[Unit], shared: Sequence[Unit] = ()) -> None:
-        self.module = module
+    def __init__(self, modules: Sequence[nn.Module], units: Sequence[Unit], shared: Sequence[Unit] = ()) -> None:
+        self.modules = tuple(modules)
         self.units = list(units)
         self.shared = list(shared)
         self.order: list[Unit] = []
@@ -170,7 +171,7 @@ class Root:
         self._open: Forward | None = None  # that is under way
         self.calls: list[UnitCall] = []
         self._trained: list[Unit] = []  # units, in the last forward
-        self._tree = TreeWatch(module)
+        self._trees = [TreeWatch(module) for module in modules]
         self._gone = False
         self.eager_because = NOT_ON
         self.split_by = ""
@@ -196,23 +197,26 @@ class Root:
 
     @staticmethod
     def plan(unit: Unit, module: nn.Module) -> Root:
-        """Plan `module` and what is below it as one tree."""
-        units = units_below([module])
+        """Plan `module` and what is below it as one tree; also what is below the other modules of its unit."""
+        tops = unit.modules if module in unit.modules else (module,)
+        units = units_below(tops)
         if unit not in units:  # annotated in a list, and called through a member that does not hold the others
             units = [unit]
         shared = [each for each in units if _is_also_below_another(each, unit)]
         # Replicated units that own a parameter which modules here read as well.
-        owners = [unit_of(parameter) for parameter in module.parameters()]
+        owners = [unit_of(parameter) for top in tops for parameter in top.parameters()]
         units += [owner for owner in owners if owner is not None and owner.rest_mesh is not None]
         units = [each for each in dict.fromkeys(units) if each not in shared]
-        names = names_below(module)
+        names: dict[int, str] = {}
+        for top in reversed(tops):
+            names |= names_below(top)
         for each in units:
             if id(each.modules[0]) in names:
                 each.rename(names[id(each.modules[0])])
         for former in _roots_of(units):
             if former.phase in (Phase.BACKWARD, Phase.LOST) and not in_backward():
                 former.reset()
-        root = Root(module, units, shared)
+        root = Root(tops, units, shared)
         for each in units:
             each.root = root
         for each in shared:
@@ -945,7 +949,7 @@ def _root_for_call(unit: Unit, module: nn.Module) -> Root:
         root.reset("its forward did not end")
     elif root is not None and root.phase in (Phase.BACKWARD, Phase.LOST):
         root.reset("its backward did not finish")
-    if root is None or root._gone or root._tree.changed():
+    if root is None or root._gone or any(tree.changed() for tree in root._trees):
         if root is not None:
             root.forget()
         root = Root.plan(unit, module)
@@ -957,7 +961,7 @@ def drop_open_calls(root: Root, entering: nn.Module | None = None) -> None:
     root.running.clear()
     for unit in root.units:
         unit.drop_calls()
-    for module in root.module.modules():
+    for module in dict.fromkeys(below for top in root.modules for below in top.modules()):
         drop_calls(module, keep=int(module is entering))
     close_interrupted()
 

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from composable import checkpoint, fully_shard, no_sync, replicate
-from tests.helpers.compare import all_full
-from tests.helpers.world import Pool
+from tests.helpers.compare import all_full, assert_mean_gradients
+from tests.helpers.world import Pool, spmd
 
 KINDS = ("fused", "fused, the head runs", "head first", "last in a checkpoint", "torch's checkpoint", "twice")
 
@@ -159,3 +159,19 @@ def _below_two_models(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["fused", "fused, the head runs"])
 def test_a_unit_of_several_modules_may_be_below_two_models(pool: Pool, kind: str) -> None:
     pool.run(2, _below_two_models, kind)
+
+
+@spmd(ranks=2)
+def test_models_that_are_one_unit_are_planned_together_whichever_is_called_first() -> None:
+    """So what is between two modules of a unit inside of the second one is inside of a model, too."""
+    torch.manual_seed(0)
+    plain, ours = (nn.ModuleList([nn.Linear(6, 6), Model("fused")]).double() for _ in range(2))
+    ours.load_state_dict(plain.state_dict())
+    fully_shard([ours[1].norm, ours[1].head])  # type: ignore[list-item]
+    fully_shard(list(ours))
+    x = torch.randn(3, 6, dtype=torch.float64)
+    for _ in range(2):
+        for encoder, model in (plain, ours):
+            model(encoder(x)).backward()
+            model(x).backward()
+        assert_mean_gradients(plain, ours)
