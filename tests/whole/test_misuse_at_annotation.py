@@ -54,8 +54,7 @@ def _mesh(*shape: int, names: tuple[str, ...] | None = None) -> DeviceMesh:
     return init_device_mesh(current_device().type, shape, mesh_dim_names=names)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # FutureWarning of torch 2.14
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 @pytest.mark.parametrize("verb", [fully_shard, replicate])
 def test_parameters_of_torchscript_are_refused_by_name(verb: Verb) -> None:
     model = nn.Sequential(nn.Linear(2, 2), torch.jit.script(nn.Linear(2, 2)))
