@@ -270,14 +270,12 @@ class Root:
         """Whether forwards or a backward are under way, or forwards wait for their backward."""
         return self.iteration is not None
 
-    def needs(self, unit: Unit) -> str:
-        """Why a backward needs the unit's parameters to stay as they are; empty if it does not."""
+    def needs(self, unit: Unit) -> bool:
+        """Whether a backward needs the unit's parameters to stay as they are: it is in the unit, or may come to it unseen."""
         iteration = self.iteration
         if iteration is None or (iteration.end is not None and self.phase is Phase.LOST):
-            return ""
-        if unit in iteration.active:
-            return "backward is in the unit"
-        return "backward may come to the unit and not be seen" if unit in iteration.untracked else ""
+            return False
+        return unit in iteration.active or unit in iteration.untracked
 
     def trained(self, module: nn.Module | None) -> Iteration | None:
         """The iteration, if this call of `module` counts as one that is trained on. Without a module it does."""

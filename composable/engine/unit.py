@@ -119,8 +119,8 @@ class Schedule(Protocol):
     def in_step(self) -> bool:
         """Whether forwards or a backward are under way, or forwards wait for their backward."""
 
-    def needs(self, unit: Unit) -> str:
-        """Why a backward needs the unit's parameters to stay as they are; empty if it does not."""
+    def needs(self, unit: Unit) -> bool:
+        """Whether a backward needs the unit's parameters to stay as they are."""
 
     def shows(self, unit: Unit) -> bool:
         """Whether the unit's modules hold compute parameters for longer than its own forward."""
@@ -526,13 +526,11 @@ class Unit:
                 group.reshard()
 
     @property
-    def must_stay(self) -> str:
-        """Why the parameters may not be freed now; empty if they may."""
-        if self.kept_by:
-            return "a scope, or a graph of create_graph=True, keeps them"
-        if self.depth or self.to_run:
-            return "a forward of the unit is under way"
-        return "" if self.root is None else self.root.needs(self)
+    def must_stay(self) -> bool:
+        """Whether the parameters may not be freed now."""
+        if self.kept_by or self.depth or self.to_run:
+            return True  # for a scope, a graph of create_graph=True, or a forward that is under way
+        return self.root is not None and self.root.needs(self)
 
     def free(self) -> None:
         """Reshard, unless the parameters must stay."""

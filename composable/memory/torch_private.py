@@ -221,17 +221,12 @@ def dtensor_like(local: Tensor, like: DTensor, device: torch.device | None = Non
     """
     with torch.inference_mode(False):
         stand_in = local.new_empty(0, device=local.device if device is None else device)
-        return dtensor_around(local, like._spec, stand_in)
+        (made,) = dtensors_around([local], [like._spec], stand_in)
+        return made
 
 
 # `DTensor.__init__` does nothing, behind two decorators that take most of the 12 us of a construction.
 _new_dtensor: Callable[..., DTensor] = DTensor.__new__
-
-
-def dtensor_around(local: Tensor, spec: Any, stand_in: Tensor) -> DTensor:
-    """`dtensor_like` where more is known: see `dtensors_around`."""
-    (made,) = dtensors_around([local], [spec], stand_in)
-    return made
 
 
 def dtensors_around(locals_: Sequence[Tensor], specs: Iterable[Any], stand_in: Tensor) -> list[DTensor]:
